@@ -1,0 +1,61 @@
+# Needs Python 3.11 or newer and make. uv is used when it is there. Servers are started by the tests themselves.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+# The plain python3 if it is new enough, else the newest that has a name of its own.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+UV := $(shell uv --version >/dev/null 2>&1 && command -v uv)
+ifneq ($(UV),)
+INSTALL = $(UV) pip install --quiet --python $(BIN)/python
+else
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+endif
+
+.PHONY: help demo test check format bench clean
+
+help: ## this list
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.demo ## duplicates, a crash and a redelivery, applied once; ARGS="..." goes to the command
+	@$(BIN)/idemconsumer demo $(ARGS)
+
+test: $(VENV)/.dev ## the tests, on real servers; ARGS="tests/test_embedded.py -x" narrows them
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev ## style, types and import layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(VENV)/.dev ## put the code into its style
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/.dev ## what a message costs, against the same consumer without idemconsumer
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean: ## remove what was made here; downloaded servers stay in ~/.cache/idemconsumer
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer is on the PATH; install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+ifneq ($(UV),)
+	@$(UV) venv --quiet --allow-existing --python $(PYTHON) $(VENV)
+else
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "Python cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
+endif
+
+# What is installed holds until pyproject.toml changes. The package itself is linked, not copied.
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	@$(INSTALL) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.demo

@@ -1,0 +1,137 @@
+"""Frozen values that every floor may know. No behaviour beyond what can be derived from the fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum, StrEnum
+
+
+class State(IntEnum):
+    """What a record says. The numbers are stored in `record.state`, so they never change."""
+
+    PENDING = 0
+    PROCESSING = 1
+    UNDOING = 2
+    COMPLETED = 3
+    FAILED = 4
+    DEAD = 5
+
+
+class OutcomeKind(StrEnum):
+    """What happened to a delivery."""
+
+    APPLIED = "applied"
+    DUPLICATE = "duplicate"
+    CONFLICT = "conflict"
+    BUSY = "busy"
+    RETRYING = "retrying"
+    FAILED = "failed"
+    DEAD = "dead"
+    FENCED = "fenced"
+    UNKNOWN = "unknown"
+    CANCELLED = "cancelled"
+
+
+class Point(StrEnum):
+    """Named places on the straight line of one message; a crash at any of them must lose and double nothing."""
+
+    FETCHED = "fetched"
+    DISPATCHED = "dispatched"
+    SUSPECT_COUNTED = "suspect_counted"
+    CLAIMED = "claimed"
+    HANDLED = "handled"
+    SEALING = "sealing"
+    COMMITTED = "committed"
+    ROLLED_BACK = "rolled_back"
+    ATTEMPT_COUNTED = "attempt_counted"
+    REJECTING = "rejecting"
+    REJECTED = "rejected"
+    DEAD_LETTERING = "dead_lettering"
+    DEAD_LETTERED = "dead_lettered"
+    SETTLING = "settling"
+    SETTLED = "settled"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a producer sent, as it arrived.
+
+    `source` is `scheme:name`. `headers` holds text wherever the bytes are UTF-8. `key` and `tenant` are empty until
+    the handler's specs have derived them. `attempt` counts from 1. `message_id` is the producer's id, if the broker
+    carries one; `order_hint` is what the broker orders by (Kafka record key, FIFO group), None where it does not.
+    `position` says to a person where it came from, e.g. `orders.placed-3-42`.
+    """
+
+    source: str
+    body: bytes
+    headers: Mapping[str, str | bytes] = field(default_factory=dict)
+    key: str = ""
+    tenant: str | None = None
+    attempt: int = 1
+    message_id: str | None = None
+    order_hint: str | bytes | None = None
+    position: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    """What a handler returned, as it is stored and replayed byte for byte."""
+
+    body: bytes
+    content_type: str = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The key's row as a claim found it. `fingerprint` is None where the handler asked for none."""
+
+    state: State
+    fingerprint: bytes | None
+    result: StoredResult | None = None
+
+
+class Mark(Enum):
+    """What a claim found where it found no committed record."""
+
+    CLAIMED = "claimed"  # inserted by this transaction: the handler is ours to run
+    BUSY = "busy"  # a rival holds the key, uncommitted
+
+
+Found = Record | Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened to one delivery.
+
+    `result` is the stored result of an `applied` or `duplicate`, or the rejection (`{"code":…,"body":…}`) of a
+    `failed` or of a duplicate of one; `state` is the record's state where there is one. `due` is, for `retrying`,
+    the seconds until the next attempt. `error` names what went wrong and never quotes the payload.
+    """
+
+    kind: OutcomeKind
+    result: bytes | None = None
+    content_type: str | None = None
+    state: State | None = None
+    attempt: int = 1
+    due: float = 0.0
+    reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """One source that a worker consumes, for one handler. `group` is the Kafka consumer group."""
+
+    source: str
+    handler: str
+    group: str
+
+    @property
+    def scheme(self) -> str:
+        return self.source.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        return self.source.partition(":")[2]

@@ -1,0 +1,101 @@
+"""Everything idemconsumer raises, in one tree, split by who must act.
+
+* `ConfigurationError`: whoever wrote the handler or the settings. Raised at import or at start, never per message.
+* `BadMessage`: whoever produced the message. It becomes a dead letter; it never reaches a handler.
+* `Retry`, `Reject`: not faults. A handler raises them to ask the engine for something.
+* `Unavailable`: whoever runs the servers. The worker waits, with backoff, and says so once.
+* `Interrupted`: nobody. The engine rolls back and judges again.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+
+class IdemConsumerError(Exception):
+    """The root of the tree."""
+
+
+class ConfigurationError(IdemConsumerError):
+    """A mistake in code or settings. The text says where, and what to write instead."""
+
+
+class HandlerError(ConfigurationError):
+    """A handler that cannot be run as it is written. Names the handler."""
+
+    def __init__(self, handler: str, problem: str, instead: str) -> None:
+        super().__init__(f"handler {handler!r}: {problem}; {instead}")
+        self.handler = handler
+
+
+class BadMessage(IdemConsumerError):
+    """A message that can never be run: undecodable, without its key, too large.
+
+    `reason` is the dead letter's reason (`undecodable`, `key_missing`, `key_invalid`, `oversized`). `detail` says
+    what is wrong and never quotes the payload, since it is logged.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class Retry(IdemConsumerError):
+    """Raised by a handler: roll back and run me again, after `after` seconds, duration or backoff."""
+
+    def __init__(self, message: str = "", *, after: str | float | timedelta | None = None) -> None:
+        super().__init__(message)
+        self.after = after
+
+
+class Reject(IdemConsumerError):
+    """Raised by a handler: final refusal. Effects roll back; `code` and `body` are stored for duplicates."""
+
+    def __init__(self, code: str, body: object = None) -> None:
+        super().__init__(code)
+        self.code = code
+        self.body = body
+
+
+class Unavailable(IdemConsumerError):
+    """A server cannot be used now. Nothing was settled; what had been running is rolled back."""
+
+
+class StoreUnavailable(Unavailable):
+    """The database cannot be reached, or the connection broke before COMMIT was sent."""
+
+
+class BrokerUnavailable(Unavailable):
+    """The broker cannot be reached, or a source does not exist. The text says which and what to do."""
+
+
+class SessionEnded(Unavailable):
+    """The broker session is over; its deliveries are forgotten and will come again."""
+
+
+class Interrupted(IdemConsumerError):
+    """The group's transaction ended without a verdict on its messages."""
+
+
+class CommitUnknown(Interrupted):
+    """COMMIT was sent and its answer lost. Only a new claim on a new connection can tell what happened."""
+
+
+class Contention(Interrupted):
+    """40001, 40P01, 55P03 or 53200: nobody's fault. Run again, free of charge.
+
+    `cap_groups` is true for 53200, where the shared lock table ran out and groups must be smaller.
+    """
+
+    def __init__(self, message: str, *, cap_groups: bool = False) -> None:
+        super().__init__(message)
+        self.cap_groups = cap_groups
+
+
+class HandlerFault(IdemConsumerError):
+    """A handler broke its contract with the transaction: swallowed a database error, or ended the transaction."""
+
+
+class GuardViolated(HandlerFault):
+    """The transaction that reached the seal is not the one that the engine opened. Everything was rolled back."""
