@@ -1,0 +1,163 @@
+"""The rules of one message, as pure functions and one table. Time and chance come in as numbers.
+
+Theory of operation. A claim finds a key in one of three conditions: nobody had it (now it is ours), a rival holds it
+uncommitted, or there is a record. `judge` turns that into a verdict; the engine acts on it and reports an outcome;
+`settle` says what the worker does with the delivery. A record moves only along TRANSITIONS. In joined mode PROCESSING
+exists only inside a transaction, so nobody ever reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import Final
+
+from idemconsumer._model import Found, Mark, Outcome, OutcomeKind, Record, State
+
+
+class Event(StrEnum):
+    """What moves a record."""
+
+    ACCEPT = "accept"
+    CLAIM = "claim"
+    COMPLETE = "complete"
+    REJECT = "reject"
+    EXHAUST = "exhaust"
+    RETRY = "retry"
+    REJECT_UNDO = "reject, steps done"
+    UNDONE = "undone"
+
+
+TRANSITIONS: Final[dict[tuple[State | None, Event], State]] = {
+    (None, Event.ACCEPT): State.PENDING,
+    (None, Event.CLAIM): State.PROCESSING,
+    (State.PENDING, Event.CLAIM): State.PROCESSING,
+    (State.PROCESSING, Event.COMPLETE): State.COMPLETED,
+    (State.PROCESSING, Event.REJECT): State.FAILED,
+    (State.PROCESSING, Event.EXHAUST): State.DEAD,
+    (State.PROCESSING, Event.RETRY): State.PENDING,
+    (State.PROCESSING, Event.REJECT_UNDO): State.UNDOING,
+    (State.UNDOING, Event.UNDONE): State.FAILED,
+    (State.UNDOING, Event.EXHAUST): State.DEAD,
+}
+
+
+class IllegalTransition(ValueError):
+    """The table has no such arrow. A bug in the engine, never a user's fault."""
+
+
+def move(state: State | None, event: Event) -> State:
+    """The state after `event`. Raises IllegalTransition, and nothing has happened."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise IllegalTransition(f"{'absent' if state is None else state.name} --{event}--> ?") from None
+
+
+def diagram() -> str:
+    """TRANSITIONS as a Mermaid state diagram; the docs hold exactly this text."""
+    arrows = [
+        f"    {'[*]' if state is None else state.name} --> {after.name}: {event}"
+        for (state, event), after in TRANSITIONS.items()
+    ]
+    ends = [f"    {state.name} --> [*]" for state in (State.COMPLETED, State.FAILED, State.DEAD)]
+    return "\n".join(["stateDiagram-v2", *arrows, *ends])
+
+
+class Verdict(Enum):
+    """What a claim's finding says about a delivery."""
+
+    RUN = "run"
+    DUPLICATE = "duplicate"
+    CONFLICT = "conflict"
+    DEAD = "dead"
+    BUSY = "busy"
+
+
+def judge(found: Found, fingerprint: bytes | None) -> Verdict:
+    """A final record wins; another fingerprint under the same key is a conflict, whatever the record's state."""
+    if found is Mark.CLAIMED:
+        return Verdict.RUN
+    if not isinstance(found, Record):
+        return Verdict.BUSY
+    if fingerprint is not None and found.fingerprint is not None and fingerprint != found.fingerprint:
+        return Verdict.CONFLICT
+    if found.state in (State.COMPLETED, State.FAILED):
+        return Verdict.DUPLICATE
+    return Verdict.DEAD if found.state is State.DEAD else Verdict.BUSY
+
+
+class Settlement(Enum):
+    """What the worker does with a delivery once its outcome is known."""
+
+    FINISH = "finish"  # tell the broker that it is done
+    ROOM = "room"  # held unsettled in the waiting room; its lane goes on
+    HEAD = "head"  # held unsettled at its lane's head until it is due
+    FORGET = "forget"  # say nothing: the broker will deliver it again
+
+
+_SETTLEMENTS: Final = {
+    OutcomeKind.APPLIED: Settlement.FINISH,
+    OutcomeKind.DUPLICATE: Settlement.FINISH,
+    OutcomeKind.CONFLICT: Settlement.FINISH,
+    OutcomeKind.FAILED: Settlement.FINISH,
+    OutcomeKind.DEAD: Settlement.FINISH,
+    OutcomeKind.BUSY: Settlement.ROOM,
+    OutcomeKind.RETRYING: Settlement.HEAD,
+    OutcomeKind.FENCED: Settlement.HEAD,
+    OutcomeKind.UNKNOWN: Settlement.HEAD,
+    OutcomeKind.CANCELLED: Settlement.FORGET,
+}
+
+
+def settle(outcome: Outcome) -> Settlement:
+    """Only a commit that is known finishes a delivery (R5); nothing is ever negatively acknowledged."""
+    return _SETTLEMENTS[outcome.kind]
+
+
+class Failure(Enum):
+    """What a failed run leads to, unless the handler rejected the message itself."""
+
+    RETRY = "retry"
+    DEAD = "dead"
+
+
+def after_failure(*, retryable: bool, attempts: int, max_attempts: int) -> Failure:
+    """`attempts` counts this one."""
+    return Failure.RETRY if retryable and attempts < max_attempts else Failure.DEAD
+
+
+def backoff(attempt: int, *, first: float, factor: float, cap: float, jitter: float) -> float:
+    """Seconds before the attempt after `attempt` (from 1). `jitter` in [0, 1) takes off up to a quarter."""
+    return float(min(cap, first * factor ** min(attempt - 1, 64)) * (1 - jitter / 4))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """How many deliveries the next group of a handler may take.
+
+    Each failure halves it, since a group that fails is run twice (G2); eight clean groups double it, up to `cap`.
+    """
+
+    size: int
+    cap: int
+    clean: int = 0
+
+    def after(self, *, failed: bool) -> GroupSize:
+        if failed:
+            return GroupSize(max(1, self.size // 2), self.cap)
+        if self.size >= self.cap:
+            return self
+        if self.clean + 1 < 8:
+            return GroupSize(self.size, self.cap, self.clean + 1)
+        return GroupSize(min(self.cap, self.size * 2), self.cap)
+
+    def capped(self) -> GroupSize:
+        """After 53200, out of shared memory: half of what was allowed (G4)."""
+        cap = max(1, self.cap // 2)
+        return GroupSize(min(self.size, cap), cap)
+
+
+def group_cap(asked: int, *, lanes: int, most_locks: int) -> int:
+    """At most 128 keys, and all lanes together within the share of the lock table that is ours (G4)."""
+    return max(1, min(asked, 128, most_locks // max(1, lanes)))

@@ -1,0 +1,247 @@
+"""The options of a handler: how they are written, what they may be, what they mean in seconds."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from idemconsumer import _machine
+from idemconsumer.errors import ConfigurationError, HandlerError
+from idemconsumer.keys import KeySpec
+
+Duration: TypeAlias = str | float | timedelta
+
+MAX_GROUP = 128  # keys in one claim; each holds an entry of the shared lock table until the commit
+MAX_INLINE_DELAY = 30.0  # seconds; the lane stands still meanwhile
+MAX_INLINE_TOTAL = (
+    15 * 60.0
+)  # seconds; RabbitMQ closes a channel that leaves a delivery unacked for 30 minutes
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*", re.ASCII)
+
+
+def parse_duration(value: Duration) -> float:
+    """Seconds of "250ms", "10s", "5m", "2h", "14d", a number of seconds, or a timedelta.
+
+    Raises ConfigurationError for anything else, for less than nothing, and for a text without its unit.
+    """
+    given: object = value
+    seconds = math.nan
+    if isinstance(given, timedelta):
+        seconds = given.total_seconds()
+    elif isinstance(given, int | float) and not isinstance(given, bool):
+        seconds = float(given)
+    elif isinstance(given, str) and (parts := _DURATION.fullmatch(given)):
+        seconds = float(parts[1]) * _UNITS[parts[2]]
+    if not 0 <= seconds < math.inf:
+        raise ConfigurationError(
+            f"{given!r} is not a duration; write a number with its unit (250ms, 10s, 5m, 2h, 14d), "
+            "seconds as a number, or a timedelta"
+        )
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """The pauses between attempts, in seconds: `first`, then each `factor` times the last, at most `cap`."""
+
+    first: float = 0.5
+    factor: float = 2.0
+    cap: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.first <= self.cap < math.inf and 1 < self.factor < math.inf):
+            raise ConfigurationError(
+                f"{self!r} never settles; give seconds with 0 < first <= cap and a factor above 1 "
+                "(a constant pause is first == cap)"
+            )
+
+    def delay(self, attempt: int, jitter: float) -> float:
+        """Seconds to pause after `attempt` (from 1). `jitter` in [0, 1) takes off up to a quarter."""
+        return _machine.backoff(attempt, first=self.first, factor=self.factor, cap=self.cap, jitter=jitter)
+
+    def longest(self, pauses: int) -> float:
+        """How long `pauses` of them take together, at most."""
+        total, pause = 0.0, self.first
+        for done in range(pauses):
+            if pause >= self.cap:
+                return total + (pauses - done) * self.cap
+            total += pause
+            pause *= self.factor
+        return total
+
+
+class Options(TypedDict, total=False):
+    """What `@idempotent_handler` takes besides its sources and `key`.
+
+    * `name`: what keys are unique within; default the function's name. Renaming it forgets every key.
+    * `group_size`: how many messages may share one transaction, at most 128. Default 1.
+    * `consumer_group`: the Kafka consumer group. Default the app's name.
+    * `tenant`: whose message it is; keys of two tenants never meet.
+    * `order_by`: the entity within which order is kept; "partition" keeps that of the Kafka partition.
+    * `fingerprint`: what must be the same under one key. Default the whole body; None compares nothing.
+    * `retain`: how long a record is kept, longer than the broker may redeliver. Default "14d".
+    * `on_busy`, `wait`: what a delivery does whose key is held elsewhere: "wait" in its lane, so long
+      (default "10s"), or "defer" at once and let others pass.
+    * `timeout`: how long one run may take. Default "30s".
+    * `max_attempts`: runs before the message becomes a dead letter. Default 5.
+    * `backoff`: a Backoff, (first, cap) or "first, cap". Default half a second, doubling, at most 30 s.
+    * `retry`: "inline", the only one in this version.
+    * `fail_on`: exceptions that no further attempt would cure. `retry_on`: the only ones tried again.
+    """
+
+    name: str
+    group_size: int
+    consumer_group: str
+    tenant: KeySpec
+    order_by: KeySpec
+    fingerprint: KeySpec | None
+    retain: Duration
+    on_busy: Literal["wait", "defer"]
+    wait: Duration
+    timeout: Duration
+    max_attempts: int
+    backoff: Backoff | tuple[Duration, Duration] | str
+    retry: Literal["inline", "scheduled"]
+    fail_on: tuple[type[Exception], ...]
+    retry_on: tuple[type[Exception], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """The options of one handler, checked, times in seconds. `retry_on` None: every exception is retried."""
+
+    group_size: int = 1
+    consumer_group: str | None = None
+    retain: float = 14 * 86_400.0
+    on_busy: Literal["wait", "defer"] = "wait"
+    wait: float = 10.0
+    timeout: float = 30.0
+    max_attempts: int = 5
+    backoff: Backoff = Backoff()
+    fail_on: tuple[type[Exception], ...] = ()
+    retry_on: tuple[type[Exception], ...] | None = None
+
+
+def check_known(handler: str, given: Mapping[str, Any]) -> None:
+    """Raise HandlerError for the first option that does not exist."""
+    known = list(Options.__annotations__)
+    for option in given:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            raise HandlerError(
+                handler,
+                f"there is no option `{option}`",
+                (f"did you mean `{near[0]}`? " if near else "") + f"the options are {', '.join(known)}",
+            )
+
+
+def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
+    """Check the options and turn times into seconds. Raises HandlerError."""
+    if given.get("retry", "inline") != "inline":
+        raise HandlerError(handler, f"`retry` {given['retry']!r} is not available yet", 'use retry="inline"')
+    read: dict[str, Callable[[str, str, Any], Any]] = {
+        "group_size": lambda h, o, v: _integer(h, o, v, 1, MAX_GROUP),
+        "consumer_group": _text,
+        "retain": _positive,
+        "on_busy": _on_busy,
+        "wait": _seconds,
+        "timeout": _positive,
+        "max_attempts": lambda h, o, v: _integer(h, o, v, 1, 1_000),
+        "backoff": _backoff,
+        "fail_on": _exceptions,
+        "retry_on": _exceptions,
+    }
+    options = Resolved(
+        **{name: check(handler, name, given[name]) for name, check in read.items() if name in given}
+    )
+    _check_inline(handler, options)
+    return options
+
+
+def _check_inline(handler: str, options: Resolved) -> None:
+    pauses, backoff = options.max_attempts - 1, options.backoff
+    longest = backoff.delay(pauses, 0.0) if pauses else 0.0
+    if longest > MAX_INLINE_DELAY:
+        problem = (
+            f"a `backoff` of {longest:g} s would stop the handler's lane for more than {MAX_INLINE_DELAY:g} s"
+        )
+    elif backoff.longest(pauses) >= MAX_INLINE_TOTAL:
+        minutes = backoff.longest(pauses) / 60
+        problem = f"{options.max_attempts} attempts would pause for {minutes:.0f} minutes, not under 15"
+    else:
+        return
+    raise HandlerError(
+        handler,
+        problem,
+        'lower `backoff` or `max_attempts` (retry="scheduled" will be for that, and is not available yet)',
+    )
+
+
+def _integer(handler: str, option: str, value: Any, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise HandlerError(
+            handler, f"`{option}` is {value!r}", f"write a whole number from {least} to {most:,}"
+        )
+    return value
+
+
+def _text(handler: str, option: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise HandlerError(handler, f"`{option}` is {value!r}", "write a text")
+    return value
+
+
+def _seconds(handler: str, option: str, value: Any) -> float:
+    try:
+        return parse_duration(value)
+    except ConfigurationError as error:
+        raise HandlerError(handler, f"`{option}`", str(error)) from None
+
+
+def _positive(handler: str, option: str, value: Any) -> float:
+    seconds = _seconds(handler, option, value)
+    if seconds == 0:
+        raise HandlerError(handler, f"`{option}` is no time at all", 'write a duration above 0, e.g. "30s"')
+    return seconds
+
+
+def _on_busy(handler: str, option: str, value: Any) -> str:
+    if value not in ("wait", "defer"):
+        raise HandlerError(handler, f"`{option}` is {value!r}", 'write "wait" or "defer"')
+    return str(value)
+
+
+def _backoff(handler: str, option: str, value: Any) -> Backoff:
+    if isinstance(value, Backoff):
+        return value
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, tuple | list) or len(parts) != 2:
+        raise HandlerError(
+            handler,
+            f"`{option}` is {value!r}",
+            'write the first pause and the longest, e.g. "0.5s, 30s", or a Backoff',
+        )
+    first, cap = (_seconds(handler, option, part) for part in parts)
+    try:
+        return Backoff(first, cap=cap)
+    except ConfigurationError as error:
+        raise HandlerError(handler, f"`{option}`", str(error)) from None
+
+
+def _exceptions(handler: str, option: str, value: Any) -> tuple[type[Exception], ...]:
+    if not isinstance(value, tuple) or not all(
+        isinstance(v, type) and issubclass(v, Exception) for v in value
+    ):
+        raise HandlerError(
+            handler,
+            f"`{option}` is {value!r}",
+            f"write a tuple of exception classes, e.g. {option}=(ValueError,)",
+        )
+    return value

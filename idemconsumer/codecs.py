@@ -1,0 +1,155 @@
+"""Bytes to typed payloads, results to bytes. JSON, except for `bytes`, which are passed as they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias, get_args
+
+import msgspec
+from msgspec import inspect as types
+
+from idemconsumer._model import StoredResult
+from idemconsumer.errors import BadMessage
+
+Decode: TypeAlias = Callable[[bytes], object]
+
+_REASON = "undecodable"
+
+# msgspec's messages name types and paths, except these, which quote what was sent.
+_QUOTES_VALUE = re.compile(r"(Invalid (?:enum )?value) .*?( - at `\$[^`]*`)?", re.DOTALL)
+_QUOTES_FIELD = "Object contains unknown field"
+
+
+def decoder(annotation: Any) -> Decode:
+    """Build the decoder for a payload annotation: msgspec Struct, dataclass, TypedDict, dict, list, scalars,
+    `Any`, `bytes` (the body itself), or anything with a pydantic model in it.
+
+    Raises TypeError for a type that nothing here can decode. The decoder raises only BadMessage,
+    `undecodable`, whose detail names types, positions and the payload type's own fields, never values.
+    """
+    if annotation is bytes:
+        return lambda body: body
+    if annotation is object:
+        annotation = Any
+    if _has_pydantic(annotation):
+        return _pydantic(annotation)
+    unknown = next(_custom_types(types.type_info(annotation)), None)
+    if unknown is not None:
+        raise TypeError(f"{unknown} is not a msgspec Struct, dataclass, TypedDict, builtin or pydantic model")
+    return _safe(msgspec.json.Decoder(annotation).decode, _msgspec_detail)
+
+
+def encode(result: object) -> StoredResult | None:
+    """A handler's result as it is stored; None stores nothing. Raises TypeError naming what cannot be."""
+    if result is None:
+        return None
+    if isinstance(result, bytes):
+        return StoredResult(result, "application/octet-stream")
+    return StoredResult(_json(result))
+
+
+def encode_rejection(code: str, body: object) -> StoredResult:
+    """A rejection as it is stored and replayed: `{"code": …, "body": …}`."""
+    return StoredResult(_json({"code": code, "body": body}))
+
+
+def _json(value: object) -> bytes:
+    try:
+        return msgspec.json.encode(value, enc_hook=_encode_pydantic)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"a result of type {type(value).__name__} cannot be stored as JSON: {_why(error)}; return a "
+            "Struct, dataclass, dict, list, str, number, bytes or None"
+        ) from None
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or contains itself"
+    if isinstance(error, UnicodeEncodeError):
+        return "it contains text that is no Unicode (a lone surrogate)"
+    return str(error)
+
+
+def _encode_pydantic(value: object) -> object:
+    if hasattr(value, "model_dump_json"):
+        return msgspec.Raw(value.model_dump_json().encode())
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+# ------------------------------------------------------------------------------------------------- decoding
+def _safe(decode: Decode, detail: Callable[[Exception], str]) -> Decode:
+    def safe(body: bytes) -> object:
+        try:
+            return decode(body)
+        except Exception as error:  # noqa: BLE001 - bad input, or whatever a payload type's own check raises
+            raise BadMessage(_REASON, detail(error)) from None
+
+    return safe
+
+
+def _msgspec_detail(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return "text is not UTF-8"
+    if not isinstance(error, msgspec.MsgspecError):
+        return f"the payload type's own check raised {type(error).__name__}"
+    if error.__cause__ is not None:  # raised in __post_init__: the text is the user's and may quote anything
+        return f"the payload type's own check raised {type(error.__cause__).__name__}"
+    text = str(error)
+    if text.startswith(_QUOTES_FIELD):
+        return _QUOTES_FIELD
+    if quoting := _QUOTES_VALUE.fullmatch(text):
+        return f"{quoting[1]}{quoting[2] or ''}"
+    return text
+
+
+def _custom_types(node: object, seen: set[int] | None = None) -> Iterator[str]:
+    # msgspec accepts any class when the decoder is built and then refuses every message.
+    seen = set() if seen is None else seen
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, types.CustomType | types.RawType):
+        if isinstance(node, types.CustomType) and node.cls is not object:
+            yield node.cls.__name__
+    elif isinstance(node, tuple):
+        for item in node:
+            yield from _custom_types(item, seen)
+    elif isinstance(node, types.Type | types.Field):
+        for name in node.__struct_fields__:
+            yield from _custom_types(getattr(node, name), seen)
+
+
+# ------------------------------------------------------------------------------------------------- pydantic
+def _has_pydantic(annotation: Any) -> bool:
+    # By name, so that pydantic is imported only by those who have already imported it.
+    mro = getattr(annotation, "__mro__", ())
+    if any(cls.__module__.partition(".")[0] == "pydantic" for cls in mro):
+        return True
+    if hasattr(annotation, "__pydantic_validator__"):  # a pydantic dataclass
+        return True
+    return any(_has_pydantic(argument) for argument in get_args(annotation))
+
+
+def _pydantic(annotation: Any) -> Decode:
+    from pydantic import TypeAdapter, ValidationError
+
+    adapter = TypeAdapter(annotation)
+    strict_json = msgspec.json.Decoder()
+
+    def decode(body: bytes) -> object:
+        strict_json.decode(body)  # pydantic's parser takes NaN, Infinity and 1e400; they are not JSON
+        return adapter.validate_json(body)
+
+    def detail(error: Exception) -> str:
+        if not isinstance(error, ValidationError):
+            return _msgspec_detail(error)
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        fields = getattr(annotation, "model_fields", {})
+        at = f" at {first['loc'][0]}" if first["loc"] and first["loc"][0] in fields else ""
+        return f"{error.error_count()} validation error(s), the first is {first['type']}{at}"
+
+    return _safe(decode, detail)

@@ -1,0 +1,316 @@
+"""The decorator, and the plan it makes of a function: what to decode, what identifies, what to inject.
+
+All that can be known from the function is looked at once, at import; a few calls are left for each message.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import update_wrapper
+from typing import (
+    Any,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    Unpack,
+    overload,
+)
+
+from idemconsumer import codecs, keys
+from idemconsumer._model import Message, Subscription
+from idemconsumer._options import Backoff, Duration, Options, Resolved, check_known, parse_duration, resolve
+from idemconsumer._signature import Signature, read_signature
+from idemconsumer.errors import BadMessage, HandlerError
+from idemconsumer.keys import KeySpec
+from idemconsumer.ports import Claim, Tx
+from idemconsumer.settings import Settings
+
+__all__ = [
+    "Backoff",
+    "BoundHandler",
+    "Call",
+    "Decorate",
+    "Duration",
+    "Handler",
+    "HandlerPlan",
+    "Options",
+    "Resolved",
+    "idempotent_handler",
+    "parse_duration",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SCHEMES = ("kafka", "rabbitmq", "postgres", "memory")
+_DEFAULT_MAX_BYTES = Settings().max_message_bytes
+
+OrderOf: TypeAlias = Callable[[Message, object, str], str | bytes]
+FingerprintOf: TypeAlias = Callable[[Message, object], bytes | None]
+
+
+# ---------------------------------------------------------------------------------------- what a user holds
+class Handler(Generic[P, R]):
+    """A decorated function. Calling it runs the bare function: no claim, no transaction, for unit tests."""
+
+    def __init__(self, function: Callable[P, Any], plan: HandlerPlan) -> None:
+        update_wrapper(self, function)
+        self._function = function
+        self.plan = plan
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: Any = self._function(*args, **kwargs)
+        if inspect.isawaitable(result):
+            result = await result
+        return result  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"<Handler {self.plan.name!r} of {', '.join(self.plan.sources)}>"
+
+
+class Decorate(Protocol):
+    """The type of `idempotent_handler(…)`: it takes the function and gives its Handler."""
+
+    @overload
+    def __call__(self, fn: Callable[P, Awaitable[R]], /) -> Handler[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Handler[P, R]: ...
+
+
+def idempotent_handler(source: str, *sources: str, key: KeySpec, **options: Unpack[Options]) -> Decorate:
+    """Make a function the handler of one or more sources (`kafka:topic`, `rabbitmq:queue`, `postgres:queue`).
+
+    The first parameter is the payload, decoded by its annotation; `Tx` and `Message` are injected by type, in
+    any order. Within `<app>/<tenant>/<name>` the function's effects through Tx are applied once for each key.
+    A plain function runs in a thread, without Tx; what it does is not part of any transaction.
+    Raises HandlerError, when the function is decorated, for whatever can be seen to be wrong by then.
+    """
+
+    def decorate(fn: Callable[..., Any], /) -> Handler[Any, Any]:
+        return Handler(fn, _plan(fn, (source, *sources), key, options))
+
+    return decorate
+
+
+# --------------------------------------------------------------------------------------- what the app holds
+@dataclass(frozen=True, slots=True, eq=False)
+class HandlerPlan:
+    """All that is known of a handler without its app."""
+
+    name: str
+    sources: tuple[str, ...]
+    options: Resolved
+    key_rule: str
+    signature: Signature
+    decode: codecs.Decode
+    key: keys.Extract
+    tenant: keys.Extract | None
+    order: OrderOf
+    fingerprint: FingerprintOf
+
+    def bind(self, app: str, *, max_message_bytes: int = _DEFAULT_MAX_BYTES) -> BoundHandler:
+        """This handler as part of `app`, whose name is part of every key."""
+        return BoundHandler(self, app, max_message_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One message, ready to run: decoded and keyed. `order` is what the lane is chosen by."""
+
+    message: Message
+    payload: object
+    claim: Claim
+    order: str | bytes
+    plan: BoundHandler
+
+
+class BoundHandler:
+    """A handler of an app: turns messages into calls, and runs them."""
+
+    __slots__ = ("_max_bytes", "_plan", "app", "name", "needs_tx", "options", "subscriptions")
+
+    def __init__(self, plan: HandlerPlan, app: str, max_message_bytes: int) -> None:
+        self._plan = plan
+        self.app = app
+        self._max_bytes = max_message_bytes
+        self.name = plan.name
+        self.options = plan.options
+        self.needs_tx = plan.signature.needs_tx
+        group = plan.options.consumer_group or app
+        self.subscriptions = tuple(Subscription(source, plan.name, group) for source in plan.sources)
+
+    @property
+    def key_rule(self) -> str:
+        """Where the key comes from, in words."""
+        return self._plan.key_rule
+
+    def call_for(self, message: Message) -> Call:
+        """Decode and key a message. Raises only BadMessage; one above the size limit is not even parsed."""
+        plan = self._plan
+        if len(message.body) > self._max_bytes:
+            raise BadMessage(
+                "oversized", f"{len(message.body):,} bytes, at most {self._max_bytes:,} are allowed"
+            )
+        payload = plan.decode(message.body)
+        key = plan.key(message, payload)
+        tenant = None if plan.tenant is None else plan.tenant(message, payload)
+        claim = Claim(
+            keys.digest(self.app, tenant, self.name, key),
+            keys.scope_name(self.app, tenant, self.name),
+            plan.fingerprint(message, payload),
+            plan.options.retain,
+        )
+        order = plan.order(message, payload, key)
+        return Call(replace(message, key=key, tenant=tenant), payload, claim, order, self)
+
+    async def run(self, call: Call, tx: Tx | None, attempt: int) -> object:
+        """Run the function; what it raises is raised. Cancelling ends an async function at its next await; a
+        plain one goes on in its thread to its end, unheard."""
+        message = call.message
+        signature = self._plan.signature
+        if signature.needs_message and message.attempt != attempt:
+            message = replace(message, attempt=attempt)
+        return await signature.invoke(call.payload, tx, message)
+
+
+# ------------------------------------------------------------------------------------------------- planning
+def _plan(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec, given: Options) -> HandlerPlan:
+    name = _name(fn, given)
+    check_known(name, given)
+    options = resolve(name, given)
+    _check_sources(name, sources)
+    signature = read_signature(name, fn)
+    payload_type = signature.payload_type
+    try:
+        decode = codecs.decoder(payload_type)
+    except TypeError as error:
+        raise HandlerError(
+            name,
+            f"the payload type cannot be decoded: {error}",
+            "use a Struct, dataclass, TypedDict, dict or bytes",
+        ) from None
+    tenant = given.get("tenant")
+    for option, spec in (("key", key), ("tenant", tenant), ("order_by", given.get("order_by"))):
+        if spec is not None and keys.uses_offset(spec):
+            _only_kafka(
+                name,
+                sources,
+                f"`{option}` uses Key.offset()",
+                "take Key.message_id() or a field of the payload",
+            )
+    return HandlerPlan(
+        name=name,
+        sources=sources,
+        options=options,
+        key_rule=keys.describe(key),
+        signature=signature,
+        decode=decode,
+        key=keys.compile_key(key, payload_type, handler=name),
+        tenant=None
+        if tenant is None
+        else keys.compile_key(tenant, payload_type, handler=name, option="tenant"),
+        order=_order(name, sources, payload_type, given.get("order_by")),
+        fingerprint=_fingerprint(name, payload_type, given),
+    )
+
+
+def _name(fn: Callable[..., Any], given: Options) -> str:
+    default = getattr(fn, "__name__", "")
+    name = given.get("name", default)
+    if not callable(fn):
+        raise HandlerError(str(name), f"{type(fn).__name__} is decorated", "decorate a function")
+    if "name" not in given and default in ("", "<lambda>"):
+        raise HandlerError(
+            default or type(fn).__name__, "it has no name of its own", 'give one: name="reserve_stock"'
+        )
+    if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
+        raise HandlerError(str(name), "`name` is not a printable text", 'write e.g. name="reserve_stock"')
+    if name.startswith("~"):
+        raise HandlerError(name, 'names that start with "~" are reserved', "choose another")
+    return name
+
+
+def _check_sources(handler: str, sources: tuple[str, ...]) -> None:
+    for source in sources:
+        scheme, colon, name = source.partition(":")
+        if scheme == "sqs" and colon:
+            raise HandlerError(
+                handler, f"source {source!r}: sqs is not available in this version", _write_source("")
+            )
+        if scheme not in SCHEMES or not colon:
+            near = difflib.get_close_matches(scheme, SCHEMES, n=1)
+            raise HandlerError(
+                handler, f"source {source!r} has no known scheme", _write_source(near[0] if near else "")
+            )
+        if not name or not name.isprintable() or name != name.strip():
+            raise HandlerError(handler, f"source {source!r} names no {scheme} source", _write_source(scheme))
+        if name.startswith("~"):
+            raise HandlerError(
+                handler, f'source {source!r}: names that start with "~" are reserved', "choose another"
+            )
+    if len(set(sources)) < len(sources):
+        raise HandlerError(handler, f"a source is named twice in {', '.join(sources)}", "name it once")
+
+
+def _write_source(scheme: str) -> str:
+    return f'write "{scheme}:name"' if scheme else "write one of " + ", ".join(f'"{s}:name"' for s in SCHEMES)
+
+
+def _only_kafka(handler: str, sources: tuple[str, ...], problem: str, instead: str) -> None:
+    for source in sources:
+        if source.partition(":")[0] not in ("kafka", "memory"):  # memory stands in for Kafka in tests
+            raise HandlerError(handler, f"{problem}, which {source!r} does not have", instead)
+
+
+# ------------------------------------------------------------------------------------ order and fingerprint
+def _order(handler: str, sources: tuple[str, ...], payload_type: Any, order_by: KeySpec | None) -> OrderOf:
+    if order_by is None:
+        return _broker_order
+    if order_by == "partition":
+        _only_kafka(
+            handler, sources, '`order_by` is "partition"', "name the entity whose messages must stay in order"
+        )
+        return lambda message, _, key: _partition(message) or key
+    extract = keys.compile_key(order_by, payload_type, handler=handler, option="order_by")
+
+    def by_entity(message: Message, payload: object, key: str) -> str | bytes:
+        try:
+            return extract(message, payload)
+        except BadMessage as error:
+            if error.reason != "key_missing":
+                raise
+            return key  # it belongs to no entity, so there is nothing it must stay behind
+
+    return by_entity
+
+
+def _broker_order(message: Message, _: object, key: str) -> str | bytes:
+    if message.order_hint is not None:
+        return message.order_hint
+    return (_partition(message) or key) if message.source.startswith("kafka:") else key
+
+
+def _partition(message: Message) -> str:
+    """`topic-partition` of a position `topic-partition-offset`; nothing where there is no position."""
+    return message.position.rpartition("-")[0]
+
+
+def _fingerprint(handler: str, payload_type: Any, given: Options) -> FingerprintOf:
+    spec = given.get("fingerprint", _WHOLE_BODY)
+    if spec is _WHOLE_BODY:
+        return lambda message, _: keys.fingerprint(message.body)
+    if spec is None:
+        return lambda _, __: None
+    return keys.compile_fingerprint(spec, payload_type, handler=handler)
+
+
+_WHOLE_BODY = keys.Key.payload()

@@ -1,0 +1,342 @@
+"""What makes two messages the same one: key specs, the stored key, fingerprints.
+
+A spec is compiled once, against the payload's type, into a function that reads the key's text out of each
+message. Whatever can be found wrong with a spec is found then. The stored key is SHA-256 over length-prefixed
+parts, so that no two different (app, tenant, handler, key) meet by concatenation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from idemconsumer import _paths
+from idemconsumer._model import Message
+from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
+
+MAX_KEY_BYTES = 1_024
+"""The longest key, in UTF-8 bytes. A key is an identity; longer ones are a sign that a document was named."""
+
+_ABSENT = 0xFFFFFFFF  # a length that no part has, so an absent tenant differs from an empty one
+
+# Kafka; AMQP; AMQP where JMS forbids the colon; bridges from HTTP.
+_CLOUDEVENT_PREFIXES = ("ce_", "cloudEvents:", "cloudEvents_", "ce-")
+
+Kind = Literal["header", "message_id", "cloudevent", "payload", "offset", "all", "first"]
+Extract: TypeAlias = Callable[[Message, object], str]
+_Read: TypeAlias = Callable[[Message, object], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Where a key comes from, when it is not a path into the payload. Made by the static methods."""
+
+    kind: Kind
+    name: str = ""
+    specs: tuple[KeySpec, ...] = ()
+
+    @staticmethod
+    def header(name: str) -> Key:
+        """The header `name`; without one of exactly this name, one that differs in case only."""
+        return Key("header", name)
+
+    @staticmethod
+    def message_id() -> Key:
+        """The producer's message id, where the broker carries one (RabbitMQ, the Postgres queue)."""
+        return Key("message_id")
+
+    @staticmethod
+    def cloudevent() -> Key:
+        """A CloudEvent's source and id, from headers (binary mode) or from the body (structured mode)."""
+        return Key("cloudevent")
+
+    @staticmethod
+    def payload() -> Key:
+        """The SHA-256 of the body: equal bytes are one message. Two bodies that differ in spacing are two."""
+        return Key("payload")
+
+    @staticmethod
+    def offset() -> Key:
+        """Kafka topic, partition and offset. Finds redeliveries only: what a producer sent twice has two
+        offsets, and a topic that was deleted and made again repeats them."""
+        return Key("offset")
+
+    @staticmethod
+    def all(*specs: KeySpec) -> Key:
+        """All of them together, length-prefixed: ("a", "bc") is not ("ab", "c"). One missing, all missing."""
+        return Key("all", specs=_some("Key.all", specs))
+
+    @staticmethod
+    def first(*specs: KeySpec) -> Key:
+        """The first that is there. One that is there and invalid is an error, it is not passed over."""
+        return Key("first", specs=_some("Key.first", specs))
+
+
+KeySpec: TypeAlias = str | Key | Callable[[Message], str | None]
+
+
+def _some(method: str, specs: tuple[KeySpec, ...]) -> tuple[KeySpec, ...]:
+    if not specs:
+        raise ConfigurationError(f'{method}() is given nothing; write e.g. {method}("order_id", "line")')
+    return specs
+
+
+def describe(spec: KeySpec) -> str:
+    """A spec in words, for a person."""
+    if isinstance(spec, str):
+        return f"payload path {spec!r}"
+    if not isinstance(spec, Key):
+        return f"function {getattr(spec, '__name__', type(spec).__name__)}"
+    inner = ", ".join(describe(part) for part in spec.specs)
+    return {
+        "header": f"header {spec.name!r}",
+        "message_id": "message id",
+        "cloudevent": "CloudEvent source and id",
+        "payload": "hash of the payload",
+        "offset": "Kafka offset",
+        "all": f"all of ({inner})",
+        "first": f"first of ({inner})",
+    }[spec.kind]
+
+
+def uses_offset(spec: KeySpec) -> bool:
+    """Whether the key depends on where the message lies in its source."""
+    return isinstance(spec, Key) and (spec.kind == "offset" or any(uses_offset(part) for part in spec.specs))
+
+
+# ------------------------------------------------------------------------------------------ stored identity
+def digest(app: str, tenant: str | None, handler: str, key: str) -> bytes:
+    """The 32 bytes under which the key is stored."""
+    return sha256(_scope_prefix(app, tenant, handler) + _prefixed(key)).digest()
+
+
+@lru_cache(maxsize=1_024)
+def _scope_prefix(app: str, tenant: str | None, handler: str) -> bytes:
+    return _prefixed(app) + _prefixed(tenant) + _prefixed(handler)
+
+
+def _prefixed(part: str | None) -> bytes:
+    if part is None:
+        return _ABSENT.to_bytes(4, "big")
+    encoded = part.encode()
+    return len(encoded).to_bytes(4, "big") + encoded
+
+
+@lru_cache(maxsize=1_024)
+def scope_name(app: str, tenant: str | None, handler: str) -> str:
+    """`app/tenant/handler`, within which a key is unique; `-` stands for no tenant. Two scopes never look
+    equal: `%` and `/` are percent-encoded, and so is a tenant whose name is `-`."""
+    middle = "-" if tenant is None else "%2D" if tenant == "-" else _escape(tenant)
+    return f"{_escape(app)}/{middle}/{_escape(handler)}"
+
+
+def _escape(part: str) -> str:
+    return part.replace("%", "%25").replace("/", "%2F")
+
+
+def fingerprint(body: bytes) -> bytes:
+    """SHA-256 of what was sent: one key with two fingerprints is a conflict."""
+    return sha256(body).digest()
+
+
+# ---------------------------------------------------------------------------------------------- compilation
+def compile_key(spec: KeySpec, payload_type: Any, *, handler: str, option: str = "key") -> Extract:
+    """Compile a spec into a function that reads the text from a message and its payload.
+
+    Raises HandlerError for a path that the payload's type does not have, or anything that is not a spec. What
+    it returns raises only BadMessage: `key_missing` for nothing, null and the empty string, `key_invalid` for
+    whatever is no scalar or not storable as text.
+    """
+    read = _reader(spec, payload_type, handler, option)
+    what = f"{option} ({describe(spec)})"
+
+    def extract(message: Message, payload: object) -> str:
+        value = read(message, payload)
+        # Most keys are short ASCII text: one look instead of the whole examination.
+        if type(value) is str and 0 < len(value) <= MAX_KEY_BYTES and value.isascii() and "\0" not in value:
+            return value
+        return _text(value, what)
+
+    return extract
+
+
+def compile_fingerprint(
+    spec: KeySpec, payload_type: Any, *, handler: str
+) -> Callable[[Message, object], bytes]:
+    """Compile what of a message must not change under one key. Unlike a key it may be null, or any type."""
+    specs = spec.specs if isinstance(spec, Key) and spec.kind == "all" else (spec,)
+    reads = [_reader(part, payload_type, handler, "fingerprint") for part in specs]
+
+    def take(message: Message, payload: object) -> bytes:
+        values = [read(message, payload) for read in reads]
+        try:
+            return fingerprint(msgspec.json.encode(values, enc_hook=_paths.plain, order="deterministic"))
+        except Exception as error:  # noqa: BLE001 - a payload type of the user's may raise anything
+            raise _invalid("fingerprint", f"cannot be encoded ({type(error).__name__})") from None
+
+    return take
+
+
+def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Read:
+    if isinstance(spec, str):
+        return _paths.compile_path(spec, payload_type, handler=handler, option=option)
+    if isinstance(spec, Key):
+        match spec.kind:
+            case "header":
+                return _header(spec.name, f"{option} ({describe(spec)})")
+            case "message_id":
+                return lambda message, _: message.message_id
+            case "cloudevent":
+                return lambda message, _: _cloudevent(message)
+            case "payload":
+                return lambda message, _: fingerprint(message.body).hex()
+            case "offset":
+                return lambda message, _: message.position
+            case "all":
+                parts = [
+                    compile_key(part, payload_type, handler=handler, option=option) for part in spec.specs
+                ]
+                return lambda message, payload: _join([part(message, payload) for part in parts])
+            case "first":
+                return _first([_reader(part, payload_type, handler, option) for part in spec.specs])
+    given: object = spec  # whatever was really written there
+    if callable(given) and not inspect.iscoroutinefunction(given):
+        return _called(spec, f"{option} ({describe(spec)})")
+    raise HandlerError(
+        handler,
+        f"`{option}` is {'an async function' if callable(given) else f'of type {type(given).__name__}'}",
+        'write a path into the payload ("order_id"), one of Key.header("…"), Key.message_id(), '
+        "Key.cloudevent(), Key.payload(), Key.offset(), Key.all(…), Key.first(…), a function of the Message",
+    )
+
+
+def _header(name: str, what: str) -> _Read:
+    folded = name.casefold()
+
+    def read(message: Message, _: object) -> object:
+        value = message.headers.get(name)
+        if value is None:  # AMQP and HTTP bridges change the case of header names
+            value = next((v for k, v in message.headers.items() if k.casefold() == folded), None)
+        if isinstance(value, bytes):
+            try:
+                return value.decode()
+            except UnicodeDecodeError:
+                raise _invalid(what, "is not UTF-8") from None
+        return value
+
+    return read
+
+
+def _called(function: Callable[[Message], str | None], what: str) -> _Read:
+    def read(message: Message, _: object) -> object:
+        try:
+            value: object = function(message)
+        except Exception as error:  # noqa: BLE001 - the user's function; its text may quote the payload
+            raise _invalid(what, f"raised {type(error).__name__}") from None
+        if value is not None and not isinstance(value, str):
+            raise _invalid(what, f"returned {type(value).__name__} instead of str")
+        return value
+
+    return read
+
+
+def _first(reads: Sequence[_Read]) -> _Read:
+    def read(message: Message, payload: object) -> object:
+        for one in reads:
+            try:
+                value = one(message, payload)
+            except BadMessage as error:
+                if error.reason != "key_missing":
+                    raise
+            else:
+                if not _missing(value):
+                    return value
+        return None
+
+    return read
+
+
+class _Event(msgspec.Struct):
+    specversion: str
+    source: str
+    id: str
+
+
+_event_decoder = msgspec.json.Decoder(_Event)
+
+
+def _cloudevent(message: Message) -> str | None:
+    for prefix in _CLOUDEVENT_PREFIXES:
+        source, event_id = (message.headers.get(prefix + name) for name in ("source", "id"))
+        if source is not None or event_id is not None:
+            return _pair(source, event_id)
+    try:
+        event = _event_decoder.decode(message.body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    return _pair(event.source, event.id)
+
+
+def _pair(source: str | bytes | None, event_id: str | bytes | None) -> str | None:
+    if not source or not event_id:
+        return None
+    try:
+        return _join([p.decode() if isinstance(p, bytes) else p for p in (source, event_id)])
+    except UnicodeDecodeError:
+        raise _invalid("CloudEvent source and id", "is not UTF-8") from None
+
+
+def _join(parts: Sequence[str]) -> str:
+    return "".join(f"{len(part)}:{part}" for part in parts)
+
+
+# -------------------------------------------------------------------------------------------- value -> text
+def _missing(value: object) -> bool:
+    return value is None or value == "" or value is msgspec.UNSET
+
+
+def _text(value: object, what: str) -> str:
+    if _missing(value):
+        raise BadMessage("key_missing", f"{what} is missing")
+    text = _scalar(value, what)
+    if "\0" in text:
+        raise _invalid(what, "contains NUL")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise _invalid(what, "contains a lone surrogate, which is no Unicode text") from None
+    if size > MAX_KEY_BYTES:
+        raise _invalid(what, f"has {size:,} UTF-8 bytes, at most {MAX_KEY_BYTES:,} are allowed")
+    return text
+
+
+def _scalar(value: object, what: str) -> str:
+    if isinstance(value, bool):
+        raise _invalid(what, "is a boolean, which tells two messages apart at most")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _invalid(what, "is not a finite number")
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        try:
+            return str(value + 0)  # an IntEnum's own text is its name; + 0 gives the number
+        except ValueError:  # CPython refuses to print integers of more than 4,300 digits
+            raise _invalid(what, "is an integer of thousands of digits") from None
+    try:
+        plain: object = msgspec.to_builtins(value)  # UUID, Decimal, dates, enums: as JSON writes them
+    except Exception as error:  # noqa: BLE001 - a type of the user's may raise anything
+        raise _invalid(what, f"is a {type(value).__name__}, not a scalar ({type(error).__name__})") from None
+    if isinstance(plain, str | int) and not isinstance(plain, bool) and plain != "":
+        return str(plain)
+    raise _invalid(what, f"is a {type(value).__name__}, not a scalar")
+
+
+def _invalid(what: str, problem: str) -> BadMessage:
+    return BadMessage("key_invalid", f"{what} {problem}")

@@ -1,0 +1,74 @@
+"""How handlers look to a type checker. Checked by mypy --strict for each Python; never run."""
+
+from __future__ import annotations
+
+from typing import Any, assert_type
+
+import msgspec
+
+from idemconsumer._model import Message
+from idemconsumer.handlers import Backoff, Handler, idempotent_handler
+from idemconsumer.keys import Key
+from idemconsumer.ports import Tx
+
+
+class Transfer(msgspec.Struct):
+    id: str
+    source: int
+    target: int
+    amount: int
+
+
+class Balance(msgspec.Struct):
+    amount: int
+
+
+@idempotent_handler(
+    "kafka:transfers", key="id", retain="30d", backoff=Backoff(first=0.1), fail_on=(ValueError,)
+)
+async def transfer(order: Transfer, tx: Tx) -> Balance:
+    await tx.execute("update account set balance = balance - %s where id = %s", (order.amount, order.source))
+    rows = await tx.execute(
+        "update account set balance = balance + %(n)s where id = %(id)s returning balance",
+        {"n": order.amount, "id": order.target},
+        into=Balance,
+    )
+    return await rows.one()
+
+
+@idempotent_handler("rabbitmq:mails", "postgres:mails", key=Key.first(Key.header("Id"), Key.payload()))
+def send(mail: dict[str, str]) -> None:
+    print(mail["to"])
+
+
+@idempotent_handler(
+    "memory:orders",
+    key=lambda message: message.message_id,
+    tenant=Key.header("tenant"),
+    order_by="partition",
+    fingerprint=None,
+)
+async def multi_tenant(order: Transfer, message: Message, tx: Tx) -> str | None:
+    return message.tenant
+
+
+async def use(tx: Tx, message: Message, order: Transfer) -> None:
+    assert_type(await transfer(order, tx), Balance)
+    assert_type(await transfer(order, tx=tx), Balance)
+    await send({"to": "a@example.org"})
+    assert_type(await multi_tenant(order, message, tx), str | None)
+    included: Handler[..., Any] = transfer
+    assert_type(included.name, str)
+    assert_type(await (await tx.execute("select 1")).first(), tuple[Any, ...] | None)
+
+    await transfer(order)  # type: ignore[call-arg]
+    await transfer({"id": "a"}, tx)  # type: ignore[arg-type]
+    await send(order)  # type: ignore[arg-type]
+    await tx.commit()  # type: ignore[attr-defined]
+
+
+idempotent_handler("kafka:transfers")  # type: ignore[call-arg]
+idempotent_handler("kafka:transfers", key=5)  # type: ignore[arg-type]
+idempotent_handler("kafka:transfers", key="id", on_busy="skip")  # type: ignore[arg-type]
+idempotent_handler("kafka:transfers", key="id", retian="1d")  # type: ignore[call-arg]
+idempotent_handler("kafka:transfers", key=lambda message: 5)  # type: ignore[arg-type, return-value]

@@ -1,0 +1,22 @@
+"""The public signatures, as users' type checkers see them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).with_name("signatures.py")
+ROOT = EXAMPLES.parents[2]
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.13"])
+def test_handlers_keep_their_types_and_mistakes_are_found(version: str) -> None:
+    # Unused ignores are errors in strict mode: each mistake in the examples must really be found.
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--python-version", version, str(EXAMPLES)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert checked.returncode == 0, checked.stdout + checked.stderr
