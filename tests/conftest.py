@@ -1,0 +1,176 @@
+"""Real servers as fixtures, started when the first test asks for them.
+
+A shared server lives as long as the test session; tests keep apart by databases, topics and queues of
+their own. Who kills or reconfigures a server makes one with a `private_…` factory. An address in
+IDEMCONSUMER_DSN, IDEMCONSUMER_KAFKA or IDEMCONSUMER_RABBITMQ is used instead of a server of our own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import NoReturn, Protocol, TypeVar
+
+import pytest
+
+from idemconsumer.embedded import EmbeddedPostgres, EmbeddedUnavailable
+from tests.servers.kafka import Kafka
+from tests.servers.postgres import fresh_database, system_binaries
+from tests.servers.processes import ServerMissing
+from tests.servers.rabbitmq import RabbitMQ
+
+S = TypeVar("S")
+
+
+class Server(Protocol):
+    """What tests may do with a shared broker: know where it is."""
+
+    @property
+    def address(self) -> str: ...
+
+
+class PrivatePostgres(Protocol):
+    def __call__(
+        self, *, binaries: Path | None = None, settings: Mapping[str, str] | None = None
+    ) -> EmbeddedPostgres: ...
+
+
+class PrivateKafka(Protocol):
+    def __call__(
+        self, *, listeners: Mapping[str, str] | None = None, properties: Mapping[str, str] | None = None
+    ) -> Kafka: ...
+
+
+class PrivateRabbitMQ(Protocol):
+    def __call__(self, *, config: Mapping[str, str] | None = None) -> RabbitMQ: ...
+
+
+class PostgresServer(Protocol):
+    @property
+    def dsn(self) -> str: ...
+
+
+class FromEnvironment:
+    """A server that somebody else runs."""
+
+    def __init__(self, address: str) -> None:
+        self.address = self.dsn = address
+
+
+def _missing(reason: str) -> NoReturn:
+    if os.environ.get("CI"):
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+def _have(make: Callable[[], S]) -> S:
+    try:
+        return make()
+    except (ServerMissing, EmbeddedUnavailable) as error:
+        _missing(str(error))
+
+
+def _ours_only(variable: str) -> None:
+    if os.environ.get(variable):
+        pytest.skip(f"needs a server that it may kill or configure, and {variable} names somebody else's; unset it")
+
+
+def _started_postgres(stack: ExitStack, binaries: Path | None, settings: Mapping[str, str]) -> EmbeddedPostgres:
+    server = EmbeddedPostgres(binaries=binaries, settings=settings)
+    stack.callback(server.stop)
+    _have(server.start)
+    return server
+
+
+@pytest.fixture(scope="session")
+def postgres18() -> Iterator[PostgresServer]:
+    if dsn := os.environ.get("IDEMCONSUMER_DSN"):
+        yield FromEnvironment(dsn)
+        return
+    with ExitStack() as stack:
+        yield _started_postgres(stack, None, {})
+
+
+@pytest.fixture(scope="session")
+def postgres15() -> Iterator[PostgresServer]:
+    with ExitStack() as stack:
+        yield _started_postgres(stack, _have(system_binaries), {})
+
+
+@pytest.fixture(scope="session")
+def kafka() -> Iterator[Server]:
+    if address := os.environ.get("IDEMCONSUMER_KAFKA"):
+        yield FromEnvironment(address)
+        return
+    with closing(_have(Kafka)) as server:
+        server.start()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rabbitmq() -> Iterator[Server]:
+    if address := os.environ.get("IDEMCONSUMER_RABBITMQ"):
+        yield FromEnvironment(address)
+        return
+    with closing(_have(RabbitMQ)) as server:
+        server.start()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def private_postgres() -> Iterator[PrivatePostgres]:
+    """Makes started servers for one test module, which may kill and restart them; stopped when it is over."""
+    _ours_only("IDEMCONSUMER_DSN")
+    with ExitStack() as stack:
+
+        def make(*, binaries: Path | None = None, settings: Mapping[str, str] | None = None) -> EmbeddedPostgres:
+            return _started_postgres(stack, binaries, settings or {})
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def private_kafka() -> Iterator[PrivateKafka]:
+    """Makes started servers for one test module; `close()` one to have its memory back earlier."""
+    _ours_only("IDEMCONSUMER_KAFKA")
+    with ExitStack() as stack:
+
+        def make(*, listeners: Mapping[str, str] | None = None, properties: Mapping[str, str] | None = None) -> Kafka:
+            server = _have(lambda: Kafka(listeners=listeners, properties=properties))
+            stack.callback(server.close)
+            server.start()
+            return server
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def private_rabbitmq() -> Iterator[PrivateRabbitMQ]:
+    """Makes started servers for one test module; `close()` one to have its memory back earlier."""
+    _ours_only("IDEMCONSUMER_RABBITMQ")
+    with ExitStack() as stack:
+
+        def make(*, config: Mapping[str, str] | None = None) -> RabbitMQ:
+            server = _have(lambda: RabbitMQ(config=config))
+            stack.callback(server.close)
+            server.start()
+            return server
+
+        yield make
+
+
+@pytest.fixture
+def database(postgres18: PostgresServer) -> Iterator[str]:
+    """The DSN of an empty database, for this test alone."""
+    with fresh_database(postgres18.dsn) as dsn:
+        yield dsn
+
+
+@pytest.fixture(params=["postgres18", "postgres15"])
+def any_database(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As `database`, once in each supported version of Postgres."""
+    server: PostgresServer = request.getfixturevalue(request.param)
+    with fresh_database(server.dsn) as dsn:
+        yield dsn

@@ -1,0 +1,138 @@
+"""Apache Kafka for tests: one node that is broker and controller, from Maven Central."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from idemconsumer.embedded import free_port
+from tests.servers.processes import Processes, ServerMissing, cache_folder, need
+
+VERSION = "4.2.0"
+_START_SECONDS = 60.0
+_STOP_SECONDS = 20.0
+_READY = "Kafka Server started"
+
+_POM = f"""<project xmlns="http://maven.apache.org/POM/4.0.0">
+  <modelVersion>4.0.0</modelVersion>
+  <groupId>idemconsumer</groupId><artifactId>test-kafka</artifactId><version>1</version>
+  <dependencies>
+    <dependency>
+      <groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId><version>{VERSION}</version>
+    </dependency>
+    <dependency>
+      <groupId>org.slf4j</groupId><artifactId>slf4j-simple</artifactId><version>1.7.36</version>
+    </dependency>
+  </dependencies>
+</project>
+"""
+
+
+class Kafka:
+    """`listeners` adds named listeners with their protocol, as `{"TLS": "SSL"}`; `properties` adds to
+    server.properties, or replaces what stands there. A restart keeps ports and data.
+    """
+
+    def __init__(
+        self, *, listeners: Mapping[str, str] | None = None, properties: Mapping[str, str] | None = None
+    ) -> None:
+        protocols = {"PLAINTEXT": "PLAINTEXT", **(listeners or {})}
+        self._libraries = _libraries()
+        self._processes = Processes("kafka")
+        self._ports = {name: free_port() for name in (*protocols, "CONTROLLER")}
+        folder = self._processes.folder
+        reachable = ",".join(f"{name}://{self.address_of(name)}" for name in protocols)
+        settings = {
+            "process.roles": "broker,controller",
+            "node.id": "1",
+            "controller.quorum.voters": f"1@{self.address_of('CONTROLLER')}",
+            "listeners": f"{reachable},CONTROLLER://{self.address_of('CONTROLLER')}",
+            "advertised.listeners": reachable,
+            "inter.broker.listener.name": "PLAINTEXT",
+            "controller.listener.names": "CONTROLLER",
+            "listener.security.protocol.map": ",".join(
+                f"{name}:{protocol}" for name, protocol in {**protocols, "CONTROLLER": "PLAINTEXT"}.items()
+            ),
+            "log.dirs": str(folder / "data"),
+            "offsets.topic.replication.factor": "1",
+            "offsets.topic.num.partitions": "4",
+            "transaction.state.log.replication.factor": "1",
+            "transaction.state.log.min.isr": "1",
+            "share.coordinator.state.topic.replication.factor": "1",
+            "share.coordinator.state.topic.min.isr": "1",
+            "group.initial.rebalance.delay.ms": "0",
+            "auto.create.topics.enable": "false",
+            # A broker that was killed is let in again when its old session is over: 3 s instead of 11.
+            "broker.session.timeout.ms": "1500",
+            "broker.heartbeat.interval.ms": "300",
+            **(properties or {}),
+        }
+        self._config = folder / "server.properties"
+        self._config.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+
+    @property
+    def address(self) -> str:
+        """The bootstrap server of the plain listener."""
+        return self.address_of("PLAINTEXT")
+
+    def address_of(self, listener: str) -> str:
+        return f"127.0.0.1:{self._ports[listener]}"
+
+    def start(self) -> None:
+        """Return when the broker has registered with its controller and takes requests."""
+        if self._processes.running:
+            return
+        if not (self._processes.folder / "data").exists():
+            self._format()
+        # One logger says when the broker is ready; all of them at info would be thousands of lines.
+        levels = ("defaultLogLevel=warn", "log.kafka.server.KafkaRaftServer=info")
+        logging = [f"-Dorg.slf4j.simpleLogger.{level}" for level in levels]
+        command = self._java("-Xmx384m", "-Xms128m", *logging)
+        self._processes.spawn([*command, "kafka.Kafka", str(self._config)])
+        self._processes.wait_ready(lambda: _READY in self._processes.log(), _START_SECONDS)
+
+    def stop(self) -> None:
+        """An orderly shutdown."""
+        self._processes.terminate(_STOP_SECONDS)
+
+    def kill(self) -> None:
+        self._processes.kill()
+
+    def close(self) -> None:
+        self._processes.close()
+
+    def _java(self, *options: str) -> list[str]:
+        return ["java", "-XX:TieredStopAtLevel=1", *options, "-cp", f"{self._libraries}/*"]
+
+    def _format(self) -> None:
+        # A cluster id must not begin with a dash, which the tool would take for an option.
+        cluster = "A" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()[1:22]
+        tool = ["kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(self._config)]
+        subprocess.run([*self._java(), *tool], check=True, capture_output=True, cwd=self._processes.folder)
+
+
+def _libraries() -> Path:
+    """The folder of Kafka's jars, downloaded by the first who needs it."""
+    need("java", install="default-jre-headless")
+    libraries = cache_folder() / f"kafka-{VERSION}"
+    if not libraries.exists():
+        need("mvn", install="maven")
+        unfinished = Path(tempfile.mkdtemp(prefix="kafka.", dir=libraries.parent))
+        try:
+            (unfinished / "pom.xml").write_text(_POM)
+            command = ["mvn", "-q", "-B", "dependency:copy-dependencies", "-DincludeScope=runtime"]
+            command.append("-DoutputDirectory=libs")
+            done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=unfinished)
+            if done.returncode:
+                raise ServerMissing(f"Maven could not download Kafka {VERSION}: {done.stdout[-1000:]}")
+            with contextlib.suppress(OSError):  # another process was faster
+                (unfinished / "libs").rename(libraries)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return libraries

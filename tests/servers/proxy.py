@@ -1,0 +1,174 @@
+"""A TCP proxy that loses connections on purpose, also at an exact byte of the conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from idemconsumer.embedded import free_port
+
+# What Postgres is sent, and the end of its answer. With its closing zero, so that the COMMIT in
+# `ISOLATION LEVEL READ COMMITTED` is no match.
+COMMIT = b"COMMIT\x00"
+READY_FOR_QUERY = b"Z\x00\x00\x00\x05"
+
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+@dataclass
+class Trap:
+    """One cut that waits for its bytes. `sprung` is set when the connection is gone."""
+
+    needle: bytes
+    mode: Literal["before", "after"]
+    answer: bytes
+    sprung: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Proxy:
+    """Forwards `address` to a target on 127.0.0.1 until told otherwise. Use it with `async with`.
+
+    `cut()` resets every connection and refuses new ones until `restore()`. `cut_at` resets one connection,
+    the one on which a client first sends the given bytes, and leaves the others and new ones alone.
+    """
+
+    def __init__(self, target_port: int) -> None:
+        self.port = free_port()
+        self._target_port = target_port
+        self._server: asyncio.Server | None = None
+        self._pairs: set[_Pair] = set()
+        self._trap: Trap | None = None
+
+    @property
+    def connections(self) -> int:
+        return len(self._pairs)
+
+    async def __aenter__(self) -> Self:
+        await self.restore()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cut()
+        await asyncio.gather(*(pair.ended.wait() for pair in list(self._pairs)))
+
+    def cut(self) -> None:
+        """Reset all connections now, refuse new ones."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for pair in list(self._pairs):
+            pair.reset()
+
+    async def restore(self) -> None:
+        """Accept connections (again), on the same port."""
+        if self._server is None:
+            self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+
+    def cut_at(
+        self, needle: bytes = COMMIT, *, mode: Literal["before", "after"], answer: bytes = READY_FOR_QUERY
+    ) -> Trap:
+        """Cut the connection on which `needle` is sent next; once.
+
+        `before`: what arrives with the needle is not forwarded, so the server never sees it. `after`: it is
+        forwarded, and the cut comes when `answer` was in the server's reply; the client gets nothing of it.
+        """
+        self._trap = Trap(needle, mode, answer)
+        return self._trap
+
+    def take_trap(self, sent: bytes) -> Trap | None:
+        """The armed trap if `sent` springs it; it is disarmed then."""
+        trap = self._trap
+        if trap is None or trap.needle not in sent:
+            return None
+        self._trap = None
+        return trap
+
+    @property
+    def tail(self) -> int:
+        """How many bytes of a connection's past a needle that is split over two reads may begin in."""
+        return len(self._trap.needle) - 1 if self._trap is not None else 0
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            upstream = await asyncio.open_connection("127.0.0.1", self._target_port)
+        except OSError:
+            _reset(writer)
+            return
+        if self._server is None:  # cut while the connection was being made
+            _reset(writer)
+            _reset(upstream[1])
+            return
+        pair = _Pair(self, (reader, writer), upstream)
+        self._pairs.add(pair)
+        try:
+            await pair.run()
+        finally:
+            self._pairs.discard(pair)
+
+
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class _Pair:
+    """A client's connection and the one to the server that belongs to it."""
+
+    def __init__(self, proxy: Proxy, client: _Streams, server: _Streams) -> None:
+        self.ended = asyncio.Event()
+        self._proxy = proxy
+        self._client_reader, self._client_writer = client
+        self._server_reader, self._server_writer = server
+        self._sprung: Trap | None = None
+
+    async def run(self) -> None:
+        directions = [asyncio.create_task(self._to_server()), asyncio.create_task(self._to_client())]
+        try:
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for direction in directions:
+                direction.cancel()
+            self.reset()
+            if self._sprung is not None:
+                self._sprung.sprung.set()
+            self.ended.set()
+
+    def reset(self) -> None:
+        _reset(self._client_writer)
+        _reset(self._server_writer)
+
+    async def _to_server(self) -> None:
+        seen = b""
+        with contextlib.suppress(OSError):
+            while sent := await self._client_reader.read(65_536):
+                seen = (seen + sent)[-(self._proxy.tail + len(sent)) :]
+                trap = None if self._sprung else self._proxy.take_trap(seen)
+                self._sprung = self._sprung or trap
+                if trap is not None and trap.mode == "before":
+                    return
+                self._server_writer.write(sent)
+                await self._server_writer.drain()
+            if self._sprung is not None:  # the client has given up; the server's answer is still awaited
+                await asyncio.Event().wait()
+
+    async def _to_client(self) -> None:
+        kept = b""
+        with contextlib.suppress(OSError):
+            while received := await self._server_reader.read(65_536):
+                if self._sprung is None:
+                    self._client_writer.write(received)
+                    await self._client_writer.drain()
+                    continue
+                kept += received
+                if self._sprung.answer in kept:
+                    return
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    connection = writer.get_extra_info("socket")
+    if connection is not None and connection.fileno() >= 0:
+        # Closed with a reset instead of a FIN: what is on its way is dropped, as by a crash.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+    writer.transport.abort()
