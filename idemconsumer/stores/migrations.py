@@ -1,0 +1,201 @@
+"""Brings the schema up to date: numbered SQL files, each in one transaction, remembered with a checksum.
+
+Any number of workers may do it at once. Each migration takes one advisory lock for its transaction and looks
+again under it at what has been applied, so a second runner finds the work done. The lock belongs to the
+transaction, not to the session: it survives no crash and works behind a pooler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import LiteralString
+
+import psycopg
+from psycopg import sql
+
+from idemconsumer.errors import ConfigurationError, StoreUnavailable
+
+_FILE = re.compile(r"(\d{4})_(\w+)\.sql")
+_MAX_IDENTIFIER_BYTES = 63  # NAMEDATALEN - 1: Postgres cuts longer names silently
+_CONNECT_SECONDS = 10
+
+_LOCK = "select pg_advisory_xact_lock(hashtextextended('idemconsumer.migration.' || %s, 0))"
+_HAS_SCHEMA = "select to_regnamespace(quote_ident(%s)) is not null"
+_HAS_TABLE = "select to_regclass(quote_ident(%s) || '.migration') is not null"
+# Looked up first: CREATE SCHEMA IF NOT EXISTS asks for the right to create one, even when it is there.
+_SCHEMA = "create schema {schema};"
+_TABLE = """create table {schema}.migration (
+    version     integer primary key,
+    name        text not null,
+    checksum    text not null,
+    applied_at  timestamptz not null default clock_timestamp()
+);"""
+_NOTE = "insert into {schema}.migration (version, name, checksum) values ({version}, {name}, {checksum});"
+_APPLIED = "select version, checksum, applied_at from {schema}.migration"
+
+
+_Applied = dict[int, tuple[str, datetime]]  # checksum and time, by version
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One numbered file. `applied_at` is None while it is pending."""
+
+    version: int
+    name: str
+    checksum: str
+    text: str
+    applied_at: datetime | None = None
+
+
+def migrate(dsn: str, schema: str) -> list[Migration]:
+    """Apply what is pending and return it; empty when there was nothing to do, or others did it meanwhile.
+
+    Each migration is committed by itself, so a failing one leaves those before it and nothing of its own.
+    Raises ConfigurationError when an applied file has changed since or the schema's name cannot be used,
+    StoreUnavailable when the database cannot be reached, psycopg.Error when a statement fails.
+    """
+    check_schema(schema)
+    done = []
+    with connect(dsn) as connection:
+        while (migration := _apply_next(connection, schema)) is not None:
+            done.append(migration)
+    return done
+
+
+def status(dsn: str, schema: str) -> list[Migration]:
+    """All migrations of this version of the package, applied or pending, in order. Changes nothing.
+
+    Raises like `migrate`.
+    """
+    check_schema(schema)
+    with connect(dsn) as connection:
+        return _compare(files(), _applied(connection, schema), schema)
+
+
+def script(migrations: Sequence[Migration], schema: str) -> str:
+    """The SQL of these migrations for a person to run, schema filled in, noting itself as applied."""
+    check_schema(schema)
+    parts = []
+    for migration in migrations:
+        first = (_SCHEMA.replace("schema ", "schema if not exists ", 1), _TABLE)
+        texts = [*(first if migration.version == 1 else ()), migration.text]
+        lines = [*(_fill(text, schema) for text in texts), _note(migration, schema)]
+        body = "\n\n".join(line.as_string(None).strip() for line in lines)
+        parts.append(f"-- {migration.version:04}_{migration.name}\nbegin;\n{body}\ncommit;\n")
+    return "\n".join(parts)
+
+
+@lru_cache(maxsize=1)
+def files() -> tuple[Migration, ...]:
+    """The migrations that come with the package, in order."""
+    package = Path(__file__).parent.parent
+    # Inside the package in a wheel; beside it in a checkout.
+    folder = next((path for path in (package / "migrations", package.parent / "migrations") if path.is_dir()), None)
+    found = []
+    for path in sorted(folder.iterdir() if folder else ()):
+        if match := _FILE.fullmatch(path.name):
+            text = path.read_text("utf-8")
+            found.append(Migration(int(match[1]), match[2], hashlib.sha256(text.encode()).hexdigest(), text))
+    if not found:
+        raise ConfigurationError(f"no migrations beside {package}; the installation is incomplete, install it again")
+    return tuple(found)
+
+
+def check_schema(schema: str) -> None:
+    """Refuse a name that quoting alone cannot make safe.
+
+    The name also stands inside function bodies ($$), string literals (') and statements with parameters (%).
+    """
+    wrong = next((repr(character) for character in "'$%\0" if character in schema), None)
+    if wrong is None and not schema:
+        wrong = "nothing"
+    if wrong is not None:
+        raise ConfigurationError(f"schema {schema!r} contains {wrong}; write a plain name such as idemconsumer")
+    if len(schema.encode()) > _MAX_IDENTIFIER_BYTES or schema.startswith("pg_"):
+        raise ConfigurationError(
+            f"schema {schema!r} is not a name that Postgres takes; "
+            f"write one of at most {_MAX_IDENTIFIER_BYTES} bytes that does not start with pg_"
+        )
+
+
+def connect(dsn: str) -> psycopg.Connection:
+    """A connection for an administrator's errand: autocommit, nothing prepared. Raises StoreUnavailable."""
+    try:
+        return psycopg.connect(
+            dsn,
+            autocommit=True,
+            prepare_threshold=None,
+            connect_timeout=_CONNECT_SECONDS,
+            application_name="idemconsumer",
+        )
+    except psycopg.ProgrammingError as error:
+        raise ConfigurationError(
+            f"the DSN cannot be read: {str(error).strip()}; write postgresql://user@host:5432/database"
+        ) from None
+    except psycopg.OperationalError as error:
+        raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
+
+
+def _apply_next(connection: psycopg.Connection, schema: str) -> Migration | None:
+    with connection.transaction():
+        connection.execute(_LOCK, [schema])
+        applied = _applied(connection, schema)
+        pending = [each for each in _compare(files(), applied, schema) if each.applied_at is None]
+        if not pending:
+            return None
+        if not applied:
+            if not _ask(connection, _HAS_SCHEMA, schema):
+                connection.execute(_fill(_SCHEMA, schema))
+            if not _ask(connection, _HAS_TABLE, schema):
+                connection.execute(_fill(_TABLE, schema))
+        # Without parameters, so that a file may hold several statements.
+        connection.execute(_fill(pending[0].text, schema))
+        connection.execute(_note(pending[0], schema))
+        return pending[0]
+
+
+def _applied(connection: psycopg.Connection, schema: str) -> _Applied:
+    if not _ask(connection, _HAS_TABLE, schema):
+        return {}
+    rows = connection.execute(_fill(_APPLIED, schema)).fetchall()
+    return {version: (checksum, applied_at) for version, checksum, applied_at in rows}
+
+
+def _compare(wanted: Sequence[Migration], applied: _Applied, schema: str) -> list[Migration]:
+    """Pair files with what the database says. A newer database is fine: old workers run beside new ones."""
+    result = []
+    for each in wanted:
+        checksum, applied_at = applied.get(each.version, (each.checksum, None))
+        if checksum != each.checksum:
+            raise ConfigurationError(
+                f"migration {each.version:04}_{each.name} has changed since it was applied to schema "
+                f"{schema!r}; restore the file, and put the change into a new migration"
+            )
+        result.append(Migration(each.version, each.name, checksum, each.text, applied_at))
+    return result
+
+
+def _ask(connection: psycopg.Connection, question: LiteralString, schema: str) -> bool:
+    row = connection.execute(question, [schema]).fetchone()
+    return row is not None and bool(row[0])
+
+
+def _fill(text: str, schema: str) -> sql.Composed:
+    # The files are part of the package, so they are as literal as a string in this module.
+    return sql.SQL(text).format(schema=sql.Identifier(schema))
+
+
+def _note(migration: Migration, schema: str) -> sql.Composed:
+    return sql.SQL(_NOTE).format(
+        schema=sql.Identifier(schema),
+        version=sql.Literal(migration.version),
+        name=sql.Literal(migration.name),
+        checksum=sql.Literal(migration.checksum),
+    )

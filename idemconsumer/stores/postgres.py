@@ -1,0 +1,413 @@
+"""JoinedStore on Postgres 14 and newer: the claim, the guard and the checked COMMIT (psycopg 3).
+
+Each transaction is opened with a mark and sealed by the engine's last statement; a deferred trigger refuses every
+COMMIT without that seal (`guard` in migrations/0001). Connections default to read-only transactions and only the
+engine's own opening lifts that, so what a handler writes after a ROLLBACK of its own is refused even if it then
+commits. What the server enforces is described where it stands; this file only sends it in the right order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import psycopg
+from psycopg import pq, sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
+
+from idemconsumer import _headers
+from idemconsumer._model import Found, Mark, Message, Record, State, StoredResult
+from idemconsumer._sql import load
+from idemconsumer.errors import (
+    CommitUnknown,
+    ConfigurationError,
+    Contention,
+    GuardViolated,
+    HandlerFault,
+    Reject,
+    Retry,
+    StoreUnavailable,
+)
+from idemconsumer.ports import Claim, DeadLetter
+from idemconsumer.stores._tx import PostgresTx
+
+Connection = psycopg.AsyncConnection[Any]
+
+_CONTENTION: Final = {"40001", "40P01", "55P03", "53200"}
+_SERVER_TROUBLE: Final = ("53", "57P", "58")  # full, shutting down, broken: whatever the statement was
+# Of our own statements also: cancelled; read-only or in recovery, after a failover to or from this server.
+_OUR_TROUBLE: Final = (*_SERVER_TROUBLE, "57", "0A000", "25006")
+_ACQUIRE_SECONDS: Final = 3.0  # an outage is noticed, and its end too, within this time
+_GROUP_LOCK_TIMEOUT: Final = "50ms"  # G3: a group that waits for another lane's rows is better rerun smaller
+_LOCK_TIMEOUT: Final = "10s"  # backstop only: the advisory lock means that a claim never waits
+
+
+def clean(text: str) -> str:
+    """Text that a text column takes: no NUL, no lone surrogates."""
+    return text.replace("\x00", "�").encode("utf-8", "replace").decode("utf-8")
+
+
+class PostgresStore:
+    """See `ports.JoinedStore`. `open` refuses a database that would lose what it acknowledges."""
+
+    def __init__(self, dsn: str, schema: str, *, connections: int, longest_run: float, most_locks: int = 640) -> None:
+        self._queries = load(schema)
+        self._scopes: dict[str, int] = {}
+        self.most_locks = most_locks
+        # Queueing for a connection is no outage, however long it takes; what the pool times out on is one.
+        self._free = asyncio.Semaphore(connections)
+        self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
+            connection_options(dsn, longest_run),
+            min_size=0,
+            max_size=connections,
+            timeout=_ACQUIRE_SECONDS,
+            reconnect_timeout=0,  # the worker has its own backoff; the pool's would outlast the outage
+            configure=_configure,
+            open=False,
+            name="idemconsumer",
+        )
+
+    @classmethod
+    async def open(cls, dsn: str, schema: str, *, connections: int, longest_run: float) -> PostgresStore:
+        """Check and open. `longest_run` is the longest handler timeout, seconds.
+
+        Raises ConfigurationError (not migrated, too old, synchronous_commit off, a standby) or StoreUnavailable.
+        """
+        most_locks = await check_database(dsn, schema)
+        store = cls(dsn, schema, connections=connections, longest_run=longest_run, most_locks=most_locks)
+        await store._pool.open()
+        return store
+
+    async def close(self) -> None:
+        await self._pool.close(timeout=2.0)
+
+    # ------------------------------------------------------------------------------------------------- connections
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Connection]:
+        async with self._free:
+            try:
+                connection = await self._pool.getconn()
+            except (PoolTimeout, psycopg.OperationalError) as error:
+                raise StoreUnavailable(f"no connection to the database: {error}") from error
+            try:
+                # Python 3.11: asyncio.wait_for inside the pool can swallow a cancellation (cpython #86296).
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError
+                yield connection
+            except StoreUnavailable:
+                await connection.close()  # it may be alive, and lead to a server that is now a standby
+                raise
+            finally:
+                try:
+                    await _leave(connection)
+                finally:  # a cancellation during the rollback must not cost the pool this place
+                    await self._pool.putconn(connection)
+
+    @asynccontextmanager
+    async def transaction(self, *, group: int) -> AsyncIterator[PostgresClaims]:
+        async with self._connection() as connection:
+            claims = PostgresClaims(self, connection, group)
+            try:
+                yield claims
+            finally:
+                claims.end()
+
+    async def _scope_ids(self, connection: Connection, claims: Sequence[Claim]) -> list[int]:
+        """Ids of the scopes; new ones are committed on the spot, on this same connection (a second could be waited for
+        by every lane at once)."""
+        for claim in claims:
+            if claim.scope not in self._scopes:
+                rows = await self._run(connection, "scope", {"name": claim.scope, "retain": claim.retain})
+                self._scopes[claim.scope] = rows[0][0]
+        return [self._scopes[claim.scope] for claim in claims]
+
+    async def _run(self, connection: Connection, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """One statement that touches no record, in a transaction of its own."""
+        try:
+            async with connection.pipeline():
+                await connection.execute("SET TRANSACTION READ WRITE")
+                cursor = await connection.execute(self._queries[name], params)
+                await connection.execute("COMMIT")
+            return await cursor.fetchall() if cursor.description else []
+        except psycopg.Error as error:
+            raise translate(connection, error, ours=True) from error
+
+    async def _alone(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        async with self._connection() as connection:
+            return await self._run(connection, name, params)
+
+    # ------------------------------------------------------------------------- transactions of the engine's own
+    async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
+        rows = await self._alone("read", {"keys": list(keys)})
+        found = _records(rows)
+        return [found.get(key) for key in keys]
+
+    async def count_attempt(self, claim: Claim, error: str | None) -> int:
+        async with self._connection() as connection:
+            (scope,) = await self._scope_ids(connection, [claim])
+            params = {"key": claim.key, "scope": scope, "error": None if error is None else clean(error)}
+            return int((await self._run(connection, "count_attempt", params))[0][0])
+
+    async def uncount_attempt(self, claim: Claim) -> None:
+        await self._alone("uncount_attempt", {"key": claim.key})
+
+    async def note_error(self, claim: Claim, error: str) -> int:
+        rows = await self._alone("note_error", {"key": claim.key, "error": clean(error)})
+        return int(rows[0][0]) if rows else await self.count_attempt(claim, error)
+
+    async def count_dead(self, key: bytes) -> None:
+        await self._alone("count_dead", {"key": key})
+
+    async def park(self, queue: str, message: Message) -> None:
+        headers = _headers.encode(_headers.with_origin(message).headers).decode()
+        await self._alone(
+            "enqueue", {"name": queue, "body": message.body, "key": message.message_id, "headers": headers}
+        )
+
+    async def reject(self, claim: Claim, rejection: StoredResult) -> Record | None:
+        return await self._finalise(claim, State.FAILED, rejection, None)
+
+    async def bury(self, letter: DeadLetter, claim: Claim | None) -> Record | None:
+        return await self._finalise(claim, State.DEAD, None, letter)
+
+    async def _finalise(
+        self, claim: Claim | None, state: State, result: StoredResult | None, letter: DeadLetter | None
+    ) -> Record | None:
+        async with self.transaction(group=1) as claims:
+            if claim is not None:
+                (found,) = await claims.claim([claim], state=state)
+                if found is Mark.BUSY:
+                    raise Contention("a rival holds the key")
+                if isinstance(found, Record):
+                    return found
+            if letter is not None:
+                await claims.write_letter(letter, claim)
+            results = [] if claim is None or result is None else [(claim.key, result)]
+            await claims.complete(results, [] if claim is None else [claim.key])
+            return None
+
+
+class PostgresClaims:
+    """One open transaction of the store."""
+
+    def __init__(self, store: PostgresStore, connection: Connection, group: int) -> None:
+        self._store = store
+        self._queries = store._queries
+        self._connection = connection
+        self._group = group
+        self._token = ""
+        self._tx: PostgresTx | None = None
+
+    async def _begin(self) -> None:
+        self._token = secrets.token_hex(8)
+        await self._connection.execute("SET TRANSACTION READ WRITE")
+        lock_timeout = _GROUP_LOCK_TIMEOUT if self._group > 1 else _LOCK_TIMEOUT
+        await self._connection.execute(self._queries["open"], {"token": self._token, "lock_timeout": lock_timeout})
+
+    async def claim(self, claims: Sequence[Claim], *, state: State = State.COMPLETED) -> list[Found]:
+        scopes = await self._store._scope_ids(self._connection, claims)
+        keys = [claim.key for claim in claims]
+        params = {
+            "keys": keys,
+            "scopes": scopes,
+            "fingerprints": [claim.fingerprint for claim in claims],
+            "locks": [int.from_bytes(key[:8], "big", signed=True) for key in keys],
+            "state": int(state),
+        }
+        try:
+            async with self._connection.pipeline():
+                await self._begin()
+                cursor = await self._connection.execute(self._queries["claim"], params)
+            claimed = {row[0] for row in await cursor.fetchall()}
+            found: dict[bytes, Record] = {}
+            if missing := [key for key in keys if key not in claimed]:
+                cursor = await self._connection.execute(self._queries["read"], {"keys": missing})
+                found = _records(await cursor.fetchall())
+        except psycopg.Error as error:
+            raise translate(self._connection, error, ours=True) from error
+        return [Mark.CLAIMED if key in claimed else found.get(key, Mark.BUSY) for key in keys]
+
+    async def write_letter(self, letter: DeadLetter, claim: Claim | None) -> None:
+        params = {
+            "identity": letter.identity,
+            "key": None if claim is None else claim.key,
+            "body": letter.body,
+            "headers": _headers.encode(letter.headers),
+            "attempts": letter.attempts,
+        } | {n: clean(getattr(letter, n)) for n in ("handler", "scope", "source", "position", "reason", "error")}
+        try:
+            if not self._token:
+                await self._begin()
+            await self._connection.execute(self._queries["dead_letter"], params)
+        except psycopg.Error as error:
+            raise translate(self._connection, error, ours=True) from error
+
+    def tx(self) -> PostgresTx:
+        self.end()
+        self._tx = PostgresTx(self._connection)
+        return self._tx
+
+    def end(self) -> None:
+        if self._tx is not None:
+            self._tx.end()
+            self._tx = None
+
+    def check(self) -> None:
+        if self._connection.closed:
+            raise StoreUnavailable("the connection broke while the handler ran")
+        status = self._connection.info.transaction_status
+        if status == pq.TransactionStatus.INERROR:
+            raise HandlerFault(
+                "the handler swallowed a database error, so its transaction can only roll back; "
+                "let the error pass, or put the statement that may fail between SAVEPOINT and ROLLBACK TO"
+            )
+        if status != pq.TransactionStatus.INTRANS:
+            raise GuardViolated("the handler ended the transaction it ran in, or left a statement running")
+
+    def diagnose(self, error: Exception) -> Exception:
+        if self._connection.closed:  # the handler's own text is left out: this one is logged
+            return StoreUnavailable(f"the connection broke while the handler ran ({type(error).__name__})")
+        if isinstance(error, psycopg.Error):
+            return translate(self._connection, error)
+        if isinstance(error.__cause__, psycopg.Error) and not isinstance(error, Reject | Retry):
+            wrapped = translate(self._connection, error.__cause__)  # as SQLAlchemy does
+            return wrapped if isinstance(wrapped, Contention | StoreUnavailable) else error
+        return error
+
+    async def complete(self, results: Sequence[tuple[bytes, StoredResult]], forget: Sequence[bytes]) -> None:
+        # J4: shield alone would leave the connection busy and commit later, so the caller waits for the end.
+        self.end()
+        task = asyncio.create_task(self._complete(results, forget))
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            task.exception()
+            raise cancelled
+        task.result()
+
+    async def _complete(self, results: Sequence[tuple[bytes, StoredResult]], forget: Sequence[bytes]) -> None:
+        connection = self._connection
+        try:
+            async with connection.pipeline():
+                if results:
+                    await connection.execute(
+                        self._queries["store_results"],
+                        {
+                            "keys": [key for key, _ in results],
+                            "bodies": [result.body for _, result in results],
+                            "types": [result.content_type for _, result in results],
+                        },
+                    )
+                if forget:
+                    await connection.execute(self._queries["forget_attempts"], {"keys": list(forget)})
+                await connection.execute(self._queries["seal"], {"token": self._token})
+                cursor = await connection.execute("COMMIT")
+            tag = cursor.statusmessage
+        except psycopg.Error as error:
+            if connection.closed:
+                raise CommitUnknown(f"the answer to COMMIT was lost: {error}") from error
+            raise translate(connection, error) from error
+        if tag != "COMMIT":
+            raise GuardViolated(f"COMMIT was answered by {tag}: the transaction had failed before")
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+def translate(connection: Connection, error: psycopg.Error, *, ours: bool = False) -> Exception:
+    """A driver's error as one of ours: by the connection's state first, since a dead one says nothing reliable.
+
+    `ours`: it came from a statement of the engine, for which no message can be blamed.
+    """
+    if connection.closed:
+        return StoreUnavailable(f"the connection to the database broke: {error}")
+    state = error.sqlstate or ""
+    if state in _CONTENTION:
+        return Contention(f"{state}: {error.diag.message_primary}", cap_groups=state == "53200")
+    if state.startswith(_OUR_TROUBLE if ours else _SERVER_TROUBLE):
+        return StoreUnavailable(f"{state}: {error.diag.message_primary}")
+    if state == "IC001":
+        return GuardViolated(str(error.diag.message_primary))
+    if state == "IC002":
+        return ConfigurationError(f"database: {error.diag.message_primary}; set it to on")
+    return error
+
+
+async def check_database(dsn: str, schema: str) -> int:
+    """Refuse a database that would break the promise; returns how many locks are ours to take."""
+    try:
+        connection = await psycopg.AsyncConnection.connect(dsn, connect_timeout=5, autocommit=True)
+    except psycopg.Error as error:
+        raise StoreUnavailable(f"no connection to the database: {error}") from error
+    async with connection:
+        cursor = await connection.execute(
+            "select current_setting('synchronous_commit'), pg_is_in_recovery(), to_regclass(%s) is not null,"
+            " current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int",
+            (sql.Identifier(schema, "record").as_string(connection),),
+        )
+        row = await cursor.fetchone()
+        version = connection.info.server_version
+    assert row is not None
+    synchronous_commit, standby, migrated, locks = row
+    if version < 140_000:
+        raise ConfigurationError(f"database: Postgres {version // 10_000} is too old; 14 or newer is needed")
+    if standby:
+        raise ConfigurationError("database: this is a standby, which takes no writes; give the primary's address")
+    if synchronous_commit == "off":
+        raise ConfigurationError(
+            "database: synchronous_commit is off, so a crash would lose what has been acknowledged; set it to on, "
+            "for this role at least: ALTER ROLE … SET synchronous_commit = on"
+        )
+    if not migrated:
+        raise ConfigurationError(f"database: schema {schema!r} is not there; run `idemconsumer migrate up` first")
+    return int(locks) // 10
+
+
+def connection_options(dsn: str, longest_run: float) -> str:
+    """The DSN with the bounds that keep a frozen worker from holding a key for ever (J6)."""
+    given = conninfo_to_dict(dsn)
+    bounds = {
+        "idle_in_transaction_session_timeout": f"{int((longest_run + 5) * 1000)}ms",
+        "statement_timeout": f"{int((longest_run + 5) * 1000)}ms",
+        "lock_timeout": _LOCK_TIMEOUT,
+        "client_connection_check_interval": "5s",
+        "default_transaction_read_only": "on",
+    }
+    options = " ".join([str(given.get("options") or ""), *(f"-c {name}={value}" for name, value in bounds.items())])
+    defaults: dict[str, str | int] = {
+        "connect_timeout": 5,
+        "tcp_user_timeout": 30_000,
+        "application_name": "idemconsumer",
+    }
+    return make_conninfo(dsn, options=options.strip(), **{n: v for n, v in defaults.items() if n not in given})
+
+
+async def _configure(connection: Connection) -> None:
+    # R1. Autocommit stays off: after a handler's own COMMIT its next write opens a transaction that is rolled back.
+    await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+
+
+async def _leave(connection: Connection) -> None:
+    """Roll back whatever is open. A connection on which that does not work is closed, and the pool drops it."""
+    if connection.closed or connection.info.transaction_status == pq.TransactionStatus.IDLE:
+        return
+    try:
+        await connection.rollback()
+    except psycopg.Error:
+        await connection.close()
+    except BaseException:
+        await connection.close()
+        raise
+
+
+def _records(rows: Sequence[tuple[Any, ...]]) -> dict[bytes, Record]:
+    return {
+        key: Record(State(state), fingerprint, None if body is None else StoredResult(body, content_type))
+        for key, state, fingerprint, body, content_type in rows
+    }
