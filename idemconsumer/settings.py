@@ -34,6 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kafka_cert_file: str | None = None
     kafka_key_file: str | None = None
     kafka_group_instance_id: str | None = None
+    kafka_session_timeout: float = 45.0
 
     rabbitmq: str | None = None
     rabbitmq_management: str | None = None

@@ -101,7 +101,9 @@ class Processes:
         self._watchdog.watch()
 
     def close(self) -> None:
-        """Kill the server and remove its folder."""
+        """Kill the server and remove its folder; a second time does nothing."""
+        if not self.folder.exists():
+            return
         self.kill()
         self._watchdog.dismiss()
         shutil.rmtree(self.folder, ignore_errors=True)

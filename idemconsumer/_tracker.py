@@ -1,0 +1,88 @@
+"""What may be committed for one partition: finished offsets in, the next commit out. Pure.
+
+Theory: deliveries finish in any order, a commit is one number below which everything is done. So the number
+is the lowest *delivered* offset that is not finished. Offsets have holes (transaction markers, compaction),
+hence "last finished + 1" is not enough once nothing is left: then the number is the reader's position, which
+has stepped over the holes, else a partition that ends in a marker shows lag for ever.
+
+A tracker lives as long as one assignment of its partition. After `end()` it refuses every mark and yields no
+commit: the broker accepts a commit of a former assignment, even one that moves the group backwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+
+class Tracker:
+    """One partition during one assignment. Offsets are delivered in ascending order, and finished in any."""
+
+    __slots__ = ("_committed", "_ended", "_highest", "_order", "_unfinished")
+
+    def __init__(self) -> None:
+        self._order: deque[int] = deque()
+        self._unfinished: set[int] = set()
+        self._highest = -1
+        self._committed: int | None = None
+        self._ended = False
+
+    @property
+    def highest(self) -> int:
+        """The highest delivered offset, -1 before the first."""
+        return self._highest
+
+    @property
+    def outstanding(self) -> int:
+        """How many deliveries are not finished; none once ended."""
+        return len(self._unfinished)
+
+    @property
+    def span(self) -> int:
+        """The offsets from the low-water mark to the end of what was delivered: what a crash can repeat."""
+        return self._highest + 1 - self._order[0] if self._order else 0
+
+    def deliver(self, offsets: Iterable[int]) -> None:
+        """Take note of deliveries. ValueError when an offset is not above all former ones."""
+        for offset in offsets:
+            if offset <= self._highest:
+                raise ValueError(f"offset {offset} was delivered after {self._highest}; begin a new tracker")
+            self._highest = offset
+            if not self._ended:
+                self._order.append(offset)
+                self._unfinished.add(offset)
+
+    def finish(self, offset: int) -> bool:
+        """Mark one delivery. False when refused: the assignment is over, or it is not outstanding."""
+        if offset not in self._unfinished:
+            return False
+        self._unfinished.remove(offset)
+        while self._order and self._order[0] not in self._unfinished:
+            self._order.popleft()
+        return True
+
+    def low_water(self, position: int | None) -> int | None:
+        """Everything below is finished. `position` is the next offset to be fetched, None if unknown.
+
+        It counts only while nothing is outstanding. None when nothing is known at all.
+        """
+        if self._order:
+            return self._order[0]
+        if self._highest < 0:
+            return position
+        return self._highest + 1 if position is None else max(position, self._highest + 1)
+
+    def due(self, position: int | None) -> int | None:
+        """The offset to commit now. None when it would change nothing, or the assignment has ended."""
+        mark = self.low_water(position)
+        return None if self._ended or mark == self._committed else mark
+
+    def committed(self, offset: int) -> None:
+        """The broker has confirmed a commit of `offset`."""
+        self._committed = offset
+
+    def end(self) -> None:
+        """The assignment is over: nothing is outstanding, and nothing will be marked or committed."""
+        self._ended = True
+        self._order.clear()
+        self._unfinished.clear()

@@ -1,0 +1,81 @@
+"""What an aiokafka consumer is asked beside fetching and committing, each made to end in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+import structlog
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError
+from aiokafka.protocol.group import LeaveGroupRequest
+
+PROBE_TIMEOUT = 5.0
+STOP_TIMEOUT = 5.0
+
+log = structlog.get_logger("idemconsumer")
+
+
+async def end_offsets(consumer: AIOKafkaConsumer, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+    """Where each partition ends for a reader of committed transactions. TimeoutError or KafkaError."""
+    async with asyncio.timeout(PROBE_TIMEOUT):
+        return dict(await consumer.end_offsets(list(partitions)))
+
+
+async def position_of(consumer: AIOKafkaConsumer, at: TopicPartition) -> int | None:
+    """The next offset to be fetched; None while the client does not know it yet. Does not wait for it."""
+    try:
+        async with asyncio.timeout(0):
+            return int(await consumer.position(at))
+    except (TimeoutError, KafkaError):
+        return None
+
+
+async def stop(consumer: AIOKafkaConsumer) -> None:
+    """Leave the group and close the connections, within `STOP_TIMEOUT` and a few seconds.
+
+    `stop()` waits for a join under way, and a join waits for the slowest member. Cut off there, this member
+    would be given partitions that nobody reads until its session times out; and it cannot say goodbye on the
+    connection that waits. So it leaves on another one, which answers the join. With the broker away `stop()`
+    may wait for ever, or raise the CancelledError of a task of its own. Then the client's parts are closed
+    one by one, since a second `stop()` does nothing.
+    """
+    stopping = asyncio.create_task(consumer.stop())
+    await asyncio.wait({stopping}, timeout=0.5)
+    if not stopping.done():
+        await _done(_leave(consumer), 1.0)
+    if await _done(stopping, STOP_TIMEOUT):
+        return
+    log.debug("kafka stop cut off")
+    for part in (consumer._coordinator, consumer._fetcher, consumer._client):
+        if part is not None:
+            await _done(part.close(), 1.0)
+
+
+async def _leave(consumer: AIOKafkaConsumer) -> None:
+    coordinator = consumer._coordinator
+    if coordinator and coordinator.member_id and consumer._group_instance_id is None:
+        goodbye = LeaveGroupRequest(coordinator.group_id, coordinator.member_id)
+        await consumer._client.send(coordinator.coordinator_id, goodbye)
+
+
+async def _done(closing: Coroutine[Any, Any, None] | asyncio.Task[None], seconds: float) -> bool:
+    """Whether it came to its end in time, in a task of its own so that only *our* cancellation is one."""
+    task = asyncio.ensure_future(closing)
+    await asyncio.wait({task}, timeout=seconds)
+    if task.cancel():
+        await asyncio.wait({task}, timeout=1.0)
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def create_command(servers: str, topic: str) -> str:
+    return f"kafka-topics.sh --bootstrap-server {servers} --create --topic {topic}"
+
+
+def name_of(at: TopicPartition) -> str:
+    return f"{at.topic}-{at.partition}"
+
+
+def words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,0 +1,930 @@
+"""The Kafka broker against a real Kafka: who owns what, what is committed, and what is said."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import subprocess
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import KafkaError
+from structlog.testing import capture_logs
+
+from idemconsumer._model import Subscription
+from idemconsumer.brokers import _kafka_client, _kafka_health, _kafka_session, kafka
+from idemconsumer.brokers._kafka_session import KafkaSession
+from idemconsumer.brokers.kafka import KafkaBroker
+from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
+from idemconsumer.ports import Bounds, Delivery, Outgoing
+from idemconsumer.settings import Settings
+from tests.conftest import PrivateKafka, Server
+from tests.servers.kafka import Kafka
+
+DEADLINE = 20.0
+BOUNDS = Bounds(lanes=4, group=8)
+Said = list[Any]
+
+
+# ------------------------------------------------------------------------------------------- the test's world
+@dataclass
+class World:
+    """A Kafka, one fresh topic, and sessions of one group on it; all are closed at the end of the test."""
+
+    server: Server
+    admin: AIOKafkaAdminClient
+    topic: str = field(default_factory=lambda: f"orders.{uuid.uuid4().hex[:8]}")
+    brokers: list[KafkaBroker] = field(default_factory=list)
+    sessions: list[KafkaSession] = field(default_factory=list)
+
+    @property
+    def group(self) -> str:
+        return f"group.{self.topic}"
+
+    @property
+    def broker(self) -> KafkaBroker:
+        if not self.brokers:
+            self.brokers.append(KafkaBroker(Settings(kafka=self.server.address)))
+        return self.brokers[0]
+
+    def subscription(self, topic: str | None = None) -> Subscription:
+        return Subscription(f"kafka:{topic or self.topic}", "handler", self.group)
+
+    async def create(
+        self, topic: str | None = None, partitions: int = 1, configs: Mapping[str, str] | None = None
+    ) -> None:
+        topic = topic or self.topic
+        answer = await self.admin.create_topics([NewTopic(topic, partitions, 1, topic_configs=configs)])
+        assert answer.topic_errors[0][1] == 0, answer
+        await until(lambda: self._led(topic, partitions))
+
+    async def _led(self, topic: str, partitions: int) -> bool:
+        [found] = await self.admin.describe_topics([topic])
+        return len(found["partitions"]) == partitions and all(p["leader"] >= 0 for p in found["partitions"])
+
+    async def delete(self, topic: str) -> None:
+        await self.admin.delete_topics([topic])
+
+    async def produce(self, count: int, *, start: int = 0, partition: int | None = None) -> None:
+        async with AIOKafkaProducer(bootstrap_servers=self.server.address) as producer:
+            sent = [
+                await producer.send(self.topic, b"%d" % number, partition=partition)
+                for number in range(start, start + count)
+            ]
+            await asyncio.gather(*sent)
+
+    async def open(self, bounds: Bounds = BOUNDS, *topics: str) -> KafkaSession:
+        subscriptions = [self.subscription(topic) for topic in topics] or [self.subscription()]
+        session = await self.broker.open(subscriptions, bounds)
+        self.sessions.append(session)
+        return session
+
+    async def committed(self, partition: int = 0) -> int | None:
+        found = await self.admin.list_consumer_group_offsets(self.group)
+        at = TopicPartition(self.topic, partition)
+        return found[at].offset if at in found else None
+
+    async def commits(self, offset: int, partition: int = 0) -> None:
+        """Wait until the group's offset is `offset`; fails with what it is instead."""
+        await until(lambda: self._is(offset, partition))
+
+    async def _is(self, offset: int, partition: int) -> bool:
+        return await self.committed(partition) == offset
+
+    async def close(self) -> None:
+        for session in self.sessions:
+            await session.close()
+        for broker in self.brokers:
+            await broker.close()
+        with contextlib.suppress(KafkaError):
+            await self.admin.close()
+
+
+@contextlib.asynccontextmanager
+async def world_of(server: Server) -> AsyncIterator[World]:
+    admin = AIOKafkaAdminClient(bootstrap_servers=server.address)
+    await admin.start()
+    world = World(server, admin)
+    try:
+        yield world
+    finally:
+        await world.close()
+
+
+@pytest.fixture
+async def world(kafka: Server) -> AsyncIterator[World]:
+    async with world_of(kafka) as world:
+        yield world
+
+
+@contextlib.contextmanager
+def killing(server: Kafka) -> Iterator[Kafka]:
+    """Give its memory back with the last test that needs it, not with the module."""
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@dataclass
+class MortalWorld(World):
+    """A world whose Kafka may be killed."""
+
+    own: Kafka = field(kw_only=True)
+
+
+@pytest.fixture
+async def mortal(private_kafka: PrivateKafka) -> AsyncIterator[MortalWorld]:
+    with killing(private_kafka()) as server:
+        async with world_of(server) as world:
+            mortal = MortalWorld(server, world.admin, world.topic, world.brokers, world.sessions, own=server)
+            yield mortal
+
+
+@pytest.fixture
+def said() -> Iterator[Said]:
+    with capture_logs() as entries:
+        yield entries
+
+
+def events(said: Said, event: str) -> Said:
+    return [entry for entry in said if entry["event"] == event]
+
+
+async def until(condition: Callable[[], Awaitable[bool] | bool], seconds: float = DEADLINE) -> None:
+    async with asyncio.timeout(seconds):
+        while True:
+            holds = condition()
+            if holds is True or (not isinstance(holds, bool) and await holds):
+                return
+            await asyncio.sleep(0.02)
+
+
+async def take(session: KafkaSession, count: int) -> list[Delivery]:
+    """Fetch until `count` deliveries have come, and no more than that."""
+    taken: list[Delivery] = []
+    async with asyncio.timeout(DEADLINE):
+        while len(taken) < count:
+            taken += await session.fetch()
+    assert len(taken) == count, positions(taken)
+    return taken
+
+
+async def joined(session: KafkaSession) -> None:
+    """Fetch nothing until the group has assigned."""
+    async with asyncio.timeout(DEADLINE):
+        while not await session.idle():
+            assert not await session.fetch()
+
+
+def positions(deliveries: Sequence[Delivery]) -> list[str]:
+    return sorted(delivery.message.position.split("-", 1)[1] for delivery in deliveries)
+
+
+def offset_of(delivery: Delivery) -> int:
+    return int(delivery.message.position.rsplit("-", 1)[1])
+
+
+def partition_of(delivery: Delivery) -> int:
+    return int(delivery.message.position.rsplit("-", 2)[1])
+
+
+# ------------------------------------------------------------------------------------------ what is delivered
+async def test_a_record_becomes_a_message_that_says_where_it_came_from(world: World) -> None:
+    await world.create()
+    async with AIOKafkaProducer(bootstrap_servers=world.server.address) as producer:
+        headers = [("text", "\u00e9".encode()), ("raw", b"\xff\xfe"), ("none", None)]
+        await producer.send_and_wait(world.topic, b"body", key=b"key", headers=headers)
+        await producer.send_and_wait(world.topic, None, key=b"gone")
+    first, tombstone = await take(await world.open(), 2)
+    message = first.message
+    assert message.source == f"kafka:{world.topic}"
+    assert (message.body, message.order_hint, message.message_id) == (b"body", b"key", None)
+    assert message.headers == {"text": "\u00e9", "raw": b"\xff\xfe", "none": ""}
+    assert message.position == f"{world.topic}-0-0"
+    assert (first.suspect, first.count) == (False, 1)
+    assert (tombstone.message.body, tombstone.message.order_hint) == (b"", b"gone")
+    assert first.epoch is tombstone.epoch
+    assert first.epoch.on_probation(lane=0)
+
+
+async def test_subscriptions_of_one_group_share_a_feed(world: World) -> None:
+    first = Subscription("kafka:a", "h", "g")
+    assert world.broker.feed(first) == world.broker.feed(Subscription("kafka:b", "i", "g")) == "kafka:g"
+
+
+async def test_one_session_reads_all_topics_of_its_group(world: World) -> None:
+    other = world.topic + ".more"
+    await world.create()
+    await world.create(other)
+    await world.broker.publish(world.topic, [Outgoing(b"1")])
+    await world.broker.publish(other, [Outgoing(b"2")])
+    taken = await take(await world.open(BOUNDS, world.topic, other), 2)
+    assert {each.message.source for each in taken} == {f"kafka:{world.topic}", f"kafka:{other}"}
+    assert len({id(each.epoch) for each in taken}) == 2
+
+
+# ------------------------------------------------------------------------------------------ what is committed
+async def test_only_what_is_finished_below_every_unfinished_delivery_is_committed(world: World) -> None:
+    await world.create()
+    await world.produce(5)
+    session = await world.open()
+    taken = await take(session, 5)
+    await session.settle([taken[0], taken[1], taken[3], taken[4]])
+    await world.commits(2)
+    await session.settle([taken[2]])
+    await world.commits(5)
+
+
+async def test_transaction_markers_and_aborted_records_leave_no_lag(world: World) -> None:
+    await world.create()
+    async with AIOKafkaProducer(bootstrap_servers=world.server.address, transactional_id=world.topic) as producer:
+        for keep in (True, True, False):
+            await producer.begin_transaction()
+            await producer.send_and_wait(world.topic, b"%d" % keep)
+            await (producer.commit_transaction() if keep else producer.abort_transaction())
+    session = await world.open()
+    taken = await take(session, 2)
+    assert [offset_of(each) for each in taken] == [0, 2]
+    await session.settle(taken)
+    async with asyncio.timeout(DEADLINE):
+        while not await session.idle():
+            await session.fetch()
+    await world.commits(6)  # two records and their markers, one aborted record and its marker
+
+
+async def test_a_partition_of_nothing_but_aborted_records_leaves_no_lag(world: World) -> None:
+    await world.create()
+    async with AIOKafkaProducer(bootstrap_servers=world.server.address, transactional_id=world.topic) as producer:
+        await producer.begin_transaction()
+        await producer.send_and_wait(world.topic, b"never")
+        await producer.abort_transaction()
+    session = await world.open()
+    await joined(session)
+    await world.commits(2)
+
+
+async def test_nothing_is_committed_when_nothing_has_changed(world: World) -> None:
+    await world.create()
+    await world.produce(2)
+    session = await world.open()
+    await session.settle(await take(session, 2))
+    await world.commits(2)
+    commits: list[object] = []
+    session._consumer.commit = lambda offsets: commits.append(offsets)
+    await session._commit()
+    assert commits == []
+
+
+async def test_a_drain_commits_what_is_finished_and_leaves_the_rest_to_the_next_owner(world: World) -> None:
+    await world.create()
+    await world.produce(4)
+    session = await world.open()
+    taken = await take(session, 4)
+    await world.produce(1, start=4)
+    session._poll = asyncio.create_task(session._next())
+    await asyncio.wait({session._poll})  # fetched, and not handed over yet
+    await session.stop_fetching()
+    assert not await session.fetch()
+    assert not await session.fetch()
+    await session.settle(taken[:2])
+    await session.release(taken[2:])
+    await session.close()
+    assert await world.committed() == 2
+    assert all(each.epoch.ended for each in taken)
+    with pytest.raises(SessionEnded, match="closed"):
+        await session.fetch()
+    assert positions(await take(await world.open(), 3)) == ["0-2", "0-3", "0-4"]
+
+
+async def test_a_failed_fetch_ends_the_session_and_its_position_is_not_trusted(world: World) -> None:
+    await world.create()
+    await world.produce(3)
+    session = await world.open(Bounds(lanes=1, group=1, room=1))
+    taken = await take(session, 2)
+
+    real = session._consumer.getmany
+
+    async def stumble(**how: Any) -> None:
+        assert await real(**how)  # records are taken out of the client's buffer, and lost on the way
+        raise KafkaError("corrupt")
+
+    session._consumer.getmany = stumble
+    await session.settle(taken)
+    session._poll = asyncio.create_task(session._next())
+    await asyncio.wait({session._poll})
+    await session._commit()  # before the worker has noticed
+    with pytest.raises(SessionEnded, match="corrupt"):
+        await take_any(session)
+    await session.close()
+    assert await world.committed() == 2
+    assert positions(await take(await world.open(), 1)) == ["0-2"]
+
+
+# ------------------------------------------------------------------------------------------------- rebalances
+async def test_a_rebalance_waits_for_what_runs_and_the_next_owner_starts_exactly_behind_it(
+    world: World,
+) -> None:
+    await world.create(partitions=2)
+    for partition in (0, 1):
+        await world.produce(3, partition=partition)
+    first = await world.open()
+    taken = await take(first, 6)
+    running = [each for each in taken if offset_of(each) == 0]
+    for delivery in running:
+        delivery.epoch.start(1)
+    second = await world.open()
+    await until(lambda: all(each.epoch.retiring for each in taken))
+    assert not any(each.epoch.ended for each in taken)
+    assert not await first.idle()
+    assert not await second.fetch()  # it waits for the first member
+    started = time.monotonic()
+    assert not await first.fetch()  # a rebalance does not hold the fetch task
+    assert time.monotonic() - started < 2 * _kafka_session.POLL
+    await first.settle(running)
+    for delivery in running:
+        delivery.epoch.finish(1)
+    again = await asyncio.gather(take(first, 2), take(second, 2))
+    assert all(each.epoch.ended for each in taken)
+    assert positions([*again[0], *again[1]]) == ["0-1", "0-2", "1-1", "1-2"]
+    assert {partition_of(each) for each in again[0]} != {partition_of(each) for each in again[1]}
+    assert not any(each.epoch.retiring for each in again[0])
+
+
+async def test_what_finishes_after_its_partition_was_revoked_is_forgotten(world: World, said: Said) -> None:
+    await world.create()
+    await world.produce(3)
+    impatient = Bounds(lanes=4, group=8, drain=0.3)
+    first = await world.open(impatient)
+    taken = await take(first, 3)
+    taken[0].epoch.start(1)  # and never finishes
+    second = await world.open(impatient)
+    await until(lambda: taken[0].epoch.ended)
+    fetching = asyncio.gather(take_any(first), take_any(second))
+    await until(lambda: len(owners(first, second)) == 1)
+    await first.settle(taken)
+    await first._commit()
+    await second._commit()
+    assert await world.committed() in (None, 0)
+    fetching.cancel()
+    assert events(said, "kafka drain ran out")
+
+
+def owners(*sessions: KafkaSession) -> list[int]:
+    """Who has taken something over."""
+    return [id(each) for each in sessions if any(p.tracker.outstanding for p in each._partitions.values())]
+
+
+async def take_any(session: KafkaSession) -> None:
+    while True:
+        await session.fetch()
+
+
+async def test_a_late_mark_of_a_former_epoch_does_not_count_for_the_present_one(world: World) -> None:
+    await world.create()
+    await world.produce(3)
+    session = await world.open()
+    old = await take(session, 3)
+    session._consumer._coordinator.request_rejoin()  # the same partition comes back to the same member
+    new = await take(session, 3)
+    assert old[0].epoch.ended
+    assert new[0].epoch is not old[0].epoch
+    await session.settle(old)
+    await session._commit()
+    assert await world.committed() in (None, 0)
+    await session.settle(new)
+    await world.commits(3)
+
+
+async def test_a_commit_under_way_ends_before_the_group_goes_on(world: World) -> None:
+    """The client would retry it after the rebalance, under the new generation, and move the group back."""
+    await world.create()
+    await world.produce(3)
+    session = await world.open()
+    taken = await take(session, 3)
+    real, entered, release = session._consumer.commit, asyncio.Event(), asyncio.Event()
+
+    async def slow(offsets: dict[TopicPartition, int]) -> None:
+        session._consumer.commit = real
+        entered.set()
+        await release.wait()
+        await real(offsets)
+
+    session._consumer.commit = slow
+    await session.settle(taken[:1])
+    await asyncio.wait_for(entered.wait(), DEADLINE)
+    session._consumer._coordinator.request_rejoin()
+    await until(lambda: taken[0].epoch.retiring)
+    assert not await session.fetch()
+    assert not taken[0].epoch.ended
+    release.set()
+    assert positions(await take(session, 2)) == ["0-1", "0-2"]
+
+
+async def test_a_failure_in_the_revoke_callback_still_ends_the_epochs(world: World) -> None:
+    await world.create()
+    await world.produce(1)
+    session = await world.open()
+    [old] = await take(session, 1)
+    real = session._commit
+
+    async def fail() -> None:
+        session._commit = real  # type: ignore[method-assign]
+        raise RuntimeError("broken")
+
+    session._commit = fail  # type: ignore[method-assign]
+    session._consumer._coordinator.request_rejoin()
+    await until(lambda: old.epoch.ended)
+    [new] = await take(session, 1)
+    assert not new.epoch.ended
+
+
+async def test_closing_does_not_wait_for_a_rebalance_that_waits_for_work(world: World) -> None:
+    await world.create()
+    await world.produce(1)
+    session = await world.open()
+    [delivery] = await take(session, 1)
+    delivery.epoch.start(1)
+    session._consumer._coordinator.request_rejoin()
+    await until(lambda: delivery.epoch.retiring)
+    fetching = asyncio.create_task(take_any(session))
+    started = time.monotonic()
+    await session.close()
+    with pytest.raises(SessionEnded):
+        await asyncio.wait_for(fetching, DEADLINE)
+    assert time.monotonic() - started < _kafka_client.STOP_TIMEOUT
+    assert not session._poll or session._poll.done()
+
+
+async def test_a_member_that_leaves_while_the_group_waits_for_another_is_not_given_a_partition(
+    world: World,
+) -> None:
+    await world.create(partitions=4)
+    busy, leaving = await world.open(), await world.open()
+    await asyncio.gather(joined(busy), joined(leaving))
+    for partition in range(4):
+        await world.produce(1, partition=partition)
+    [held, *_] = await take(busy, 2)
+    await take(leaving, 2)
+    held.epoch.start(1)
+    newcomer = await world.open()
+    await until(lambda: held.epoch.retiring and leaving._rebalancing)
+    started = time.monotonic()
+    await leaving.close()
+    assert time.monotonic() - started < _kafka_client.STOP_TIMEOUT
+    held.epoch.finish(1)
+    taken = await asyncio.gather(take(busy, 2), take(newcomer, 2))
+    assert {partition_of(each) for each in [*taken[0], *taken[1]]} == {0, 1, 2, 3}
+
+
+async def test_a_topic_that_was_made_anew_is_read_from_its_beginning(world: World) -> None:
+    await world.create()
+    await world.produce(5)
+    session = await world.open()
+    old = await take(session, 5)
+    await world.delete(world.topic)
+    await until(lambda: gone(world))
+    await world.create()
+    await world.produce(2)
+    new = await take(session, 2)
+    assert positions(new) == ["0-0", "0-1"]
+    assert old[0].epoch.ended
+    await session.settle(old)
+    await session.settle(new)
+    await world.commits(2)
+
+
+async def test_a_reader_that_is_set_back_without_a_rebalance_begins_a_new_epoch(world: World) -> None:
+    await world.create()
+    await world.produce(3)
+    session = await world.open()
+    old = await take(session, 3)
+    session._consumer.seek(TopicPartition(world.topic, 0), 1)
+    new = await take(session, 2)
+    assert old[0].epoch.ended
+    assert not new[0].epoch.ended
+    await session.settle(old)
+    await session.settle(new[:1])
+    await world.commits(2)
+
+
+async def gone(world: World) -> bool:
+    [found] = await world.admin.describe_topics([world.topic])
+    return bool(found["error_code"])
+
+
+# ----------------------------------------------------------------------------------------------------- bounds
+async def test_at_the_bound_everything_pauses_and_resumes_below_half_with_nothing_dropped(
+    world: World, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_kafka_session, "PATIENCE", 0.1)
+    monkeypatch.setattr(_kafka_session, "POLL", 0.2)
+    await world.create()
+    await world.produce(40)
+    session = await world.open(Bounds(lanes=1, group=2, room=8))
+    taken = await take(session, 10)
+    async with asyncio.timeout(DEADLINE):
+        while not session._consumer.paused():
+            assert not await session.fetch()
+    for _ in range(3):
+        assert not await session.fetch()  # it goes on polling, which keeps the membership
+    assert session._consumer._subscription.fetcher_idle_time < 1.0
+    await session.settle(taken[:4])
+    assert not await session.fetch()
+    assert session._consumer.paused()  # six are outstanding: more than half
+    await session.settle(taken[4:])
+    while len(taken) < 40:
+        more = await session.fetch()
+        assert len(more) <= 10
+        await session.settle(more)
+        taken += more
+    assert [offset_of(each) for each in taken] == list(range(40))
+    assert len(events(said, "kafka paused")) == len(events(said, "kafka resumed")) == 1
+
+
+async def test_room_that_comes_back_in_time_spares_the_pause(
+    world: World, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_kafka_session, "POLL", 0.2)
+    await world.create()
+    await world.produce(20)
+    session = await world.open(Bounds(lanes=1, group=2, room=8))
+    taken = await take(session, 10)
+    assert not await session.fetch()
+    await session.settle(taken)
+    assert len(await take(session, 10)) == 10
+    assert not events(said, "kafka paused")
+
+
+async def test_a_pause_is_made_again_after_a_rebalance(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kafka_session, "POLL", 0.2)
+    await world.create()
+    await world.produce(4)
+    session = await world.open()
+    await take(session, 4)
+    await session.stop_fetching()
+    assert session._consumer.paused()
+    before = session._consumer._subscription.subscription.assignment
+    session._consumer._coordinator.request_rejoin()
+    await until(lambda: session._consumer._subscription.subscription.assignment is not before)
+    await until(lambda: not session._rebalancing)
+    assert session._consumer.paused() == session._consumer.assignment() != set()
+
+
+async def test_too_many_uncommitted_offsets_pause_their_partition_alone(
+    world: World, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_kafka_session, "POLL", 0.2)
+    await world.create(partitions=2)
+    session = await world.open(Bounds(lanes=1, group=1, room=1_000, max_uncommitted=20))
+    await joined(session)
+    await world.produce(25, partition=0)
+    stuck, *others = await take(session, 25)
+    await session.settle(others)
+    assert not await session.fetch()
+    assert session._consumer.paused() == {TopicPartition(world.topic, 0)}
+    await world.produce(30, partition=1)
+    await world.produce(5, start=25, partition=0)
+    taken = await take(session, 30)
+    assert {partition_of(each) for each in taken} == {1}
+    await session.settle(taken)
+    assert not await session.fetch()
+    assert session._consumer.paused() == {TopicPartition(world.topic, 0)}
+    await session.settle([stuck])
+    assert [offset_of(each) for each in await take(session, 5)] == list(range(25, 30))
+    for event in ("kafka paused", "kafka resumed"):
+        assert [entry["partition"] for entry in events(said, event)] == [f"{world.topic}-0"]
+
+
+# ------------------------------------------------------------------------------------------------------- idle
+async def test_idle_means_assigned_and_read_to_the_end_whatever_is_still_held(world: World) -> None:
+    await world.create(partitions=2)
+    await world.produce(3, partition=0)
+    session = await world.open()
+    assert not await session.idle()
+    await take(session, 3)
+    assert await session.idle()
+    await world.produce(1, partition=1)
+    assert not await session.idle()
+    await take(session, 1)
+    assert await session.idle()
+
+
+async def test_a_member_without_a_partition_is_idle(world: World) -> None:
+    await world.create()
+    sessions = [await world.open(), await world.open()]
+    await asyncio.gather(*map(joined, sessions))
+    assert sorted(len(each._consumer.assignment()) for each in sessions) == [0, 1]
+
+
+# ------------------------------------------------------------------------------------------- missing and dead
+async def test_a_missing_topic_is_an_error_that_says_how_to_create_it(world: World) -> None:
+    with pytest.raises(BrokerUnavailable, match=f"no topic '{world.topic}'.*--create --topic {world.topic}"):
+        await world.open()
+
+
+async def test_a_missing_topic_is_said_once_and_consumed_when_it_appears(
+    world: World, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka, "METADATA_MAX_AGE_MS", 500)
+    monkeypatch.setattr(_kafka_session, "PROBE_EVERY", 0.1)
+    other = world.topic + ".late"
+    await world.create()
+    await world.produce(2)
+    session = await world.open(BOUNDS, world.topic, other)
+    await session.settle(await take(session, 2))
+    for _ in range(2):
+        await session.fetch()
+    await world.create(other)
+    await world.broker.publish(other, [Outgoing(b"late")])
+    [late] = await take(session, 1)
+    assert late.message.source == f"kafka:{other}"
+    await until(lambda: len(events(said, "kafka topic found")) == 1)
+    [missing] = events(said, "kafka topic missing")
+    assert missing["topic"] == other
+    assert f"--create --topic {other}" in missing["instead"]
+    assert not events(said, "kafka unreachable")
+
+
+async def test_a_fetch_that_brings_nothing_is_said_once(
+    world: World, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_kafka_session, "PROBE_EVERY", 0.05)
+    await world.create()
+    session = await world.open()
+    await joined(session)
+    real = session._consumer.getmany
+
+    async def nothing(**how: Any) -> dict[Any, Any]:
+        await asyncio.sleep(0.01)
+        return {}
+
+    session._consumer.getmany = nothing
+    await world.produce(1)
+
+    async def stalled() -> bool:
+        await session.fetch()
+        return bool(events(said, "kafka fetch stalled"))
+
+    await until(stalled)
+    for _ in range(20):
+        await session.fetch()
+    session._consumer.getmany = real
+    await take(session, 1)
+    await until(lambda: bool(events(said, "kafka fetch goes on")))
+    assert len(events(said, "kafka fetch stalled")) == 1
+
+
+@pytest.mark.kill
+async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
+    mortal: MortalWorld, said: Said, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_kafka_session, "PROBE_EVERY", 0.2)
+    monkeypatch.setattr(_kafka_client, "PROBE_TIMEOUT", 0.5)
+    await mortal.create()
+    await mortal.produce(10)
+    session = await mortal.open(Bounds(lanes=1, group=1, room=4))
+    taken = await take(session, 5)
+    await session.settle(taken[:2])
+    await mortal.commits(2)
+    mortal.own.kill()
+    await session.settle(taken[2:])
+    await until(lambda: bool(events(said, "kafka unreachable")))
+    await asyncio.to_thread(mortal.own.start)
+    rest = {offset_of(each) for each in taken}
+    async with asyncio.timeout(40):
+        while rest != set(range(10)):
+            more = await session.fetch()
+            await session.settle(more)
+            rest |= {offset_of(each) for each in more}
+    await mortal.commits(10)
+    await until(lambda: bool(events(said, "kafka reachable")))
+    assert len(events(said, "kafka unreachable")) == 1
+    assert [record for record in caplog.records if record.name.startswith("aiokafka")] == []
+
+
+@pytest.mark.kill
+async def test_a_broker_that_stays_away_ends_the_session_and_closing_is_bounded_and_leaves_no_task(
+    mortal: MortalWorld, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_kafka_session, "PROBE_EVERY", 0.2)
+    monkeypatch.setattr(_kafka_client, "PROBE_TIMEOUT", 0.3)
+    monkeypatch.setattr(_kafka_health, "GIVE_UP", 0.5)
+    monkeypatch.setattr(_kafka_session, "COMMIT_EVERY", 0.1)
+    await mortal.create()
+    await mortal.produce(6)
+    before = asyncio.all_tasks()
+    brief = Bounds(lanes=4, group=8, drain=0)  # the next member waits so long, and 10 s, for one that cannot leave
+    session = await mortal.open(brief)
+    taken = await take(session, 6)
+    await session.settle(taken[:2])
+    await mortal.commits(2)
+    mortal.own.kill()
+    await session.settle(taken[2:3])
+    await until(session._committing.locked)  # a commit that nobody will answer
+    with pytest.raises(SessionEnded, match="has not answered"):
+        await asyncio.wait_for(take_any(session), DEADLINE)
+    assert all(each.epoch.ended for each in taken)
+    started = time.monotonic()
+    await session.close()
+    assert time.monotonic() - started < _kafka_client.STOP_TIMEOUT + 5
+    await until(lambda: not (asyncio.all_tasks() - before), 2)
+    with pytest.raises(BrokerUnavailable, match=r"cannot be used.*IDEMCONSUMER_KAFKA"):
+        await mortal.open()
+    mortal.own.start()
+    assert positions(await take(await mortal.open(brief), 4)) == ["0-2", "0-3", "0-4", "0-5"]
+
+
+# ------------------------------------------------------------------------------------------ publish and check
+async def test_publishing_keeps_keys_headers_and_order(world: World) -> None:
+    await world.create()
+    messages = [Outgoing(b"%d" % n, {"number": str(n)}, key="k" if n % 2 else None) for n in range(50)]
+    await world.broker.publish(world.topic, messages)
+    taken = await take(await world.open(), 50)
+    assert [each.message.body for each in taken] == [each.body for each in messages]
+    assert [each.message.headers["number"] for each in taken] == [str(n) for n in range(50)]
+    assert [each.message.order_hint for each in taken[:2]] == [None, b"k"]
+
+
+async def test_publishing_to_a_missing_topic_says_how_to_create_it(world: World) -> None:
+    with pytest.raises(BrokerUnavailable, match="--create --topic"):
+        await world.broker.publish(world.topic, [Outgoing(b"1")])
+
+
+async def test_a_message_that_is_too_large_for_the_topic_is_not_confirmed(world: World) -> None:
+    await world.create(configs={"max.message.bytes": "1000"})
+    with pytest.raises(BrokerUnavailable, match=f"did not confirm 1 .*{world.topic}.*MessageSizeTooLarge"):
+        await world.broker.publish(world.topic, [Outgoing(b"x" * 2_000)])
+
+
+async def test_check_finds_partitions_and_retention(world: World) -> None:
+    await world.create(partitions=3, configs={"retention.ms": "86400000"})
+    found = await world.broker.check(world.subscription())
+    assert [each.level for each in found] == ["ok", "ok"]
+    assert "3 partition" in found[0].text
+    assert "86400 s" in found[1].text
+    assert await world.broker.retention_seconds(world.subscription()) == 86_400
+
+
+@pytest.mark.parametrize("configs", [{"retention.ms": "-1"}, {"cleanup.policy": "compact"}])
+async def test_check_warns_of_a_topic_that_keeps_messages_for_ever(world: World, configs: dict[str, str]) -> None:
+    await world.create(configs=configs)
+    assert [each.level for each in await world.broker.check(world.subscription())] == ["ok", "warning"]
+    assert await world.broker.retention_seconds(world.subscription()) == math.inf
+
+
+async def test_check_reports_a_missing_topic_and_a_missing_broker_without_raising(world: World) -> None:
+    [missing] = await world.broker.check(world.subscription())
+    assert (missing.level, "--create --topic" in missing.text) == ("error", True)
+    nobody = KafkaBroker(Settings(kafka="127.0.0.1:1"))
+    [away] = await nobody.check(world.subscription())
+    assert (away.level, "cannot be used" in away.text) == ("error", True)
+    assert await nobody.retention_seconds(world.subscription()) is None
+
+
+# ----------------------------------------------------------------------------------------- settings, security
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (Settings(), "IDEMCONSUMER_KAFKA=host:9092"),
+        (Settings(kafka="x:1", kafka_security_protocol="TLS"), "write one of PLAINTEXT, SSL"),
+        (Settings(kafka="x:1", kafka_security_protocol="SASL_SSL"), "IDEMCONSUMER_KAFKA_SASL_PASSWORD"),
+        (
+            Settings(kafka="x:1", kafka_security_protocol="SASL_SSL", kafka_sasl_mechanism="GSSAPI"),
+            "SCRAM-SHA-512",
+        ),
+        (Settings(kafka="x:1", kafka_security_protocol="SSL", kafka_ca_file="/nowhere"), "_CA_FILE"),
+    ],
+)
+async def test_settings_that_cannot_work_are_refused_at_once(settings: Settings, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        KafkaBroker(settings)
+
+
+async def test_aiokafka_is_silent_unless_its_logger_was_given_a_level(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("aiokafka")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    KafkaBroker(Settings(kafka="x:1"))
+    assert logger.level == logging.CRITICAL
+    logger.setLevel(logging.INFO)
+    KafkaBroker(Settings(kafka="x:1"))
+    assert logger.level == logging.INFO
+    logger.setLevel(logging.CRITICAL)
+
+
+async def test_a_static_member_that_restarts_causes_no_rebalance_and_keeps_its_partition(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IDEMCONSUMER_WORKER", "3")
+    await world.create()
+    await world.produce(2)
+    world.brokers.append(KafkaBroker(Settings(kafka=world.server.address, kafka_group_instance_id="node")))
+    session = await world.open()
+    assert session._consumer._group_instance_id == "node-3"
+    await session.settle((await take(session, 2))[:1])
+    generation = session._consumer._coordinator.generation
+    await session.close()
+    again = await world.open()
+    await take(again, 1)
+    assert again._consumer._coordinator.generation == generation
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority, and for each of `server` and `client` a key and a certificate that it has signed."""
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], check=True, capture_output=True, cwd=folder)
+
+    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
+    openssl(*made, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
+    for name in ("server", "client"):
+        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=critical,CA:FALSE")
+        names = ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1")
+        openssl(*made, "-keyout", f"{name}.key", "-out", f"{name}.pem", *signed, *names)
+    (folder / "both.pem").write_text((folder / "server.key").read_text() + (folder / "server.pem").read_text())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def guarded(private_kafka: PrivateKafka, certificates: Path) -> Iterator[Kafka]:
+    """A Kafka with a listener that asks for a password and one that asks for a certificate."""
+    plain = 'org.apache.kafka.common.security.plain.PlainLoginModule required user_app="secret";'
+    server = private_kafka(
+        listeners={"SASL": "SASL_PLAINTEXT", "TLS": "SSL"},
+        properties={
+            "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512",
+            "listener.name.sasl.plain.sasl.jaas.config": plain,
+            "listener.name.sasl.scram-sha-256.sasl.jaas.config": SCRAM,
+            "listener.name.sasl.scram-sha-512.sasl.jaas.config": SCRAM,
+            "ssl.keystore.type": "PEM",
+            "ssl.keystore.location": str(certificates / "both.pem"),
+            "ssl.truststore.type": "PEM",
+            "ssl.truststore.location": str(certificates / "ca.pem"),
+            "ssl.client.auth": "required",
+        },
+    )
+    with killing(server):
+        tool = [*server._java(), "kafka.admin.ConfigCommand", "--bootstrap-server", server.address]
+        for mechanism in ("SCRAM-SHA-256", "SCRAM-SHA-512"):
+            user = ("--entity-type", "users", "--entity-name", "app", "--alter")
+            password = ("--add-config", f"{mechanism}=[password=secret]")
+            subprocess.run([*tool, *user, *password], check=True, capture_output=True)
+        yield server
+
+
+SCRAM = "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+
+
+async def round_trip(world: World, settings: Settings) -> None:
+    await world.create()
+    world.brokers.append(KafkaBroker(settings))
+    assert [each.level for each in await world.broker.check(world.subscription())] == ["ok", "ok"]
+    await world.broker.publish(world.topic, [Outgoing(b"secret")])
+    [delivery] = await take(await world.open(), 1)
+    assert delivery.message.body == b"secret"
+
+
+@pytest.mark.parametrize("mechanism", kafka.MECHANISMS)
+async def test_a_password_is_enough_to_publish_check_and_consume(guarded: Kafka, mechanism: str) -> None:
+    settings = Settings(
+        kafka=guarded.address_of("SASL"),
+        kafka_security_protocol="SASL_PLAINTEXT",
+        kafka_sasl_mechanism=mechanism,
+        kafka_sasl_username="app",
+        kafka_sasl_password="secret",
+    )
+    async with world_of(guarded) as world:
+        await round_trip(world, settings)
+        stranger = KafkaBroker(msgspec.structs.replace(settings, kafka_sasl_password="wrong"))
+        with pytest.raises(BrokerUnavailable, match=r"cannot be used.*and the credentials"):
+            await stranger.open([world.subscription()], BOUNDS)
+
+
+async def test_a_certificate_is_enough_and_a_stranger_is_refused(guarded: Kafka, certificates: Path) -> None:
+    settings = Settings(
+        kafka=guarded.address_of("TLS"),
+        kafka_security_protocol="SSL",
+        kafka_ca_file=str(certificates / "ca.pem"),
+        kafka_cert_file=str(certificates / "client.pem"),
+        kafka_key_file=str(certificates / "client.key"),
+    )
+    async with world_of(guarded) as world:
+        await round_trip(world, settings)
+        for wrong in ({"kafka_cert_file": None, "kafka_key_file": None}, {"kafka_ca_file": None}):
+            stranger = KafkaBroker(msgspec.structs.replace(settings, **wrong))
+            with pytest.raises(BrokerUnavailable, match="cannot be used"):
+                await stranger.open([world.subscription()], BOUNDS)
