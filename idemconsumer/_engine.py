@@ -1,0 +1,487 @@
+"""Deliveries to outcomes: the straight line, joined mode.
+
+A group is claimed with one statement, run on one transaction and committed once. `run` answers for a *prefix* of what
+it was given: a delivery that fails, or that a rival holds, ends the prefix, and the lane presents the rest again. So
+order inside a lane is kept by construction, and every detour (rerun, count, reject, dead letter) starts from a
+rolled-back transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import structlog
+from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_delay, wait_exponential, wait_random
+from tenacity.stop import stop_base
+
+from idemconsumer import codecs
+from idemconsumer._machine import Failure, GroupSize, Verdict, after_failure, group_cap, judge
+from idemconsumer._model import Found, Message, Outcome, OutcomeKind, Point, Record, State, StoredResult
+from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
+from idemconsumer.errors import (
+    BadMessage,
+    CommitUnknown,
+    ConfigurationError,
+    Contention,
+    HandlerFault,
+    Reject,
+    Retry,
+    StoreUnavailable,
+)
+from idemconsumer.handlers import BoundHandler, Call
+from idemconsumer.ports import Claim, Claims, DeadLetter, JoinedStore, Observer, Silent
+
+log = structlog.get_logger("idemconsumer")
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One delivery on its way through the engine: decoded, or refused before it could be.
+
+    `attempts` were counted so far; `counted` says that the coming run is among them already. `abandoned` tells when
+    waiting for a rival has become pointless, because the broker has taken the delivery back.
+    """
+
+    message: Message
+    handler: BoundHandler
+    call: Call | None = None
+    refusal: BadMessage | None = None
+    suspect: bool = False
+    attempts: int = 0
+    counted: bool = False
+    abandoned: Callable[[], bool] = bool
+
+    @classmethod
+    def of(cls, handler: BoundHandler, message: Message, *, suspect: bool = False) -> Work:
+        try:
+            return cls(message, handler, call=handler.call_for(message), suspect=suspect)
+        except BadMessage as refusal:
+            return cls(message, handler, refusal=refusal)
+
+    @property
+    def key(self) -> bytes:
+        return self.call.claim.key if self.call is not None else b""
+
+    @property
+    def attempt(self) -> int:
+        return self.attempts if self.counted else self.attempts + 1
+
+
+class _Failed(Exception):
+    """The handler of the group's message at `index` failed."""
+
+    def __init__(self, index: int, error: Exception) -> None:
+        super().__init__(index)
+        self.index = index
+        self.error = error
+
+
+class _Cut(Exception):
+    """Only the first `length` messages of the group can go now: the next one is busy."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.length = length
+
+
+class _Abandoned(stop_base):
+    """Ends the waiting for a rival once the broker has taken the delivery back."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        return self._work.abandoned()
+
+
+class Engine:
+    """Owns the transaction of every group. Raises StoreUnavailable when nothing could be decided."""
+
+    def __init__(
+        self,
+        store: JoinedStore,
+        observer: Observer | None = None,
+        *,
+        lanes: int = 1,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._store = store
+        self._at = (observer or Silent()).at
+        self._lanes = lanes
+        self._chance = chance
+        self._sizes: dict[str, GroupSize] = {}
+
+    def group_size(self, handler: BoundHandler) -> int:
+        """How many messages the next group of this handler may hold."""
+        return self._size(handler).size
+
+    async def process(self, work: Work) -> Outcome:
+        """One message, to the end of one attempt."""
+        return (await self.run([work]))[0]
+
+    async def run(self, works: Sequence[Work], *, defer: bool = False) -> list[Outcome]:
+        """Outcomes of at least the first of `works`, which are of one handler; what is missing was not decided.
+
+        A busy head is waited for up to the handler's `wait`; with `defer` busy ones are reported and the others run.
+        """
+        head = works[0]
+        defer = defer or head.handler.options.on_busy == "defer"
+        if head.refusal is not None:
+            return [await self._refuse(head, head.refusal)]
+        if head.suspect:
+            outcomes = await self._suspects(works, defer=defer)
+        else:
+            outcomes = await self._group(list(takewhile(_plain, works)), defer=defer)
+        if outcomes[0].kind is OutcomeKind.BUSY and not defer:
+            return [await self._wait(head)]
+        return outcomes
+
+    async def answered(self, works: Sequence[Work]) -> list[Outcome | None]:
+        """For each the outcome that its committed record gives, all read by one statement; None where it gives none."""
+        outcomes: list[Outcome | None] = []
+        for work, record in zip(works, await self._store.peek([work.key for work in works]), strict=True):
+            busy = record is None or judge(record, _claim(work).fingerprint) is Verdict.BUSY
+            outcomes.append(None if record is None or busy else await self._replay(work, record))
+        return outcomes
+
+    # -------------------------------------------------------------------------------------------------------- groups
+    async def _group(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
+        """Claim, run and commit `works`, or a prefix of them."""
+        while True:
+            try:
+                outcomes = await self._commit_group(works, defer=defer)
+                self._resize(works, failed=False)
+                return outcomes
+            except _Cut as cut:
+                works = works[: cut.length]
+            except CommitUnknown as unknown:
+                # Only a new claim can tell: it finds the record, inserts it, or is busy while the old one lives (J4).
+                log.warning("commit unknown, claiming again", handler=works[0].handler.name, error=str(unknown))
+            except Contention as contention:
+                self._resize(works, failed=True, cap=contention.cap_groups)
+                if len(works) == 1:
+                    return [self._free_retry(works[0], contention)]
+                works = works[: len(works) // 2]
+            except StoreUnavailable:
+                raise
+            except _Failed as failed:
+                self._resize(works, failed=True)
+                return await self._around(works, failed.index, failed.error, defer=defer)
+            except Exception as error:  # noqa: BLE001 - any error of the database at the seal or at COMMIT
+                # Refused at the seal or at COMMIT, so nobody can be blamed yet: one by one shows whose it is.
+                self._resize(works, failed=True)
+                self._at(Point.ROLLED_BACK, works[0].handler.name, [work.key for work in works])
+                if len(works) == 1:
+                    return [await self._failed(works[0], error)]
+                return await self._one_by_one(works, defer=defer)
+
+    async def _commit_group(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
+        name = works[0].handler.name
+        leaders: dict[bytes, Work] = {}
+        for work in works:  # G1: a key goes once; its later deliveries are judged by what the first one leaves
+            leaders.setdefault(work.key, work)
+        keys = list(leaders)
+        results: dict[bytes, StoredResult] = {}
+        async with self._store.transaction(group=len(keys)) as claims:
+            found = dict(zip(keys, await claims.claim([_claim(work) for work in leaders.values()]), strict=True))
+            verdicts = {key: judge(found[key], _claim(work).fingerprint) for key, work in leaders.items()}
+            if not defer:
+                busy = next((i for i, work in enumerate(works) if verdicts[work.key] is Verdict.BUSY), None)
+                if busy:
+                    raise _Cut(busy)
+                if busy == 0:
+                    return [Outcome(OutcomeKind.BUSY)]
+            self._at(Point.CLAIMED, name, keys)
+            for index, work in enumerate(works):
+                if leaders[work.key] is work and verdicts[work.key] is Verdict.RUN:
+                    result = await self._handle(claims, index, work)
+                    if result is not None:
+                        results[work.key] = result
+            self._at(Point.SEALING, name, keys)
+            counted = [key for key, work in leaders.items() if work.attempts and verdicts[key] is Verdict.RUN]
+            await claims.complete(list(results.items()), counted)
+        self._at(Point.COMMITTED, name, keys)
+        outcomes = []
+        for work in works:
+            if verdicts[work.key] is not Verdict.RUN:
+                outcomes.append(await self._replay(work, found[work.key]))
+            elif leaders[work.key] is work:
+                outcomes.append(_final(OutcomeKind.APPLIED, work, State.COMPLETED, results.get(work.key)))
+            else:
+                left = Record(State.COMPLETED, _claim(leaders[work.key]).fingerprint, results.get(work.key))
+                outcomes.append(await self._replay(work, left))
+        return outcomes
+
+    async def _handle(self, claims: Claims, index: int, work: Work) -> StoredResult | None:
+        """Run one handler on the group's transaction. Raises _Failed with whoever is to blame."""
+        handler, call = work.handler, work.call
+        assert call is not None
+        try:
+            try:
+                async with asyncio.timeout(handler.options.timeout) as limit:
+                    value = await handler.run(call, claims.tx() if handler.needs_tx else None, work.attempt)
+                if limit.expired():  # the handler swallowed the cancellation and went on as if it were on time
+                    raise TimeoutError
+            except TimeoutError:
+                if limit.expired():
+                    raise TimeoutError(
+                        f"the handler ran longer than its timeout of {handler.options.timeout:g} s"
+                    ) from None
+                raise
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                raise HandlerFault("the handler raised CancelledError though nobody cancelled it") from None
+            claims.check()
+            result = codecs.encode(value)
+        except Exception as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError from error  # made of our cancellation, which is never a failure
+            cause = claims.diagnose(error)
+            if isinstance(cause, StoreUnavailable | Contention):
+                raise cause from error
+            raise _Failed(index, cause) from error
+        self._at(Point.HANDLED, handler.name, (work.key,))
+        return result
+
+    async def _around(self, works: Sequence[Work], index: int, error: Exception, *, defer: bool) -> list[Outcome]:
+        """G2: rerun and commit what came before the failed one, then say what becomes of that one."""
+        self._at(Point.ROLLED_BACK, works[0].handler.name, [work.key for work in works])
+        outcomes = await self._group(works[:index], defer=defer) if index else []
+        if len(outcomes) < index or _stops(outcomes):
+            return outcomes
+        return [*outcomes, await self._failed(works[index], error)]
+
+    async def _one_by_one(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for work in works:
+            outcomes += await self._group([work], defer=defer)
+            if _stops(outcomes):
+                break
+        return outcomes
+
+    # ------------------------------------------------------------------------------------------------ busy, suspects
+    async def _wait(self, head: Work) -> Outcome:
+        """J5: claim again and again until the rival ends or `wait` is over; no connection is held in between."""
+
+        async def again() -> Outcome:
+            rerun = self._suspects if head.suspect else self._group
+            return (await rerun([head], defer=True))[0]
+
+        poll = AsyncRetrying(
+            retry=retry_if_result(lambda outcome: outcome.kind is OutcomeKind.BUSY),
+            wait=wait_exponential(multiplier=0.05, max=1.0) + wait_random(0, 0.05),
+            stop=stop_after_delay(head.handler.options.wait) | _Abandoned(head),
+            retry_error_callback=lambda polled: Outcome(OutcomeKind.BUSY, attempt=head.attempt),
+        )
+        outcome: Outcome = await poll(again)
+        return outcome
+
+    async def _suspects(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
+        """Deliveries that may have killed a worker: the finished ones are answered together, the first other one is
+        counted in a commit of its own and then run alone."""
+        suspects = list(takewhile(lambda work: work.suspect and work.refusal is None, works))
+        if answered := list(takewhile(bool, await self.answered(suspects))):
+            return [outcome for outcome in answered if outcome is not None]
+        work = works[0]
+        if not work.counted:
+            work.attempts = await self._store.count_attempt(_claim(work), None)
+            work.counted = True
+            self._at(Point.SUSPECT_COUNTED, work.handler.name, (work.key,))
+        if work.attempts > work.handler.options.max_attempts:
+            error = f"{work.attempts - 1} attempts began and none of them came to an end"
+            return [await self._bury(work, "killed_worker", error)]
+        try:
+            outcomes = await self._group([work], defer=defer)
+        except asyncio.CancelledError:
+            # In a task of its own: the store gives no connection to one that is being cancelled.
+            await asyncio.gather(self._store.uncount_attempt(_claim(work)), return_exceptions=True)
+            raise
+        if outcomes[0].kind is OutcomeKind.BUSY:  # it did not run, and may be given back before it does
+            await self._store.uncount_attempt(_claim(work))
+            work.attempts, work.counted = work.attempts - 1, False
+        return outcomes
+
+    # ------------------------------------------------------------------------------------ everything but applied
+    async def _replay(self, work: Work, found: Found) -> Outcome:
+        """What a delivery gets whose key somebody else has, or had."""
+        match judge(found, _claim(work).fingerprint):
+            case Verdict.CONFLICT:
+                return await self._bury(work, "conflict", "the same key arrived before with another payload")
+            case Verdict.DEAD:
+                await self._store.count_dead(work.key)
+                return Outcome(OutcomeKind.DEAD, state=State.DEAD, attempt=work.attempt)
+            case Verdict.DUPLICATE if isinstance(found, Record):
+                return _final(OutcomeKind.DUPLICATE, work, found.state, found.result)
+            case _:
+                return Outcome(OutcomeKind.BUSY, attempt=work.attempt)
+
+    async def _failed(self, work: Work, error: Exception) -> Outcome:
+        """Everything is rolled back; count, and decide between another attempt, a rejection and a dead letter."""
+        options = work.handler.options
+        if isinstance(error, (Reject, *options.fail_on)):
+            try:
+                return await self._reject(work, error)
+            except TypeError as unencodable:
+                error = unencodable
+        text = _describe(error)
+        if work.counted:
+            work.attempts = await self._store.note_error(_claim(work), text)
+        else:
+            work.attempts = await self._store.count_attempt(_claim(work), text)
+        work.counted = False
+        self._at(Point.ATTEMPT_COUNTED, work.handler.name, (work.key,))
+        asked = isinstance(error, Retry)
+        retryable = asked or options.retry_on is None or isinstance(error, options.retry_on)
+        log.warning(
+            "handler failed",
+            handler=work.handler.name,
+            key=work.key.hex()[:12],
+            attempt=work.attempts,
+            error=type(error).__name__,
+            where=_where(error),
+        )
+        if (
+            after_failure(retryable=retryable, attempts=work.attempts, max_attempts=options.max_attempts)
+            is Failure.DEAD
+        ):
+            return await self._bury(work, "attempts_exhausted" if retryable else "not_retryable", text)
+        due = options.backoff.delay(work.attempts, self._chance())
+        if isinstance(error, Retry) and error.after is not None:
+            due = _asked(error.after, work.handler.name)
+        return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempts, reason="retry", error=type(error).__name__)
+
+    def _free_retry(self, work: Work, contention: Contention) -> Outcome:
+        """Nobody's fault, so it costs no attempt; a random pause lets the rivals part."""
+        log.debug(
+            "contention, running again", handler=work.handler.name, key=work.key.hex()[:12], error=str(contention)
+        )
+        return Outcome(OutcomeKind.RETRYING, due=0.02 + 0.2 * self._chance(), attempt=work.attempt, reason="contention")
+
+    async def _reject(self, work: Work, error: Exception) -> Outcome:
+        code, body = (error.code, error.body) if isinstance(error, Reject) else (type(error).__name__, None)
+        rejection = codecs.encode_rejection(code, body)
+        self._at(Point.REJECTING, work.handler.name, (work.key,))
+        standing = await self._finally(work, lambda: self._store.reject(_claim(work), rejection))
+        self._at(Point.REJECTED, work.handler.name, (work.key,))
+        return standing or Outcome(
+            OutcomeKind.FAILED,
+            result=rejection.body,
+            content_type=rejection.content_type,
+            state=State.FAILED,
+            attempt=work.attempt,
+            reason=code,
+        )
+
+    async def _refuse(self, work: Work, refusal: BadMessage) -> Outcome:
+        log.warning("bad message", handler=work.handler.name, source=work.message.source,
+                    position=work.message.position, reason=refusal.reason, error=refusal.detail)  # fmt: skip
+        return await self._bury(work, refusal.reason, refusal.detail)
+
+    async def _bury(self, work: Work, reason: str, error: str) -> Outcome:
+        """The dead letter is committed before the delivery may be settled. The record is DEAD too, if it is ours."""
+        call = work.call
+        claim = None if call is None or reason == "conflict" else call.claim
+        letter = DeadLetter(
+            identity=_identity(work, reason),
+            handler=work.handler.name,
+            scope=work.handler.name if call is None else call.claim.scope,
+            source=work.message.source,
+            position=work.message.position,
+            reason=reason,
+            error=error,
+            body=work.message.body,
+            headers=work.message.headers,
+            attempts=work.attempts,
+        )
+        self._at(Point.DEAD_LETTERING, work.handler.name, (work.key,))
+        standing = await self._finally(work, lambda: self._store.bury(letter, claim))
+        self._at(Point.DEAD_LETTERED, work.handler.name, (work.key,))
+        if standing is not None:
+            return standing
+        log.error(
+            "dead letter", handler=work.handler.name, key=work.key.hex()[:12], reason=reason, attempt=work.attempts
+        )
+        kind = OutcomeKind.CONFLICT if reason == "conflict" else OutcomeKind.DEAD
+        state = State.DEAD if claim is not None else None
+        return Outcome(kind, state=state, attempt=work.attempt, reason=reason, error=error)
+
+    async def _finally(self, work: Work, write: Callable[[], Awaitable[Record | None]]) -> Outcome | None:
+        """A commit of the engine's own, made again while its answer is unknown. None: written as wanted."""
+        while True:
+            try:
+                standing = await write()
+            except CommitUnknown:
+                continue
+            except Contention as contention:
+                return self._free_retry(work, contention)
+            return None if standing is None else await self._replay(work, standing)
+
+    # ---------------------------------------------------------------------------------------------------------- sizes
+    def _size(self, handler: BoundHandler) -> GroupSize:
+        if (size := self._sizes.get(handler.name)) is None:
+            cap = group_cap(handler.options.group_size, lanes=self._lanes, most_locks=self._store.most_locks)
+            size = self._sizes[handler.name] = GroupSize(cap, cap)
+        return size
+
+    def _resize(self, works: Sequence[Work], *, failed: bool, cap: bool = False) -> None:
+        size = self._size(works[0].handler)
+        if failed or size.size < size.cap:
+            self._sizes[works[0].handler.name] = size.capped() if cap else size.after(failed=failed)
+
+
+def _claim(work: Work) -> Claim:
+    assert work.call is not None
+    return work.call.claim
+
+
+def _plain(work: Work) -> bool:
+    return work.refusal is None and not work.suspect
+
+
+def _stops(outcomes: Sequence[Outcome]) -> bool:
+    """Whether the last one is to be run again, so that nothing behind it may go first."""
+    return bool(outcomes) and outcomes[-1].kind is OutcomeKind.RETRYING
+
+
+def _final(kind: OutcomeKind, work: Work, state: State, result: StoredResult | None) -> Outcome:
+    if result is None:
+        return Outcome(kind, state=state, attempt=work.attempt)
+    return Outcome(kind, result=result.body, content_type=result.content_type, state=state, attempt=work.attempt)
+
+
+def _asked(after: Duration, handler: str) -> float:
+    """What Retry(after=) asked for, bounded: the delivery is held at its lane's head meanwhile."""
+    try:
+        asked = parse_duration(after)
+    except ConfigurationError as error:
+        log.error("Retry(after=) is not a duration, retrying at once", handler=handler, error=str(error))
+        return 0.0
+    if asked > MAX_INLINE_DELAY:
+        log.warning("Retry(after=) shortened", handler=handler, asked=asked, seconds=MAX_INLINE_DELAY)
+    return min(asked, MAX_INLINE_DELAY)
+
+
+def _identity(work: Work, reason: str) -> bytes:
+    """What makes two arrivals one dead letter: the key where there is one; for a conflict the body too."""
+    parts = [work.message.source.encode(), reason.encode(), work.key]
+    if not work.key or reason == "conflict":
+        parts.append(work.message.body)
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()
+
+
+def _describe(error: Exception) -> str:
+    """For the database, where the payload lies as well; logs get the type and the place alone."""
+    return f"{''.join(traceback.format_exception_only(error)).strip()[:4000]} ({_where(error)})"
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} {frames[-1].name}" if frames else "unknown"
