@@ -1,0 +1,234 @@
+"""The queue in Postgres: `postgres:name`, built in, needs nothing but the database.
+
+A delivery is a row made invisible until a deadline, which the session moves on while the delivery is held. Each
+delivery carries a token of its own, so that settling an expired one hits nothing. NOTIFY only wakes a fetch early;
+without it the queue is read once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import psycopg
+import structlog
+
+from idemconsumer import _headers
+from idemconsumer._model import Message, Subscription
+from idemconsumer._sql import load
+from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
+from idemconsumer.ports import Bounds, Delivery, Epoch, Finding, Outgoing
+from idemconsumer.settings import Settings
+
+log = structlog.get_logger("idemconsumer")
+Connection = psycopg.AsyncConnection[Any]
+
+VISIBILITY: Final = 10.0  # seconds until what a dead worker held is delivered again
+_IDLE_SECONDS: Final = 1.0
+_TIMEOUT: Final = 10.0  # of any single statement of the session
+_CHANNEL: Final = "idemconsumer_queue"
+
+
+async def enqueue(connection: Connection, schema: str, name: str, messages: Iterable[Outgoing]) -> None:
+    """Insert into the queue on this connection, in whatever transaction is open there."""
+    query = load(schema)["enqueue"]
+    async with connection.pipeline():
+        for message in messages:
+            headers = _headers.encode(message.headers).decode()
+            await connection.execute(
+                query, {"name": name, "body": message.body, "key": message.key, "headers": headers}
+            )
+
+
+class PostgresBroker:
+    def __init__(self, settings: Settings) -> None:
+        if settings.dsn is None:
+            raise ConfigurationError("postgres: no database is given; set IDEMCONSUMER_DSN")
+        self._dsn = settings.dsn
+        self._schema = settings.schema
+
+    def feed(self, subscription: Subscription) -> str:
+        return subscription.source
+
+    async def _connect(self) -> Connection:
+        # enable_seqscan: a plan cached while the queue was empty must not scan it when it is full (as DESIGN G5).
+        options = f"-c enable_seqscan=off -c statement_timeout={int(_TIMEOUT * 1000)} -c lock_timeout=5s"
+        try:
+            return await psycopg.AsyncConnection.connect(
+                self._dsn, autocommit=True, connect_timeout=5, options=options, application_name="idemconsumer-queue"
+            )
+        except psycopg.Error as error:
+            raise BrokerUnavailable(f"postgres queue: no connection to the database: {error}") from error
+
+    async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> PostgresSession:
+        (subscription,) = subscriptions
+        connection, listener = await self._connect(), await self._connect()
+        session = PostgresSession(subscription.name, connection, listener, self._schema, bounds)
+        try:
+            await session.start()
+        except psycopg.Error as error:
+            await session.close()
+            raise BrokerUnavailable(f"{subscription.source}: {error}") from error
+        return session
+
+    async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
+        connection = await self._connect()
+        try:
+            async with connection, connection.transaction():
+                await enqueue(connection, self._schema, name, messages)
+        except psycopg.Error as error:
+            raise BrokerUnavailable(f"postgres:{name}: could not publish: {error}") from error
+
+    async def check(self, subscription: Subscription) -> list[Finding]:
+        try:
+            connection = await self._connect()
+            async with connection:
+                cursor = await connection.execute(load(self._schema)["waiting"], {"name": subscription.name})
+                (waiting,) = await cursor.fetchone() or (0,)
+        except (BrokerUnavailable, psycopg.Error) as error:
+            return [Finding("error", subscription.source, str(error).strip())]
+        return [Finding("ok", subscription.source, f"queue readable, {waiting} waiting")]
+
+    async def close(self) -> None:
+        return
+
+
+class PostgresSession:
+    """Two connections: one for statements, one that listens."""
+
+    def __init__(self, name: str, connection: Connection, listener: Connection, schema: str, bounds: Bounds) -> None:
+        self._name = name
+        self._connection = connection
+        self._listener = listener
+        self._queries = load(schema)
+        self._bounds = bounds
+        self._epoch = Epoch()
+        self._held: dict[int, int] = {}  # id -> token of what is outstanding
+        self._freed = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._stopped = False
+        self._lost: str | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        await self._listener.execute(f"listen {_CHANNEL}")
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._keep_visible())]
+
+    async def fetch(self) -> Sequence[Delivery]:
+        self._raise_if_over()
+        limit = self._room()
+        if self._stopped or limit <= 0:
+            limit = await self._wait_for_room()
+        if limit <= 0:
+            return []
+        self._arrived.clear()
+        rows = await self._do("take", {"name": self._name, "limit": limit, "visibility": VISIBILITY})
+        if not rows:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_IDLE_SECONDS):
+                    await self._arrived.wait()
+            self._raise_if_over()
+            return []
+        return [self._delivery(*row) for row in sorted(rows)]
+
+    def _room(self) -> int:
+        """A few groups ahead, so that the other workers get their share; what waits for a rival does not count."""
+        ready = len(self._held) - self._epoch.waiting
+        return min(self._bounds.lanes * self._bounds.group * 4 - ready, self._bounds.in_flight - len(self._held))
+
+    async def _wait_for_room(self) -> int:
+        self._freed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_IDLE_SECONDS):
+                await self._freed.wait()
+        self._raise_if_over()
+        return 0 if self._stopped else self._room()
+
+    def _delivery(
+        self, number: int, token: int, deliveries: int, message_id: str | None, body: bytes, headers: bytes
+    ) -> Delivery:
+        self._held[number] = token
+        message = Message(
+            source=f"postgres:{self._name}",
+            body=body,
+            headers=_headers.decode(headers),
+            message_id=message_id,
+            position=f"{self._name}#{number}",
+        )
+        return Delivery(message, self._epoch, handle=(number, token), suspect=deliveries > 1, count=deliveries)
+
+    async def settle(self, deliveries: Sequence[Delivery]) -> None:
+        await self._dismiss("finish", deliveries)
+
+    async def release(self, deliveries: Sequence[Delivery]) -> None:
+        await self._dismiss("give_back", deliveries)
+
+    async def _dismiss(self, query: str, deliveries: Sequence[Delivery]) -> None:
+        handles = [delivery.handle for delivery in deliveries if not delivery.epoch.ended]
+        for number, token in handles:
+            if self._held.get(number) == token:
+                del self._held[number]
+        self._freed.set()
+        if handles:
+            with contextlib.suppress(SessionEnded):
+                await self._do(query, {"ids": [n for n, _ in handles], "tokens": [t for _, t in handles]})
+
+    async def idle(self) -> bool:
+        rows = await self._do("waiting", {"name": self._name})
+        return bool(rows[0][0] == 0)
+
+    async def stop_fetching(self) -> None:
+        self._stopped = True
+        self._freed.set()
+        self._arrived.set()
+
+    async def close(self) -> None:
+        self._end("closed")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for connection in (self._connection, self._listener):
+            with contextlib.suppress(psycopg.Error, TimeoutError):
+                async with asyncio.timeout(2):
+                    await connection.close()
+
+    # --------------------------------------------------------------------------------------------------- the connection
+    async def _do(self, query: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        try:
+            async with asyncio.timeout(_TIMEOUT + 2):
+                cursor = await self._connection.execute(self._queries[query], params)
+                return await cursor.fetchall() if cursor.description else []
+        except (psycopg.Error, TimeoutError) as error:
+            self._end(str(error).strip() or "no answer from the database")
+            raise SessionEnded(f"postgres:{self._name}: {self._lost}") from error
+
+    def _end(self, why: str) -> None:
+        self._lost = self._lost or why
+        self._epoch.end()
+        self._freed.set()
+        self._arrived.set()
+
+    def _raise_if_over(self) -> None:
+        if self._lost is not None:
+            raise SessionEnded(f"postgres:{self._name}: {self._lost}")
+
+    async def _listen(self) -> None:
+        try:
+            async for notice in self._listener.notifies():
+                if notice.payload == self._name:
+                    self._arrived.set()
+            self._end("the listening connection ended")
+        except psycopg.Error as error:
+            self._end(str(error).strip())
+
+    async def _keep_visible(self) -> None:
+        """Move the deadline of everything outstanding, three times within it."""
+        with contextlib.suppress(SessionEnded):
+            while True:
+                await asyncio.sleep(VISIBILITY / 3)
+                if self._held:
+                    held = dict(self._held)
+                    ids, tokens = list(held), list(held.values())
+                    await self._do("extend", {"ids": ids, "tokens": tokens, "visibility": VISIBILITY})
