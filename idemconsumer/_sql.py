@@ -9,15 +9,20 @@ from typing import Final
 
 from psycopg import sql
 
+from idemconsumer.errors import ConfigurationError
+
 _NAME: Final = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 _COMMENT: Final = re.compile(r"^--.*\n?", re.MULTILINE)
+
+_MAX_IDENTIFIER_BYTES = 63  # NAMEDATALEN - 1: Postgres cuts longer names silently
 
 Queries = dict[str, bytes]
 
 
 @lru_cache(maxsize=8)
 def load(schema: str) -> Queries:
-    """All named statements. The schema is an identifier, quoted by psycopg, so any name is safe."""
+    """All named statements. Raises ConfigurationError for a schema that cannot be written into them."""
+    check_schema(schema)
     text = (Path(__file__).parent / "stores" / "postgres.sql").read_text("utf-8")
     parts = _NAME.split(text)[1:]
     return {
@@ -28,3 +33,20 @@ def load(schema: str) -> Queries:
 def fill(text: str, schema: str) -> bytes:
     """SQL text of ours with `{schema}` replaced by the quoted identifier."""
     return sql.SQL(text).format(schema=sql.Identifier(schema)).as_bytes(None)
+
+
+def check_schema(schema: str) -> None:
+    """Refuse a name that quoting alone cannot make safe.
+
+    The name also stands inside function bodies ($$), string literals (') and statements with parameters (%).
+    """
+    wrong = next((repr(character) for character in "'$%\0" if character in schema), None)
+    if wrong is None and not schema:
+        wrong = "nothing"
+    if wrong is not None:
+        raise ConfigurationError(f"schema {schema!r} contains {wrong}; write a plain name such as idemconsumer")
+    if len(schema.encode()) > _MAX_IDENTIFIER_BYTES or schema.startswith("pg_"):
+        raise ConfigurationError(
+            f"schema {schema!r} is not a name that Postgres takes; "
+            f"write one of at most {_MAX_IDENTIFIER_BYTES} bytes that does not start with pg_"
+        )

@@ -9,9 +9,10 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from idemconsumer._sql import check_schema
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.stores import migrations
-from idemconsumer.stores.migrations import check_schema, files, migrate, script, status
+from idemconsumer.stores.migrations import files, migrate, script, status
 
 ODD = 'Shop "eu" {1}'
 
@@ -89,9 +90,7 @@ def test_two_schemas_in_one_database_do_not_meet(database: str) -> None:
 
 
 def test_a_failing_migration_leaves_nothing_of_itself(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = replace(
-        files()[-1], version=9000, name="broken", text="create table {schema}.half (); select 1/0"
-    )
+    broken = replace(files()[-1], version=9000, name="broken", text="create table {schema}.half (); select 1/0")
     extended = (*files(), broken)
     monkeypatch.setattr(migrations, "files", lambda: extended)
 

@@ -19,10 +19,10 @@ from typing import LiteralString
 import psycopg
 from psycopg import sql
 
+from idemconsumer._sql import check_schema
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 
 _FILE = re.compile(r"(\d{4})_(\w+)\.sql")
-_MAX_IDENTIFIER_BYTES = 63  # NAMEDATALEN - 1: Postgres cuts longer names silently
 _CONNECT_SECONDS = 10
 
 _LOCK = "select pg_advisory_xact_lock(hashtextextended('idemconsumer.migration.' || %s, 0))"
@@ -106,23 +106,6 @@ def files() -> tuple[Migration, ...]:
     if not found:
         raise ConfigurationError(f"no migrations beside {package}; the installation is incomplete, install it again")
     return tuple(found)
-
-
-def check_schema(schema: str) -> None:
-    """Refuse a name that quoting alone cannot make safe.
-
-    The name also stands inside function bodies ($$), string literals (') and statements with parameters (%).
-    """
-    wrong = next((repr(character) for character in "'$%\0" if character in schema), None)
-    if wrong is None and not schema:
-        wrong = "nothing"
-    if wrong is not None:
-        raise ConfigurationError(f"schema {schema!r} contains {wrong}; write a plain name such as idemconsumer")
-    if len(schema.encode()) > _MAX_IDENTIFIER_BYTES or schema.startswith("pg_"):
-        raise ConfigurationError(
-            f"schema {schema!r} is not a name that Postgres takes; "
-            f"write one of at most {_MAX_IDENTIFIER_BYTES} bytes that does not start with pg_"
-        )
 
 
 def connect(dsn: str) -> psycopg.Connection:

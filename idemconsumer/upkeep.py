@@ -1,0 +1,97 @@
+"""Retention: final records leave when their scope's `retain` is over.
+
+It never runs a handler and decides about no message: a record past its time that is still here counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import psycopg
+import structlog
+
+from idemconsumer._sql import load
+
+log = structlog.get_logger("idemconsumer")
+
+# About 6,000 records, near 0.1 s if all go with their results: as long may a new claim of such a key have to wait.
+_BLOCKS = 64
+# A pass reads the whole table. Resting nine times as long keeps it below a tenth of one connection's time.
+_REST = 9.0
+_LOCK = "select pg_try_advisory_lock(hashtextextended('idemconsumer.prune.' || %s, 0))"
+
+Progress = Callable[[int, int], None]
+
+
+async def prune_once(dsn: str, schema: str, *, dry_run: bool = False, progress: Progress | None = None) -> int | None:
+    """Walk the records once, in block order, and delete final ones past their retention with their results.
+
+    Returns how many records were deleted (with `dry_run`: would be), or None when another process is pruning
+    this schema. Dead records stay for a person. Each range of blocks is one short transaction, so a
+    cancellation leaves whole ranges done. `progress` is called with the blocks done and the blocks there are.
+    Raises psycopg.Error. Needs a session of its own: not to be sent through a transaction pooler.
+    """
+    queries = load(schema)
+    connection = await psycopg.AsyncConnection.connect(
+        dsn, autocommit=True, application_name="idemconsumer upkeep", connect_timeout=10
+    )
+    async with connection:
+        # Of the session, since the pass is many transactions: two at once would only walk the same blocks.
+        if not await _number(await connection.execute(_LOCK, [schema])):
+            return None
+        blocks = await _number(await connection.execute(queries["blocks"]))
+        total = 0
+        for low in range(0, blocks, _BLOCKS):
+            high = min(low + _BLOCKS, blocks)
+            bounds = {"low": f"({low},0)", "high": f"({high},0)"}
+            if dry_run:
+                total += await _number(await connection.execute(queries["prunable"], bounds))
+            else:
+                async with connection.transaction():
+                    rows = await (await connection.execute(queries["prune"], bounds)).fetchall()
+                    if rows:
+                        await connection.execute(queries["prune_results"], {"keys": [key for (key,) in rows]})
+                total += len(rows)
+            if progress is not None:
+                progress(high, blocks)
+        if not dry_run:
+            await connection.execute(queries["prune_attempts"])
+        return total
+
+
+class Upkeep:
+    """What one worker does beside its lanes: a pass of `prune_once` about every `every` seconds.
+
+    All workers run it; whoever comes first does the pass. A database that is away is waited for, said once.
+    """
+
+    def __init__(self, dsn: str, schema: str, every: float) -> None:
+        self._dsn = dsn
+        self._schema = schema
+        self._every = every
+
+    async def run(self) -> None:
+        """Run until cancelled. Raises nothing but the cancellation."""
+        failing = False
+        while True:
+            started = time.monotonic()
+            try:
+                pruned = await prune_once(self._dsn, self._schema)
+            except (psycopg.Error, OSError) as error:
+                if not failing:
+                    log.warning("pruning failed, will try again", error=str(error).strip(), every=self._every)
+                failing = True
+            else:
+                if failing:
+                    log.info("pruning works again")
+                failing = False
+                if pruned:
+                    log.info("pruned", records=pruned, seconds=round(time.monotonic() - started, 3))
+            await asyncio.sleep(max(self._every, _REST * (time.monotonic() - started)))
+
+
+async def _number(cursor: psycopg.AsyncCursor[tuple[int]]) -> int:
+    row = await cursor.fetchone()
+    return int(row[0]) if row is not None else 0
