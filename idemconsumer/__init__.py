@@ -1,0 +1,38 @@
+"""Process every message once, even when it arrives twice."""
+
+from idemconsumer._model import Message, Outcome, OutcomeKind
+from idemconsumer.app import App
+from idemconsumer.errors import (
+    BadMessage,
+    BrokerUnavailable,
+    ConfigurationError,
+    HandlerError,
+    IdemConsumerError,
+    Reject,
+    Retry,
+    StoreUnavailable,
+)
+from idemconsumer.handlers import Backoff, Handler, idempotent_handler
+from idemconsumer.keys import Key
+from idemconsumer.ports import Rows, Tx
+
+__all__ = [
+    "App",
+    "Backoff",
+    "BadMessage",
+    "BrokerUnavailable",
+    "ConfigurationError",
+    "Handler",
+    "HandlerError",
+    "IdemConsumerError",
+    "Key",
+    "Message",
+    "Outcome",
+    "OutcomeKind",
+    "Reject",
+    "Retry",
+    "Rows",
+    "StoreUnavailable",
+    "Tx",
+    "idempotent_handler",
+]

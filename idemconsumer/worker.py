@@ -1,0 +1,295 @@
+"""One worker process: feeds bring deliveries, lanes run them, a drain ends it in order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import structlog
+
+from idemconsumer._engine import Engine, Work
+from idemconsumer._headers import restored
+from idemconsumer._lanes import Lanes
+from idemconsumer._model import Point, Subscription
+from idemconsumer.brokers import connect
+from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
+from idemconsumer.handlers import BoundHandler
+from idemconsumer.ports import Bounds, Broker, Delivery, Observer, Session, Silent
+from idemconsumer.settings import Settings
+from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.upkeep import Upkeep
+
+log = structlog.get_logger("idemconsumer")
+
+PARK_AFTER: Final = 15  # deliveries; a quorum queue deletes a message at its limit, which is 20 by default since 4.0
+_SPARE_CONNECTIONS: Final = 2  # the room and the feeds, beside one connection a lane
+
+
+class Worker:
+    """Runs the handlers of one app in this process until drained. Not restartable."""
+
+    def __init__(self, plans: Sequence[BoundHandler], settings: Settings, observer: Observer | None = None) -> None:
+        self.plans = plans
+        self._settings = settings
+        self._observer = observer or Silent()
+        self._brokers: dict[str, Broker] = {}
+        self._drain = asyncio.Event()
+        self._main: asyncio.Task[None] | None = None
+        self._lanes: Lanes | None = None
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many deliveries came to which outcome, so far."""
+        return {} if self._lanes is None else {str(kind): n for kind, n in self._lanes.counts.items()}
+
+    def drain(self) -> None:
+        """Stop fetching, finish what runs, commit, settle, leave. Call it from the loop's thread."""
+        self._drain.set()
+
+    def abort(self) -> None:
+        """Leave now: what runs is rolled back and not settled."""
+        if self._main is not None:
+            self._main.cancel()
+
+    async def run(self) -> None:
+        """Returns when drained, or when every source is empty under `until_empty`.
+
+        Raises ConfigurationError for a database or a source that cannot be used as configured. Waits, with backoff,
+        for servers that cannot be reached.
+        """
+        self._main = asyncio.current_task()
+        settings = self._settings
+        if settings.dsn is None:
+            raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN, e.g. postgresql://user@host/db")
+        store = await self._open_store(settings.dsn)
+        if store is None:
+            return
+        engine = Engine(store, self._observer, lanes=settings.concurrency * settings.workers)
+        lanes = self._lanes = Lanes(engine, self._observer, count=settings.concurrency, room=settings.room)
+        feeds = [Feed(name, broker, subs, self, store, lanes) for name, broker, subs in self._feeds()]
+        upkeep = asyncio.create_task(Upkeep(settings.dsn, settings.schema, settings.prune_every).run())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(lanes.work())
+                for feed in feeds:
+                    feed.task = group.create_task(feed.run())
+                watch = group.create_task(self._watch_empty(feeds)) if settings.until_empty else None
+                await self._drain.wait()
+                if watch is not None:
+                    watch.cancel()
+                await self._leave(feeds, lanes)
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        finally:
+            upkeep.cancel()
+            await asyncio.gather(upkeep, return_exceptions=True)
+            for feed in feeds:  # for an abort: a member that does not leave would hold up its whole group
+                await feed.close()
+            for broker in self._brokers.values():
+                await broker.close()
+            await store.close()
+            log.info("worker left", **self.counts)
+
+    async def _open_store(self, dsn: str) -> PostgresStore | None:
+        """None when a drain came before the database did."""
+        longest = max((plan.options.timeout for plan in self.plans), default=30.0)
+        failures = 0
+        while not self._drain.is_set():
+            try:
+                return await PostgresStore.open(
+                    dsn,
+                    self._settings.schema,
+                    connections=self._settings.concurrency + _SPARE_CONNECTIONS,
+                    longest_run=longest,
+                )
+            except StoreUnavailable as error:
+                if failures == 0:
+                    log.error("store unreachable, waiting", error=str(error))
+                failures += 1
+                await pause(self._drain, failures)
+        return None
+
+    def _feeds(self) -> list[tuple[str, Broker, list[Subscription]]]:
+        feeds: defaultdict[tuple[str, str], list[Subscription]] = defaultdict(list)
+        for plan in self.plans:
+            for subscription in (*plan.subscriptions, *_parking(plan)):
+                scheme = subscription.scheme
+                if scheme not in self._brokers:
+                    self._brokers[scheme] = connect(scheme, self._settings)
+                feeds[scheme, self._brokers[scheme].feed(subscription)].append(subscription)
+        return [(name, self._brokers[scheme], subs) for (scheme, name), subs in feeds.items()]
+
+    async def _watch_empty(self, feeds: Sequence[Feed]) -> None:
+        assert self._lanes is not None
+        calm = 0
+        while calm < 2:
+            await asyncio.sleep(0.1)
+            empty = self._lanes.in_flight == 0 and all([await feed.idle() for feed in feeds])
+            calm = calm + 1 if empty and self._lanes.in_flight == 0 else 0
+        self.drain()
+
+    async def _leave(self, feeds: Sequence[Feed], lanes: Lanes) -> None:
+        log.info("draining", in_flight=lanes.in_flight)
+        for feed in feeds:
+            await feed.stop_fetching()
+        lanes.drain()
+        try:
+            async with asyncio.timeout(self._settings.drain_timeout):
+                await lanes.finished.wait()
+        except TimeoutError:
+            log.warning("drain timed out, rolling back what still runs", seconds=self._settings.drain_timeout)
+            lanes.cancel()
+            await lanes.finished.wait()
+        await lanes.release()
+        for feed in feeds:
+            await feed.close()
+
+    @property
+    def bounds(self) -> Bounds:
+        """What one session may have outstanding."""
+        settings = self._settings
+        return Bounds(
+            lanes=settings.concurrency,
+            group=max((min(plan.options.group_size, 128) for plan in self.plans), default=1),
+            room=settings.room,
+            max_uncommitted=settings.max_uncommitted,
+            drain=settings.drain_timeout,
+        )
+
+    @property
+    def draining(self) -> asyncio.Event:
+        return self._drain
+
+    @property
+    def observer(self) -> Observer:
+        return self._observer
+
+
+class Feed:
+    """One session after another, for the subscriptions that share it."""
+
+    def __init__(
+        self,
+        name: str,
+        broker: Broker,
+        subscriptions: Sequence[Subscription],
+        worker: Worker,
+        store: PostgresStore,
+        lanes: Lanes,
+    ) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self._name = name
+        self._broker = broker
+        self._subscriptions = subscriptions
+        self._worker = worker
+        self._store = store
+        self._lanes = lanes
+        self._session: Session | None = None
+        plans = {plan.name: plan for plan in worker.plans}
+        self._plans = {sub.source: plans[sub.handler] for sub in subscriptions}
+
+    async def run(self) -> None:
+        failures = 0
+        while not self._worker.draining.is_set():
+            try:
+                session = self._session = await self._broker.open(self._subscriptions, self._worker.bounds)
+            except BrokerUnavailable as error:
+                if failures == 0:
+                    log.error("broker unavailable, waiting", feed=self._name, error=str(error))
+                failures += 1
+                await pause(self._worker.draining, failures)
+                continue
+            if self._worker.draining.is_set():
+                await self._session.close()
+                return
+            log.info("consuming", feed=self._name, sources=[sub.source for sub in self._subscriptions])
+            failures = 0
+            if self._worker.draining.is_set():  # it came while the session was being opened
+                await session.stop_fetching()
+            try:
+                await self._consume(session)
+            except SessionEnded as error:
+                if not self._worker.draining.is_set():
+                    log.warning("broker session lost, reconnecting", feed=self._name, error=str(error))
+                    self._session = None  # a drain has nothing to close now, and must end the reconnecting instead
+                    await session.close()
+                    await pause(self._worker.draining, 1)
+
+    async def _consume(self, session: Session) -> None:
+        """Until SessionEnded. Never cancelled in a drain: some clients lose messages when a fetch is."""
+        at = self._worker.observer.at
+        while True:
+            for number, delivery in enumerate(await session.fetch()):
+                at(Point.FETCHED, self._name, ())
+                if number % 64 == 63:
+                    await asyncio.sleep(0)  # decoding a large batch must not stop the lanes
+                await self._dispatch(delivery, session)
+                at(Point.DISPATCHED, self._name, ())
+
+    async def _dispatch(self, delivery: Delivery, session: Session) -> None:
+        message, suspect = delivery.message, delivery.suspect
+        plan = self._plans[message.source]
+        if message.source.startswith("rabbitmq:") and delivery.count > PARK_AFTER:
+            await self._park(delivery, session, plan)
+            return
+        if message.source == parking_source(plan):
+            message, suspect = restored(message) or message, True
+        self._lanes.dispatch(Work.of(plan, message, suspect=suspect), delivery, session)
+
+    async def _park(self, delivery: Delivery, session: Session, plan: BoundHandler) -> None:
+        """Before the broker drops it for having been delivered too often: ours first, then acknowledged."""
+        while not delivery.epoch.retiring:
+            try:
+                await self._store.park(parking_source(plan).partition(":")[2], delivery.message)
+            except StoreUnavailable as error:
+                await self._lanes.outage.wait(error)
+            else:
+                log.warning("delivered too often, taken over", handler=plan.name, count=delivery.count)
+                await session.settle([delivery])
+                return
+
+    async def idle(self) -> bool:
+        try:
+            return self._session is not None and await self._session.idle()
+        except (SessionEnded, BrokerUnavailable):
+            return False
+
+    async def stop_fetching(self) -> None:
+        if self._session is not None:
+            await self._session.stop_fetching()
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+        elif self.task is not None:
+            self.task.cancel()  # still trying to open a session
+
+
+def parking_source(plan: BoundHandler) -> str:
+    """The Postgres queue for messages that their own broker would soon drop."""
+    return f"postgres:~{plan.app}/{plan.name}"
+
+
+def _parking(plan: BoundHandler) -> list[Subscription]:
+    if any(sub.scheme == "rabbitmq" for sub in plan.subscriptions):
+        return [Subscription(parking_source(plan), plan.name, plan.app)]
+    return []
+
+
+async def pause(ended: asyncio.Event, failures: int) -> None:
+    """Backoff of every reconnect: 0.2 s doubling to 5 s, with jitter; `ended` cuts it short."""
+    try:
+        async with asyncio.timeout(min(5.0, 0.1 * 2 ** min(failures, 6)) * random.uniform(0.75, 1.0)):
+            await ended.wait()
+    except TimeoutError:
+        return
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first real error of a group: what a person needs to read."""
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
