@@ -1,0 +1,67 @@
+"""What a worker says about itself when it starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+import structlog
+from psycopg.conninfo import conninfo_to_dict
+
+from idemconsumer.handlers import BoundHandler
+from idemconsumer.observe.logging import is_console
+from idemconsumer.settings import Settings
+
+log = structlog.get_logger("idemconsumer")
+
+_UNITS = (("d", 86_400), ("h", 3_600), ("m", 60))
+
+
+def announce(app: str, plans: Sequence[BoundHandler], settings: Settings) -> None:
+    """A table for a person, else the event `started`."""
+    database = database_name(settings.dsn)
+    if not is_console(settings.log_format, sys.stderr):
+        log.info(
+            "started",
+            app=app,
+            database=database,
+            schema=settings.schema,
+            workers=settings.workers,
+            concurrency=settings.concurrency,
+            handlers=[
+                {"name": plan.name, "sources": sources(plan), "key": plan.key_rule, "retain": retention(plan)}
+                for plan in plans
+            ],
+        )
+        return
+    rows = [("handler", "sources", "key", "kept")]
+    rows += [(plan.name, ", ".join(sources(plan)), plan.key_rule, retention(plan)) for plan in plans]
+    click.echo(f"{app}: {settings.workers} x {settings.concurrency} lanes, database {database}", err=True)
+    click.echo(table(rows), err=True)
+
+
+def sources(plan: BoundHandler) -> list[str]:
+    """Where a handler's messages come from."""
+    return [subscription.source for subscription in plan.subscriptions]
+
+
+def retention(plan: BoundHandler) -> str:
+    """How long a handler's records are kept, as one would write it."""
+    seconds = plan.options.retain
+    return next((f"{seconds / size:g}{unit}" for unit, size in _UNITS if seconds >= size), f"{seconds:g}s")
+
+
+def database_name(dsn: str | None) -> str:
+    """host:port/name; no user and no password."""
+    if dsn is None:
+        return "none"
+    parts = conninfo_to_dict(dsn)
+    return f"{parts.get('host', 'local')}:{parts.get('port', 5432)}/{parts.get('dbname', '')}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns, the first one in capitals."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [[cell.upper() for cell in rows[0]], *rows[1:]]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

@@ -1,0 +1,120 @@
+"""`check`: everything that can be known to be wrong before the first message."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import click
+
+from idemconsumer._model import Subscription
+from idemconsumer.app import App
+from idemconsumer.brokers import connect
+from idemconsumer.cli.banner import database_name, retention, sources
+from idemconsumer.cli.options import as_json, database, need_dsn, print_json
+from idemconsumer.cli.target import load_app
+from idemconsumer.errors import IdemConsumerError
+from idemconsumer.handlers import BoundHandler
+from idemconsumer.ports import Broker, Finding
+from idemconsumer.process import Exit
+from idemconsumer.settings import Settings, load
+from idemconsumer.stores.migrations import status
+from idemconsumer.stores.postgres import check_database
+
+_MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("error", "red")}
+
+
+@runtime_checkable
+class Retaining(Protocol):
+    """A broker that keeps messages for a known time, and could deliver them again within it."""
+
+    async def retention_seconds(self, subscription: Subscription) -> float | None: ...
+
+
+@click.command()
+@click.argument("target", metavar="MODULE:APP")
+@click.option("--handlers", metavar="A,B", help="Check only these handlers of the app.")
+@database
+@as_json
+def check(target: str, as_json: bool, **flags: Any) -> None:
+    """Check the app, the database and the brokers; exit code 1 when something is wrong.
+
+    Reads only. What it finds: a database that is away, not migrated or would lose commits; sources that do not
+    exist; brokers that drop messages after too many deliveries, or keep them longer than the records are kept.
+    """
+    settings = load(**flags)
+    app = load_app(target)
+
+    async def collect() -> list[Finding]:
+        return [finding async for finding in findings(app, settings)]
+
+    found = asyncio.run(collect())
+    if as_json:
+        print_json(found)
+    else:
+        for finding in found:
+            mark, color = _MARKS[finding.level]
+            click.echo(f"{click.style(mark.ljust(8), fg=color)} {finding.subject}: {finding.text}")
+    if any(finding.level == "error" for finding in found):
+        sys.exit(Exit.ERROR)
+
+
+async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
+    """Everything, in the order in which one would repair it."""
+    plans = app.plans(settings)
+    if not plans:
+        yield Finding("error", app.name, "has no handlers; decorate one with @app.idempotent_handler(…)")
+    for plan in plans:
+        text = f"{', '.join(sources(plan))}; key: {plan.key_rule}; records kept {retention(plan)}"
+        yield Finding("ok", f"handler {plan.name}", text)
+    yield await _database(settings)
+    brokers: dict[str, Broker] = {}
+    try:
+        for plan in plans:
+            for subscription in plan.subscriptions:
+                for finding in await _source(plan, subscription, brokers, settings):
+                    yield finding
+    finally:
+        for broker in brokers.values():
+            await broker.close()
+
+
+async def _database(settings: Settings) -> Finding:
+    subject = f"database {database_name(settings.dsn)}"
+    try:
+        dsn = need_dsn(settings)
+        await check_database(dsn, settings.schema)
+        pending = [each for each in await asyncio.to_thread(status, dsn, settings.schema) if each.applied_at is None]
+    except IdemConsumerError as error:
+        return Finding("error", subject, str(error).removeprefix("database: "))
+    if pending:
+        names = ", ".join(f"{each.version:04}_{each.name}" for each in pending)
+        return Finding("error", subject, f"{names} pending; run `idemconsumer migrate up`")
+    return Finding("ok", subject, f"reachable, schema {settings.schema} is up to date, commits are durable")
+
+
+async def _source(
+    plan: BoundHandler, subscription: Subscription, brokers: dict[str, Broker], settings: Settings
+) -> Sequence[Finding]:
+    try:
+        if subscription.scheme not in brokers:
+            brokers[subscription.scheme] = connect(subscription.scheme, settings)
+        broker = brokers[subscription.scheme]
+        found = list(await broker.check(subscription))
+        if isinstance(broker, Retaining) and all(finding.level != "error" for finding in found):
+            found += _retention(plan, subscription, await broker.retention_seconds(subscription))
+        return found
+    except IdemConsumerError as error:
+        return [Finding("error", subscription.source, str(error))]
+
+
+def _retention(plan: BoundHandler, subscription: Subscription, kept: float | None) -> list[Finding]:
+    """A message that outlives its record would be new when it comes again."""
+    if kept is None or math.isinf(kept) or kept <= plan.options.retain:
+        return []
+    days = math.ceil(kept / 86_400)
+    text = f'keeps messages for {kept / 86_400:g} days, records are kept {retention(plan)}; write retain="{days}d"'
+    return [Finding("error", subscription.source, text)]

@@ -1,0 +1,174 @@
+"""`publish`, `dead` and `prune`: messages, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+import click
+import msgspec
+
+from idemconsumer.admin import Admin, DeadLetterDetail
+from idemconsumer.brokers import connect
+from idemconsumer.cli.banner import table
+from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.ports import Outgoing
+from idemconsumer.settings import Settings, load
+from idemconsumer.upkeep import prune_once
+
+_BATCH = 500  # messages between two steps of the progress bar
+_ERROR_WIDTH = 60
+_SHOWN = (
+    "id", "handler", "scope", "source", "position", "reason", "error", "attempts", "arrivals", "first_at", "last_at",
+)  # fmt: skip
+
+
+@click.command()
+@click.argument("source", metavar="SOURCE")
+@click.argument("payload", required=False)
+@click.option("--file", "lines", type=click.File("rb"), help="A message a line; - is standard input.")
+@click.option("--key", help="Message id; for Kafka the record key.")
+@click.option("--header", "headers", multiple=True, metavar="K=V", help="May be given several times.")
+@click.option("--times", type=click.IntRange(1), default=1, help="Publish each message so often.  [default: 1]")
+@database
+def publish(
+    source: str,
+    payload: str | None,
+    lines: BinaryIO | None,
+    key: str | None,
+    headers: Sequence[str],
+    times: int,
+    **flags: Any,
+) -> None:
+    """Publish PAYLOAD, or the lines of a file, to SOURCE (kafka:topic, rabbitmq:queue, postgres:queue).
+
+    Returns when the broker has confirmed. The payload goes out as it is written.
+    """
+    if (payload is None) == (lines is None):
+        raise click.UsageError("give either PAYLOAD or --file")
+    bodies = [payload.encode()] if payload is not None else _bodies(lines)
+    pairs = dict(_pair(header) for header in headers)
+    messages = [Outgoing(body, pairs, key) for body in bodies for _ in range(times)]
+    asyncio.run(_publish(source, messages, load(**flags)))
+    click.echo(f"published {len(messages)} to {source}")
+
+
+async def _publish(source: str, messages: Sequence[Outgoing], settings: Settings) -> None:
+    scheme, _, name = source.partition(":")
+    if not name:
+        raise ConfigurationError(f"{source!r} is not a source; write scheme:name, such as kafka:orders.placed")
+    broker = connect(scheme, settings)
+    try:
+        with click.progressbar(length=len(messages), label="publishing", file=sys.stderr) as bar:
+            for start in range(0, len(messages), _BATCH):
+                batch = messages[start : start + _BATCH]
+                await broker.publish(name, batch)
+                bar.update(len(batch))
+    finally:
+        await broker.close()
+
+
+def _bodies(lines: BinaryIO | None) -> list[bytes]:
+    return [body for line in lines or () if (body := line.strip())]
+
+
+def _pair(header: str) -> tuple[str, str]:
+    name, equals, value = header.partition("=")
+    if not name or not equals:
+        raise click.UsageError(f"--header {header!r}: write NAME=VALUE")
+    return name, value
+
+
+@click.group()
+def dead() -> None:
+    """Dead letters: messages put aside for a person."""
+
+
+@dead.command("list")
+@click.option("--handler", help="Only of this handler.")
+@click.option("--reason", help="Only with this reason.")
+@click.option("--limit", type=click.IntRange(1), default=50, help="At most so many, newest first.  [default: 50]")
+@database
+@as_json
+def dead_list(handler: str | None, reason: str | None, limit: int, as_json: bool, **flags: Any) -> None:
+    """List dead letters, newest first."""
+    settings = load(**flags)
+    admin = Admin(need_dsn(settings), settings.schema)
+    letters = asyncio.run(admin.dead_letters(handler=handler, reason=reason, limit=limit))
+    if as_json:
+        print_json(letters)
+        return
+    rows: list[tuple[str, ...]] = [("id", "last seen", "handler", "reason", "position", "arrivals", "error")]
+    for each in letters:
+        cells = (each.handler, each.reason, each.position, str(each.arrivals), each.error[:_ERROR_WIDTH])
+        rows.append((str(each.id), f"{each.last_at:%Y-%m-%d %H:%M:%S}", *map(printable, cells)))
+    click.echo(table(rows) if letters else "no dead letters")
+    for count in asyncio.run(admin.dead_counts()) if len(letters) == limit else ():
+        click.echo(f"{count.handler}: {count.letters} {count.reason}, {count.arrivals} arrivals")
+
+
+@dead.command("show")
+@click.argument("number", metavar="ID", type=int)
+@database
+@as_json
+def dead_show(number: int, as_json: bool, **flags: Any) -> None:
+    """Show one dead letter with its body, and what to do about it."""
+    settings = load(**flags)
+    letter = asyncio.run(Admin(need_dsn(settings), settings.schema).dead_letter(number))
+    if letter is None:
+        raise ConfigurationError(f"there is no dead letter {number}; `idemconsumer dead list` shows those that are")
+    encoding, body = _readable(letter.body)
+    if as_json:
+        print_json(_as_json(letter, encoding, body))
+        return
+    for name in _SHOWN:
+        click.echo(f"{name:<11} {printable(str(getattr(letter, name)))}")
+    for name, header in letter.headers.items():
+        text = header if isinstance(header, str) else f"base64 {base64.b64encode(header).decode()}"
+        click.echo(f"header      {printable(name)}: {printable(text)}")
+    click.echo(f"what to do  {letter.hint}")
+    click.echo(f"body        {len(letter.body)} bytes, {encoding}\n{_multiline(body)}")
+
+
+def _readable(body: bytes) -> tuple[str, str]:
+    try:
+        return "utf-8", body.decode()
+    except UnicodeDecodeError:
+        return "base64", base64.b64encode(body).decode()
+
+
+def _multiline(text: str) -> str:
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def _as_json(letter: DeadLetterDetail, encoding: str, body: str) -> Mapping[str, object]:
+    fields: dict[str, object] = msgspec.structs.asdict(letter)
+    key = None if letter.key is None else letter.key.hex()
+    return fields | {"key": key, "body": body, "body_encoding": encoding, "hint": letter.hint}
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Count, and delete nothing.")
+@database
+@as_json
+def prune(dry_run: bool, as_json: bool, **flags: Any) -> None:
+    """Delete final records that are past their retention, as workers do by themselves every minute."""
+    settings = load(**flags)
+    dsn = need_dsn(settings)
+    with click.progressbar(length=1, label="pruning", file=sys.stderr) as bar:
+
+        def progress(done: int, blocks: int) -> None:
+            bar.length = blocks
+            bar.update(done - bar.pos)
+
+        pruned = asyncio.run(prune_once(dsn, settings.schema, dry_run=dry_run, progress=progress))
+    if as_json:
+        print_json({"pruned": pruned, "dry_run": dry_run})
+    elif pruned is None:
+        click.echo("another process is pruning this schema", err=True)
+    else:
+        click.echo(f"{'would prune' if dry_run else 'pruned'} {pruned} records")

@@ -1,0 +1,42 @@
+"""Options that several verbs share, and how their values become settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.settings import Settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def database(command: F) -> F:
+    """--dsn and --schema."""
+    command = click.option("--schema", help="Schema of the tables.  [default: idemconsumer]")(command)
+    return click.option("--dsn", metavar="URL", help="The Postgres database, postgresql://user@host:5432/name")(command)
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def need_dsn(settings: Settings) -> str:
+    """The database's address, or a ConfigurationError that says how to give it."""
+    if settings.dsn is None:
+        raise ConfigurationError(
+            "no database is given; set IDEMCONSUMER_DSN, or write --dsn postgresql://user@host:5432/name"
+        )
+    return settings.dsn
+
+
+def print_json(value: object) -> None:
+    """One JSON document on stdout."""
+    click.echo(msgspec.json.encode(value).decode())
+
+
+def printable(text: str) -> str:
+    """Text from elsewhere that cannot steer a terminal: what is not printable is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)

@@ -1,0 +1,118 @@
+"""`run` and `dev`: workers, in this process or under a supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import structlog
+
+from idemconsumer.cli.banner import announce
+from idemconsumer.cli.options import database
+from idemconsumer.cli.target import load_app
+from idemconsumer.embedded import EmbeddedPostgres
+from idemconsumer.errors import IdemConsumerError
+from idemconsumer.observe.logging import FORMATS, LEVELS, configure
+from idemconsumer.process import LIFELINE, WORKER, Exit, launch
+from idemconsumer.settings import PREFIX, Settings, load
+from idemconsumer.stores.migrations import migrate
+from idemconsumer.supervisor import Supervisor, python_changes
+from idemconsumer.worker import Worker
+
+F = TypeVar("F", bound=Callable[..., Any])
+log = structlog.get_logger("idemconsumer")
+
+
+def _worker_options(command: F) -> F:
+    for option in reversed(
+        (
+            click.option("--workers", type=int, metavar="N", help="Processes.  [default: 1]"),
+            click.option("--concurrency", type=int, metavar="N", help="Lanes in each process.  [default: 8]"),
+            click.option("--handlers", metavar="A,B", help="Run only these handlers of the app."),
+            click.option("--drain-timeout", type=float, metavar="S", help="Seconds to finish in.  [default: 20]"),
+            click.option("--log-format", type=click.Choice(FORMATS), help="[default: auto]"),
+            click.option("--log-level", type=click.Choice(LEVELS), help="[default: info]"),
+        )
+    ):
+        command = option(command)
+    return database(command)
+
+
+@click.command()
+@click.argument("target", metavar="MODULE:APP")
+@_worker_options
+@click.option("--max-restarts", type=int, metavar="N", help="Crashes a worker may have in ten minutes.  [default: 10]")
+@click.option("--until-empty", is_flag=True, default=None, help="Leave when every source is empty.")
+@click.option("--reload", is_flag=True, help="Restart when a .py file below this folder changes.")
+def run(target: str, reload: bool, **flags: Any) -> None:
+    """Consume with the handlers of an app until told to stop.
+
+    SIGTERM or Ctrl-C drains: nothing new is fetched, what runs is finished, committed and settled. A second one
+    stops now; what ran is rolled back and comes again.
+    """
+    sys.exit(_run(target, load(**flags), _as_environment(flags), reload=reload))
+
+
+@click.command()
+@click.argument("target", metavar="MODULE:APP")
+@_worker_options
+def dev(target: str, **flags: Any) -> None:
+    """Run with --reload, on a migrated database.
+
+    Without --dsn the database is a throwaway Postgres in a temporary folder; it goes when this ends, with all
+    that is in it.
+    """
+    settings = load(**flags)
+    with ExitStack() as stack:
+        if settings.dsn is None:
+            flags["dsn"] = stack.enter_context(EmbeddedPostgres()).dsn
+            settings = load(**flags)
+            click.echo(f"throwaway database: IDEMCONSUMER_DSN={settings.dsn}", err=True)
+        assert settings.dsn is not None
+        migrate(settings.dsn, settings.schema)
+        sys.exit(_run(target, settings, _as_environment(flags), reload=True))
+
+
+def _run(target: str, settings: Settings, environment: Mapping[str, str], *, reload: bool) -> Exit:
+    configure(settings.log_format, settings.log_level)
+    if LIFELINE in os.environ or (settings.workers == 1 and not reload):
+        return _serve(target, settings)
+    supervisor = Supervisor(
+        [sys.executable, "-m", "idemconsumer", "run", target],
+        workers=settings.workers,
+        drain_timeout=settings.drain_timeout,
+        max_restarts=settings.max_restarts,
+        until_empty=settings.until_empty,
+        environment=os.environ | environment,
+        changes=python_changes(Path.cwd()) if reload else None,
+    )
+    return asyncio.run(supervisor.run())
+
+
+def _serve(target: str, settings: Settings) -> Exit:
+    app = load_app(target)
+
+    def make() -> Worker:
+        worker = app.worker(settings)
+        if os.environ.get(WORKER, "0") == "0":
+            announce(app.name, worker.plans, settings)
+        return worker
+
+    try:
+        return launch(make, settings.drain_timeout)
+    except IdemConsumerError:
+        raise
+    except Exception:
+        log.exception("worker failed")
+        return Exit.ERROR
+
+
+def _as_environment(flags: Mapping[str, object]) -> dict[str, str]:
+    """What was given as options, for the children: they are started without any."""
+    return {PREFIX + name.upper(): str(value) for name, value in flags.items() if value is not None}

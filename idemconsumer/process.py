@@ -1,0 +1,151 @@
+"""One worker process: how it is told to stop, and how it is gone in time.
+
+The environment of a supervised process names the read end of a pipe whose only writer is the parent. End of
+file there means that the parent is gone, however it went; the worker then drains and leaves, so that none
+outlives a SIGKILL of its launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from typing import Protocol
+
+import structlog
+
+log = structlog.get_logger("idemconsumer")
+
+LIFELINE = "IDEMCONSUMER_LIFELINE"  # the pipe's file descriptor, in a child's environment
+WORKER = "IDEMCONSUMER_WORKER"  # the child's index, from 0
+
+# A worker ends its drain by itself at the deadline, and leaves its brokers. So much later (seconds) it is
+# cancelled whole, and after as much again the process ends without it.
+GRACE = 1.5
+
+# From the parent to its children: stop now. Not a second SIGTERM, since two of the same that are pending are one.
+STOP_NOW = signal.SIGQUIT
+
+
+class Exit(IntEnum):
+    """How a process says what became of it."""
+
+    DONE = 0
+    ERROR = 1
+    USAGE = 2
+    CRASHED = 3
+    CUT_OFF = 4
+
+
+MEANINGS: Mapping[Exit, str] = {
+    Exit.DONE: "drained, or empty under --until-empty",
+    Exit.ERROR: "an error while running; a server that a command needs is away",
+    Exit.USAGE: "usage or configuration; nothing was started, and a restart would not help",
+    Exit.CRASHED: "a worker crashed too often (--max-restarts)",
+    Exit.CUT_OFF: "the drain deadline passed, or a second signal stopped it; what ran was rolled back",
+}
+
+
+class Worker(Protocol):
+    """What a process needs of the worker it runs."""
+
+    async def run(self) -> None:
+        """Return when drained, or when empty under --until-empty."""
+        ...
+
+    def drain(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+def launch(make: Callable[[], Worker], drain_timeout: float) -> Exit:
+    """Run one worker in this process until it is told to stop; `make` is called inside the loop.
+
+    The first SIGTERM or SIGINT, or the parent's end, asks for a drain. A second one cancels what runs, as a
+    drain beyond its deadline does. What ignores even that (a thread, a handler that swallows its cancellation)
+    ends with the process, 1.5 seconds later; by the store's protocol nothing of it has been committed.
+    """
+    stop = _Stop(drain_timeout)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        code = runner.run(stop.serve(make))
+        # The runner now waits for the threads of handlers that are not async; the timers still hold.
+    stop.dismiss()
+    return code
+
+
+class _Stop:
+    """The ways in which one worker process ends."""
+
+    def __init__(self, drain_timeout: float) -> None:
+        self._drain_timeout = drain_timeout
+        self._worker: Worker | None = None
+        self._deadline: float | None = None
+        self._cut_off = False
+        self._timers: list[threading.Timer] = []
+
+    async def serve(self, make: Callable[[], Worker]) -> Exit:
+        loop = asyncio.get_running_loop()
+        self._worker = make()
+        loop.add_signal_handler(signal.SIGTERM, self._ask, "SIGTERM")
+        # Taken out: it means nothing to the processes that a handler may start.
+        if (lifeline := os.environ.pop(LIFELINE, None)) is None:
+            loop.add_signal_handler(signal.SIGINT, self._ask, "SIGINT")
+        else:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            loop.add_signal_handler(STOP_NOW, self._abort, STOP_NOW.name)
+            loop.add_reader(int(lifeline), self._orphaned, int(lifeline))
+        try:
+            await self._worker.run()
+        except asyncio.CancelledError:
+            if not self._cut_off:
+                raise
+        if self._deadline is None:
+            self._exit_after(self._drain_timeout)  # for threads that do not come back
+        late = self._deadline is not None and loop.time() >= self._deadline
+        return Exit.CUT_OFF if late or self._cut_off else Exit.DONE
+
+    def dismiss(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+
+    def _orphaned(self, lifeline: int) -> None:
+        asyncio.get_running_loop().remove_reader(lifeline)
+        if self._deadline is None:
+            self._ask("parent gone")
+
+    def _ask(self, why: str) -> None:
+        assert self._worker is not None
+        if self._deadline is not None:
+            self._abort(why)
+            return
+        log.info("asked to drain", why=why, deadline=self._drain_timeout)
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.time() + self._drain_timeout
+        loop.call_at(self._deadline + GRACE, self._abort, "deadline passed")
+        self._exit_after(self._drain_timeout + 2 * GRACE)
+        self._worker.drain()
+
+    def _abort(self, why: str) -> None:
+        assert self._worker is not None
+        if not self._cut_off:
+            self._cut_off = True
+            log.warning("stopping now", why=why)
+            self._exit_after(GRACE)
+            self._worker.abort()
+
+    def _exit_after(self, seconds: float) -> None:
+        # A thread, since what keeps the loop from ending may be the loop.
+        timer = threading.Timer(seconds, os._exit, [Exit.CUT_OFF])
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

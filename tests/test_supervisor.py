@@ -1,0 +1,293 @@
+"""Real parents, real workers, real signals. Each test directs its workers through a Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idemconsumer.process import LIFELINE, Exit
+from idemconsumer.supervisor import Restarts
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Stage:
+    """The socket that all workers of one test report to."""
+
+    address: Path
+    said: list[dict[str, Any]] = field(default_factory=list)
+    writers: dict[int, asyncio.StreamWriter] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    processes: list[Process] = field(default_factory=list)
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pid = 0
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                event = json.loads(line)
+                pid = event["pid"]
+                async with self.news:
+                    self.said.append(event)
+                    self.writers[pid] = writer
+                    self.news.notify_all()
+        async with self.news:
+            self.gone.add(pid)  # its end of the socket is closed: by exit, or by the kernel
+            self.news.notify_all()
+
+    async def until(self, event: str, count: int = 1, **fields: object) -> list[int]:
+        """Wait until this was said so often; the pids that said it, in order."""
+
+        def pids() -> list[int]:
+            wanted = {"event": event, **fields}.items()
+            return [each["pid"] for each in self.said if wanted <= each.items()]
+
+        async with asyncio.timeout(20), self.news:
+            await self.news.wait_for(lambda: len(pids()) >= count)
+        return pids()
+
+    async def until_gone(self, *pids: int) -> None:
+        async with asyncio.timeout(20), self.news:
+            await self.news.wait_for(lambda: set(pids) <= self.gone)
+
+    async def order(self, pid: int, order: str) -> None:
+        heard = sum(each["event"] == "heard" and each["pid"] == pid for each in self.said)
+        self.writers[pid].write(order.encode() + b"\n")
+        if order.startswith("ignore") or order == "thread":
+            await self.until("heard", heard + 1, pid=pid)
+
+    async def run(self, role: str = "parent", **options: object) -> Process:
+        defaults: dict[str, object] = {"workers": 2, "drain_timeout": 20, "max_restarts": 5}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.supervised", role, str(self.address), json.dumps(defaults | options),
+            cwd=ROOT, env=self.environment(options),
+        )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+    @staticmethod
+    def environment(options: dict[str, object]) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("IDEMCONSUMER_")}
+        return kept | {"DRAIN_TIMEOUT": str(options.get("drain_timeout", 20))}
+
+
+async def code_of(process: Process) -> int:
+    async with asyncio.timeout(20):
+        return await process.wait()
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    made = Stage(tmp_path / "s")
+    server = await asyncio.start_unix_server(made.connected, made.address)
+    yield made
+    server.close()
+    for pid in [process.pid for process in made.processes if process.returncode is None] + list(made.writers):
+        if pid not in made.gone:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    for process in made.processes:
+        await process.wait()
+
+
+async def test_a_signal_reaches_all_workers_and_a_clean_drain_is_exit_0(stage: Stage) -> None:
+    parent = await stage.run(workers=3)
+    await stage.until("started", 3)
+
+    parent.send_signal(signal.SIGTERM)
+
+    assert await code_of(parent) == Exit.DONE
+    assert len(await stage.until("draining", 3)) == 3
+
+
+async def test_a_crashed_worker_comes_back_in_its_place_and_the_others_go_on(stage: Stage) -> None:
+    parent = await stage.run()
+    (first,), (other,) = await stage.until("started", worker=0), await stage.until("started", worker=1)
+
+    await stage.order(first, "die")
+    _, second = await stage.until("started", 2, worker=0)
+
+    assert second != first
+    assert other not in stage.gone
+    assert parent.returncode is None
+
+
+async def test_a_worker_that_leaves_by_itself_without_being_asked_comes_back_too(stage: Stage) -> None:
+    await stage.run(workers=1)
+    (first,) = await stage.until("started")
+
+    os.kill(first, signal.SIGTERM)
+
+    assert len(await stage.until("started", 2)) == 2
+
+
+async def test_a_worker_that_crashes_too_often_ends_everything_with_exit_3(stage: Stage) -> None:
+    parent = await stage.run(max_restarts=1)
+    (first,) = await stage.until("started", worker=0)
+    await stage.until("started", worker=1)
+
+    await stage.order(first, "exit 1")
+    _, second = await stage.until("started", 2, worker=0)
+    await stage.order(second, "die")
+
+    assert await code_of(parent) == Exit.CRASHED
+    assert len(await stage.until("draining", worker=1)) == 1
+
+
+async def test_workers_are_gone_when_their_parent_was_killed(stage: Stage) -> None:
+    parent = await stage.run()
+    pids = await stage.until("started", 2)
+
+    parent.kill()
+
+    await stage.until_gone(*pids)
+    assert sorted(await stage.until("draining", 2)) == sorted(pids)
+
+
+async def test_a_frozen_worker_does_not_keep_the_others_from_being_told_and_is_killed_at_the_deadline(
+    stage: Stage,
+) -> None:
+    parent = await stage.run(drain_timeout=0.2)
+    frozen, other = await stage.until("started", 2)
+    await stage.order(frozen, "freeze")
+    await stage.until("frozen")
+
+    parent.send_signal(signal.SIGTERM)
+
+    assert await stage.until("draining", pid=other) == [other]
+    assert await code_of(parent) == Exit.CUT_OFF
+    await stage.until_gone(frozen)
+
+
+async def test_all_workers_share_one_deadline(stage: Stage) -> None:
+    parent = await stage.run(workers=4, drain_timeout=1.0)
+    for pid in await stage.until("started", 4):
+        await stage.order(pid, "ignore-drain")
+
+    asked = time.monotonic()
+    parent.send_signal(signal.SIGTERM)
+
+    assert await code_of(parent) == Exit.CUT_OFF
+    assert len(await stage.until("aborting", 4)) == 4
+    assert 1.0 <= time.monotonic() - asked < 5.0  # one after another would take at least ten
+
+
+async def test_a_second_signal_stops_now(stage: Stage) -> None:
+    parent = await stage.run(drain_timeout=600)
+    for pid in await stage.until("started", 2):
+        await stage.order(pid, "ignore-drain")
+
+    parent.send_signal(signal.SIGINT)
+    await stage.until("draining", 2)
+    parent.send_signal(signal.SIGINT)
+
+    assert await code_of(parent) == Exit.CUT_OFF
+    assert len(await stage.until("aborting", 2)) == 2
+
+
+async def test_the_terminals_interrupt_is_the_parents_alone(stage: Stage) -> None:
+    await stage.run(workers=1)
+    (pid,) = await stage.until("started")
+
+    assert os.getpgid(pid) != os.getpgid(stage.processes[0].pid)
+    os.kill(pid, signal.SIGINT)
+    await stage.order(pid, "ignore-drain")  # still there and listening
+
+    assert [each["event"] for each in stage.said] == ["started", "heard"]
+
+
+async def test_a_usage_error_of_the_workers_is_not_retried_and_is_exit_2(stage: Stage) -> None:
+    parent = await stage.run()
+    first, second = await stage.until("started", 2)
+
+    await stage.order(first, "exit 2")
+    await stage.order(second, "exit 2")
+
+    assert await code_of(parent) == Exit.USAGE
+    assert len(await stage.until("started", 2)) == 2
+
+
+async def test_all_workers_finding_their_sources_empty_is_exit_0(stage: Stage) -> None:
+    parent = await stage.run(until_empty=True)
+    for pid in await stage.until("started", 2):
+        await stage.order(pid, "finish")
+
+    assert await code_of(parent) == Exit.DONE
+    assert len(await stage.until("started", 2)) == 2
+
+
+async def test_a_changed_file_restarts_all_workers_and_a_crashed_one_waits_for_it(stage: Stage, tmp_path: Path) -> None:
+    watched = tmp_path / "code"
+    watched.mkdir()
+    await stage.run(watched=str(watched))
+    first, second = await stage.until("started", 2)
+    await stage.order(first, "exit 2")
+    await stage.until_gone(first)
+
+    async with asyncio.timeout(20):
+        while not any(each["event"] == "draining" for each in stage.said):
+            (watched / "handlers.py").write_text(f"# {time.monotonic()}")
+            await asyncio.sleep(0.2)  # the watcher may not be up yet, and it gathers changes
+
+    assert await stage.until("draining", pid=second) == [second]
+    assert len(await stage.until("started", 2, worker=0)) == 2
+
+
+async def test_a_worker_without_a_parent_drains_at_the_first_interrupt_and_stops_at_the_second(
+    stage: Stage,
+) -> None:
+    worker = await stage.run("worker")
+    (pid,) = await stage.until("started")
+    await stage.order(pid, "ignore-drain")
+
+    worker.send_signal(signal.SIGINT)
+    await stage.until("draining")
+    worker.send_signal(signal.SIGINT)
+
+    assert await code_of(worker) == Exit.CUT_OFF
+    assert len(await stage.until("aborting")) == 1
+
+
+@pytest.mark.parametrize("stubborn", ["ignore-abort", "thread"])
+async def test_what_ignores_its_cancellation_ends_with_the_process(stage: Stage, stubborn: str) -> None:
+    worker = await stage.run("worker", drain_timeout=0.1)
+    (pid,) = await stage.until("started")
+    await stage.order(pid, stubborn)  # a thread is like a handler that is not async and does not come back
+
+    worker.send_signal(signal.SIGTERM)
+
+    assert await code_of(worker) == Exit.CUT_OFF
+
+
+def test_the_lifeline_is_not_in_our_own_environment() -> None:
+    assert LIFELINE not in os.environ
+
+
+def test_pauses_double_up_to_thirty_seconds_and_start_anew_after_a_steady_minute() -> None:
+    restarts, pauses = Restarts(100), []
+    for n in range(9):
+        restarts = restarts.crashed(float(n), lived=1.0)
+        pauses.append(restarts.pause)
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+    assert restarts.crashed(100.0, lived=60.0).pause == 0.5
+
+
+def test_only_the_crashes_of_the_last_ten_minutes_count() -> None:
+    restarts = Restarts(2).crashed(0.0, 1.0).crashed(1.0, 1.0)
+    assert not restarts.exhausted
+    assert restarts.crashed(2.0, 1.0).exhausted
+    assert not restarts.crashed(600.5, 1.0).exhausted
