@@ -177,7 +177,7 @@ class PostgresSession:
 
     async def idle(self) -> bool:
         rows = await self._do("waiting", {"name": self._name})
-        return bool(rows[0][0] == 0)
+        return bool(rows[0][0] <= len(self._held))
 
     async def stop_fetching(self) -> None:
         self._stopped = True

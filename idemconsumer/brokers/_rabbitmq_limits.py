@@ -1,0 +1,105 @@
+"""What a RabbitMQ queue's own limits would do to messages, read from the management API."""
+
+from __future__ import annotations
+
+import base64
+import json
+import ssl
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+from idemconsumer.ports import Finding
+
+# RabbitMQ 4 deletes (or dead-letters) after this many deliveries where nothing else is said.
+DEFAULT_LIMIT_SINCE_4 = 20
+# At this delivery count the worker parks the message in the database, out of the limit's reach.
+PARKED_AT = 15
+
+
+def read_queue(base: str, vhost: str, queue: str, tls: ssl.SSLContext | None) -> tuple[dict[str, Any], str]:
+    """The queue as the management API describes it, and the broker's version.
+
+    Blocks. Raises OSError or ValueError.
+    """
+    path = f"/api/queues/{quote(vhost, safe='')}/{quote(queue, safe='')}"
+    return _get(base, path, tls), str(_get(base, "/api/overview", tls).get("rabbitmq_version", "0"))
+
+
+def limits(subject: str, queue: Mapping[str, Any], version: str) -> list[Finding]:
+    """Findings on one queue. Its own arguments win over a policy; the lower of two delivery limits holds."""
+    arguments: Mapping[str, Any] = queue.get("arguments") or {}
+    policy: Mapping[str, Any] = queue.get("effective_policy_definition") or {}
+    if not isinstance(policy, Mapping):  # an empty one is sent as a list
+        policy = {}
+    name, kind = queue.get("name", subject), queue.get("type", "classic")
+    if kind == "stream":
+        return [Finding("error", subject, f"{name!r} is a stream, without acks per message; use a quorum queue")]
+    dead_letters = arguments.get("x-dead-letter-exchange") or policy.get("dead-letter-exchange")
+    found = []
+    if kind == "quorum":
+        both = (arguments.get("x-delivery-limit"), policy.get("delivery-limit"))
+        given = [int(limit) for limit in both if limit is not None]
+        limit = min(given) if given else (DEFAULT_LIMIT_SINCE_4 if _major(version) >= 4 else -1)
+        found.append(_delivery_limit(subject, name, limit, dead_letters, is_default=not given))
+    if "x-message-ttl" in arguments or "message-ttl" in policy:
+        found.append(_dropped(subject, name, "message TTL", dead_letters))
+    bounds = {"x-max-length", "x-max-length-bytes", "max-length", "max-length-bytes"}
+    if (
+        bounds & {*arguments, *policy}
+        and (arguments.get("x-overflow") or policy.get("overflow") or "drop-head") == "drop-head"
+    ):
+        found.append(_dropped(subject, name, "length limit with overflow drop-head", dead_letters))
+    if not queue.get("durable", True):
+        found.append(Finding("warning", subject, f"queue {name!r} is not durable: a restart loses it"))
+    return found or [Finding("ok", subject, f"{kind} queue {name!r} has no limit that loses messages")]
+
+
+def _delivery_limit(subject: str, name: object, limit: int, dead_letters: object, *, is_default: bool) -> Finding:
+    if limit < 0:
+        return Finding("ok", subject, f"quorum queue {name!r} has no delivery limit")
+    default = " (the default of RabbitMQ 4)" if is_default else ""
+    said = f"quorum queue {name!r} has the delivery limit {limit}{default}"
+    if not dead_letters:
+        return Finding(
+            "error",
+            subject,
+            f"{said} and no dead-letter exchange: after so many returns the broker deletes a message, and a "
+            "worker that ends returns all that it had prefetched; give it one, for example: rabbitmqctl "
+            f"set_policy keep-{name} '^{name}$' "
+            """'{"dead-letter-exchange":"dlx"}' --apply-to queues, and bind a queue to that exchange""",
+        )
+    if limit < PARKED_AT:
+        return Finding(
+            "warning",
+            subject,
+            f"{said}, below {PARKED_AT}: messages that were only prefetched by restarting workers go to "
+            f"{dead_letters!r} before the worker can put them aside; set it to 20 or more",
+        )
+    return Finding("ok", subject, f"{said}; what exceeds it goes to {dead_letters!r}")
+
+
+def _dropped(subject: str, name: object, what: str, dead_letters: object) -> Finding:
+    said = f"queue {name!r} has a {what}"
+    if dead_letters:
+        return Finding("ok", subject, f"{said}; what it takes out goes to {dead_letters!r}")
+    return Finding("warning", subject, f"{said} and no dead-letter exchange: it deletes unprocessed messages")
+
+
+def _major(version: str) -> int:
+    head = version.partition(".")[0]
+    return int(head) if head.isdigit() else 0
+
+
+def _get(base: str, path: str, tls: ssl.SSLContext | None) -> dict[str, Any]:
+    parts = urlsplit(base)
+    host = parts.netloc.rpartition("@")[2]
+    request = urllib.request.Request(urlunsplit((parts.scheme, host, parts.path.rstrip("/") + path, "", "")))
+    user, password = unquote(parts.username or "guest"), unquote(parts.password or "guest")
+    request.add_header("Authorization", "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode())
+    with urllib.request.urlopen(request, timeout=5, context=tls) as response:
+        answer = json.load(response)
+    if not isinstance(answer, dict):
+        raise ValueError(f"{path} did not answer with an object")
+    return answer

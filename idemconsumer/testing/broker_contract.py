@@ -1,0 +1,263 @@
+"""What every broker adapter must do, as tests. Subclass `BrokerContract` and give it a `harness` fixture.
+
+```python
+class TestMyBroker(BrokerContract):
+    @pytest.fixture
+    async def harness(self, my_server):
+        return MyHarness(my_server)
+```
+
+It shows the rules that the worker relies on with any broker. What one broker alone must do is tested with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import pytest
+
+from idemconsumer._model import Subscription
+from idemconsumer.errors import BrokerUnavailable, SessionEnded
+from idemconsumer.ports import Bounds, Broker, Delivery, Outgoing, Session
+
+# Seconds that anything expected may take; a first Kafka join is the slowest.
+PATIENCE = 30.0
+WIDE = Bounds(lanes=4, group=8, room=100)
+
+
+class BrokerHarness(Protocol):
+    """How the suite gets at one broker."""
+
+    @property
+    def keeps_message_id(self) -> bool:
+        """Whether `Outgoing.key` arrives as `Message.message_id`."""
+        ...
+
+    @property
+    def names_are_free(self) -> bool:
+        """Whether any name can be consumed from and published to without being created."""
+        ...
+
+    def broker(self) -> Broker:
+        """A new client, which the suite closes."""
+        ...
+
+    async def destination(self) -> str:
+        """The name of a queue or topic that is new and empty."""
+        ...
+
+    def subscription(self, name: str) -> Subscription: ...
+
+
+@pytest.mark.asyncio
+class BrokerContract:
+    @pytest.fixture
+    async def broker(self, harness: BrokerHarness) -> AsyncIterator[Broker]:
+        broker = harness.broker()
+        yield broker
+        await broker.close()
+
+    async def test_a_settled_message_is_gone(self, broker: Broker, harness: BrokerHarness) -> None:
+        name = await harness.destination()
+        await broker.publish(name, [Outgoing(b"one"), Outgoing(b"two")])
+        async with consuming(broker, harness, name) as session:
+            deliveries = await arriving(session, 2)
+            assert sorted(bodies(deliveries)) == [b"one", b"two"]
+            await session.settle(deliveries)
+        assert await remaining(broker, harness, name) == []
+
+    async def test_an_unsettled_message_comes_again_after_its_session(
+        self, broker: Broker, harness: BrokerHarness
+    ) -> None:
+        name = await harness.destination()
+        await broker.publish(name, [Outgoing(b"settled")])
+        async with consuming(broker, harness, name) as session:
+            await session.settle(await arriving(session, 1))
+            await broker.publish(name, [Outgoing(b"held")])
+            await arriving(session, 1)
+        assert await remaining(broker, harness, name) == [b"held"]
+
+    async def test_messages_may_be_settled_out_of_order(self, broker: Broker, harness: BrokerHarness) -> None:
+        name = await harness.destination()
+        await broker.publish(name, [Outgoing(b"%02d" % number) for number in range(20)])
+        async with consuming(broker, harness, name) as session:
+            deliveries = await arriving(session, 20)
+            for delivery in [*deliveries[1::2], *reversed(deliveries[0::2])]:
+                await session.settle([delivery])
+        assert await remaining(broker, harness, name) == []
+
+    async def test_settling_twice_is_settling_once(self, broker: Broker, harness: BrokerHarness) -> None:
+        name = await harness.destination()
+        await broker.publish(name, [Outgoing(b"one"), Outgoing(b"two")])
+        async with consuming(broker, harness, name) as session:
+            first, second = await arriving(session, 2)
+            await session.settle([first])
+            await session.settle([first])
+            await session.settle([first, second])
+            await broker.publish(name, [Outgoing(b"three")])
+            assert bodies(await arriving(session, 1)) == [b"three"]
+        assert await remaining(broker, harness, name) == [b"three"]
+
+    async def test_a_released_message_comes_again(self, broker: Broker, harness: BrokerHarness) -> None:
+        name = await harness.destination()
+        await broker.publish(name, [Outgoing(b"first"), Outgoing(b"second")])
+        async with consuming(broker, harness, name) as session:
+            first, second = sorted(await arriving(session, 2), key=lambda delivery: delivery.message.body)
+            await session.stop_fetching()
+            await session.settle([first])
+            await session.release([second])
+        assert await remaining(broker, harness, name) == [b"second"]
+
+    async def test_a_session_is_idle_only_when_nothing_is_left_to_fetch(
+        self, broker: Broker, harness: BrokerHarness
+    ) -> None:
+        name = await harness.destination()
+        async with consuming(broker, harness, name, Bounds(lanes=1, group=1, room=1)) as session:
+            await until_idle(session)
+            await broker.publish(name, [Outgoing(b"%d" % number) for number in range(3)])
+            assert not await session.idle()
+            settled = 0
+            while settled < 3:
+                deliveries = await arriving(session, 1)
+                await session.settle(deliveries)
+                settled += len(deliveries)
+            await until_idle(session)
+
+    async def test_what_a_session_holds_does_not_keep_it_from_being_idle(
+        self, broker: Broker, harness: BrokerHarness
+    ) -> None:
+        name = await harness.destination()
+        await broker.publish(name, [Outgoing(b"held")])
+        async with consuming(broker, harness, name) as session:
+            assert bodies(await arriving(session, 1)) == [b"held"]
+            await until_idle(session)
+
+    async def test_a_draining_session_fetches_nothing_new_and_still_settles(
+        self, broker: Broker, harness: BrokerHarness
+    ) -> None:
+        name = await harness.destination()
+        await broker.publish(name, [Outgoing(b"running")])
+        async with consuming(broker, harness, name) as session:
+            running = await arriving(session, 1)
+            await session.stop_fetching()
+            await broker.publish(name, [Outgoing(b"new")])
+            assert not await session.fetch()
+            await session.settle(running)
+            assert not await session.fetch()
+        assert await remaining(broker, harness, name) == [b"new"]
+
+    async def test_settling_after_the_end_is_forgotten_quietly(self, broker: Broker, harness: BrokerHarness) -> None:
+        name = await harness.destination()
+        await broker.publish(name, [Outgoing(b"late")])
+        async with consuming(broker, harness, name) as session:
+            late = await arriving(session, 1)
+        assert all(delivery.epoch.ended for delivery in late)
+        await session.settle(late)
+        async with consuming(broker, harness, name) as another:
+            assert bodies(await arriving(another, 1)) == [b"late"]
+            await another.settle(late)
+        assert await remaining(broker, harness, name) == [b"late"]
+
+    async def test_no_more_than_the_bound_is_in_flight(self, broker: Broker, harness: BrokerHarness) -> None:
+        name = await harness.destination()
+        bounds = Bounds(lanes=2, group=2, room=1)
+        await broker.publish(name, [Outgoing(b"%02d" % number) for number in range(20)])
+        seen: set[bytes] = set()
+        async with consuming(broker, harness, name, bounds) as session:
+            while len(seen) < 20:
+                held = await arriving(session, min(bounds.in_flight, 20 - len(seen)))
+                held += await session.fetch()
+                assert len(held) <= bounds.in_flight
+                seen.update(bodies(held))
+                await session.settle(held)
+        assert await remaining(broker, harness, name) == []
+
+    async def test_a_message_arrives_as_it_was_published(self, broker: Broker, harness: BrokerHarness) -> None:
+        name = await harness.destination()
+        body = bytes(range(256)) * 5
+        headers = {"Idempotency-Key": "a-1", "empty": "", "text": "äöü €", "number": "007"}
+        await broker.publish(name, [Outgoing(body, headers, key="order-1"), Outgoing(b"")])
+        async with consuming(broker, harness, name) as session:
+            full, empty = sorted(await arriving(session, 2), key=lambda delivery: -len(delivery.message.body))
+            assert (full.message.body, empty.message.body) == (body, b"")
+            assert {header: full.message.headers[header] for header in headers} == headers
+            assert full.message.source == harness.subscription(name).source
+            assert full.message.position != empty.message.position
+            if harness.keeps_message_id:
+                assert full.message.message_id == "order-1"
+            await session.settle([full, empty])
+
+    async def test_a_missing_destination_is_named(self, broker: Broker, harness: BrokerHarness) -> None:
+        if harness.names_are_free:
+            pytest.skip("this broker creates what is named")
+        with pytest.raises(BrokerUnavailable, match="nobody-made-this"):
+            await broker.open([harness.subscription("nobody-made-this")], WIDE)
+        with pytest.raises(BrokerUnavailable, match="nobody-made-this"):
+            await broker.publish("nobody-made-this", [Outgoing(b"lost?")])
+        findings = await broker.check(harness.subscription("nobody-made-this"))
+        assert any(found.level == "error" and "nobody-made-this" in found.text for found in findings)
+
+    async def test_a_closed_session_ends_the_fetch_that_waits(self, broker: Broker, harness: BrokerHarness) -> None:
+        session = await broker.open([harness.subscription(await harness.destination())], WIDE)
+
+        async def fetching() -> None:
+            while True:
+                await session.fetch()
+
+        task = asyncio.create_task(fetching())
+        await asyncio.sleep(0)
+        await session.close()
+        with pytest.raises(SessionEnded):
+            await asyncio.wait_for(task, PATIENCE)
+        with pytest.raises(SessionEnded):
+            await session.fetch()
+
+    async def test_a_healthy_destination_has_no_errors(self, broker: Broker, harness: BrokerHarness) -> None:
+        findings = await broker.check(harness.subscription(await harness.destination()))
+        assert findings
+        assert [found for found in findings if found.level == "error"] == []
+
+
+# ---------------------------------------------------------------------------- also for an adapter's own tests
+@asynccontextmanager
+async def consuming(broker: Broker, harness: BrokerHarness, name: str, bounds: Bounds = WIDE) -> AsyncIterator[Session]:
+    """A session on `name`, closed at the end."""
+    session = await broker.open([harness.subscription(name)], bounds)
+    try:
+        yield session
+    finally:
+        await session.close()
+
+
+async def arriving(session: Session, count: int) -> list[Delivery]:
+    """Fetch until `count` deliveries are there, or fail."""
+    deliveries: list[Delivery] = []
+    deadline = time.monotonic() + PATIENCE
+    while len(deliveries) < count:
+        assert time.monotonic() < deadline, f"{len(deliveries)} of {count} arrived in {PATIENCE:.0f} s"
+        deliveries += await session.fetch()
+    return deliveries
+
+
+async def until_idle(session: Session) -> list[Delivery]:
+    """Fetch until the session says that it is idle; returns what came."""
+    deliveries: list[Delivery] = []
+    deadline = time.monotonic() + PATIENCE
+    while not await session.idle():
+        assert time.monotonic() < deadline, f"not idle after {PATIENCE:.0f} s"
+        deliveries += await session.fetch()
+    return deliveries
+
+
+async def remaining(broker: Broker, harness: BrokerHarness, name: str) -> list[bytes]:
+    """The bodies that a new session would still be given."""
+    async with consuming(broker, harness, name) as session:
+        return sorted(bodies(await until_idle(session)))
+
+
+def bodies(deliveries: Sequence[Delivery]) -> list[bytes]:
+    return [delivery.message.body for delivery in deliveries]

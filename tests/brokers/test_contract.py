@@ -1,0 +1,132 @@
+"""Every broker passes the one suite that ships with the library."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Protocol
+from uuid import uuid4
+
+import aio_pika
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from idemconsumer._model import Subscription
+from idemconsumer.brokers.kafka import KafkaBroker
+from idemconsumer.brokers.memory import MemoryBroker
+from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.brokers.rabbitmq import RabbitmqBroker
+from idemconsumer.ports import Broker
+from idemconsumer.settings import Settings
+from idemconsumer.stores.migrations import migrate
+
+pytest.register_assert_rewrite("idemconsumer.testing.broker_contract")
+
+from idemconsumer.testing.broker_contract import BrokerContract, BrokerHarness  # noqa: E402
+
+
+class Server(Protocol):
+    @property
+    def address(self) -> str: ...
+
+
+class _Harness:
+    scheme = ""
+    keeps_message_id = True
+    names_are_free = True
+
+    async def destination(self) -> str:
+        return f"contract-{uuid4().hex}"
+
+    def subscription(self, name: str) -> Subscription:
+        return Subscription(f"{self.scheme}:{name}", "handler", f"group-of-{name}")
+
+
+class MemoryHarness(_Harness):
+    scheme = "memory"
+
+    def broker(self) -> Broker:
+        return MemoryBroker()
+
+
+class PostgresHarness(_Harness):
+    scheme = "postgres"
+
+    def __init__(self, dsn: str) -> None:
+        self._settings = Settings(dsn=dsn)
+        migrate(dsn, self._settings.schema)
+
+    def broker(self) -> Broker:
+        return PostgresBroker(self._settings)
+
+
+class KafkaHarness(_Harness):
+    scheme = "kafka"
+    keeps_message_id = False
+    names_are_free = False
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def broker(self) -> Broker:
+        return KafkaBroker(Settings(kafka=self._address))
+
+    async def destination(self) -> str:
+        name = await super().destination()
+        admin = AIOKafkaAdminClient(bootstrap_servers=self._address)
+        await admin.start()
+        try:
+            answer = await admin.create_topics([NewTopic(name, 2, 1)])
+            assert answer.topic_errors[0][1] == 0, answer
+        finally:
+            await admin.close()
+        return name
+
+
+class RabbitmqHarness(_Harness):
+    scheme = "rabbitmq"
+    names_are_free = False
+
+    def __init__(self, address: str, queue_type: str, stack: AsyncExitStack) -> None:
+        self._address = address
+        self._queue_type = queue_type
+        self._stack = stack
+
+    def broker(self) -> Broker:
+        return RabbitmqBroker(Settings(rabbitmq=self._address))
+
+    async def destination(self) -> str:
+        name = await super().destination()
+        async with await aio_pika.connect(self._address) as connection, connection.channel() as channel:
+            await channel.declare_queue(name, durable=True, arguments={"x-queue-type": self._queue_type})
+        self._stack.push_async_callback(self._delete, name)
+        return name
+
+    async def _delete(self, name: str) -> None:
+        async with await aio_pika.connect(self._address) as connection, connection.channel() as channel:
+            await channel.queue_delete(name)
+
+
+class TestMemory(BrokerContract):
+    @pytest.fixture
+    def harness(self) -> BrokerHarness:
+        return MemoryHarness()
+
+
+class TestPostgres(BrokerContract):
+    @pytest.fixture
+    def harness(self, database: str) -> BrokerHarness:
+        return PostgresHarness(database)
+
+
+class TestKafka(BrokerContract):
+    @pytest.fixture
+    def harness(self, kafka: Server) -> BrokerHarness:
+        return KafkaHarness(kafka.address)
+
+
+class TestRabbitmq(BrokerContract):
+    @pytest.fixture(params=["quorum", "classic"])
+    async def harness(self, request: pytest.FixtureRequest, rabbitmq: Server) -> AsyncIterator[BrokerHarness]:
+        async with AsyncExitStack() as stack:
+            yield RabbitmqHarness(rabbitmq.address, request.param, stack)

@@ -1,0 +1,607 @@
+"""The RabbitMQ adapter against a real node: sessions that end, acks that must not, publishes, limits, TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import aio_pika
+import aiormq.channel
+import pytest
+from aio_pika.abc import AbstractChannel
+from aiormq.abc import DeliveredMessage
+from pamqp.commands import Basic
+from pamqp.header import ContentHeader
+
+from idemconsumer._model import Subscription
+from idemconsumer.brokers import _rabbitmq_link, rabbitmq
+from idemconsumer.brokers._rabbitmq_limits import limits
+from idemconsumer.brokers._rabbitmq_session import RabbitmqSession, delivery_of
+from idemconsumer.brokers.rabbitmq import RabbitmqBroker
+from idemconsumer.embedded import free_port
+from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
+from idemconsumer.ports import Bounds, Epoch, Outgoing
+from idemconsumer.settings import Settings
+from idemconsumer.testing.broker_contract import WIDE, arriving, bodies, until_idle
+from tests.conftest import PrivateRabbitMQ
+from tests.servers.rabbitmq import RabbitMQ
+
+
+class Node:
+    """The module's RabbitMQ, with what tests ask of it besides consuming."""
+
+    def __init__(self, server: RabbitMQ, tls_port: int, certificates: Certificates) -> None:
+        self.server = server
+        self.certificates = certificates
+        self.tls_address = f"amqps://guest:guest@127.0.0.1:{tls_port}/"
+        self.settings = Settings(rabbitmq=server.address, rabbitmq_management=server.management)
+
+    @contextlib.asynccontextmanager
+    async def channel(self) -> AsyncIterator[AbstractChannel]:
+        async with await aio_pika.connect(self.server.address) as connection, connection.channel() as channel:
+            yield channel
+
+    async def queue(self, **arguments: Any) -> str:
+        """A new durable queue, quorum unless `type` says otherwise; `x_y` is the argument `x-y`."""
+        name = f"test-{uuid4().hex}"
+        arguments.setdefault("type", "quorum")
+        arguments["x_queue_type"] = arguments.pop("type")
+        async with self.channel() as channel:
+            named = {argument.replace("_", "-"): value for argument, value in arguments.items()}
+            await channel.declare_queue(name, durable=True, arguments=named)
+        return name
+
+    async def ctl(self, *arguments: str) -> str:
+        return await asyncio.to_thread(self.server.ctl, *arguments)
+
+    async def has(self, name: str, *, ready: int, unacked: int) -> bool:
+        """Whether the broker counts so. Quorum queues are counted every five seconds, classic ones at once."""
+        columns = ("name", "messages_ready", "messages_unacknowledged")
+        rows = json.loads(await self.ctl("list_queues", "-q", "--formatter=json", *columns))
+        (row,) = [row for row in rows if row["name"] == name]
+        return bool((row["messages_ready"], row["messages_unacknowledged"]) == (ready, unacked))
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """An authority, and one certificate of it that serves both sides; PEM files."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+
+def certificates(folder: Path) -> Certificates:
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    extensions = ("subjectAltName=IP:127.0.0.1", "authorityKeyIdentifier=keyid", "basicConstraints=CA:FALSE")
+    (folder / "leaf.ext").write_text("\n".join(extensions))
+    new = ("req", "-newkey", "rsa:2048", "-nodes", "-keyout")
+    openssl(
+        *new, "ca.key", "-x509", "-days", "2", "-subj", "/CN=tests", "-out", "ca.pem",
+        "-addext", "keyUsage=critical,keyCertSign",
+    )  # fmt: skip
+    openssl(*new, "leaf.key", "-subj", "/CN=leaf", "-out", "leaf.csr")
+    openssl(
+        "x509", "-req", "-in", "leaf.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
+        "-days", "2", "-extfile", "leaf.ext", "-out", "leaf.pem",
+    )  # fmt: skip
+    return Certificates(folder / "ca.pem", folder / "leaf.pem", folder / "leaf.key")
+
+
+@pytest.fixture(scope="module")
+def node(private_rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) -> Node:
+    made, port = certificates(tmp_path_factory.mktemp("tls")), free_port()
+    server = private_rabbitmq(
+        config={
+            "listeners.ssl.1": f"127.0.0.1:{port}",
+            "ssl_options.cacertfile": str(made.authority),
+            "ssl_options.certfile": str(made.certificate),
+            "ssl_options.keyfile": str(made.key),
+            "ssl_options.verify": "verify_peer",
+            "ssl_options.fail_if_no_peer_cert": "true",
+        }
+    )
+    return Node(server, port, made)
+
+
+@pytest.fixture
+async def broker(node: Node) -> AsyncIterator[RabbitmqBroker]:
+    broker = RabbitmqBroker(node.settings)
+    yield broker
+    await broker.close()
+
+
+def subscribed(name: str) -> Subscription:
+    return Subscription(f"rabbitmq:{name}", "handler", "group")
+
+
+@contextlib.asynccontextmanager
+async def consuming(broker: RabbitmqBroker, name: str, bounds: Bounds = WIDE) -> AsyncIterator[RabbitmqSession]:
+    session = await broker.open([subscribed(name)], bounds)
+    try:
+        yield session
+    finally:
+        await session.close()
+
+
+async def remaining(broker: RabbitmqBroker, name: str) -> list[bytes]:
+    async with consuming(broker, name, Bounds(lanes=1, group=1)) as session:
+        return sorted(bodies(await until_idle(session)))
+
+
+async def ended(session: RabbitmqSession, within: float = 10.0) -> str:
+    """Fetch until the session ends; returns what it says."""
+    async with asyncio.timeout(within):
+        while True:
+            try:
+                await session.fetch()
+            except SessionEnded as error:
+                return str(error)
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]], within: float = 15.0) -> None:
+    deadline = time.monotonic() + within
+    while not await holds():
+        assert time.monotonic() < deadline, f"not so within {within:.0f} s"
+
+
+async def opening(broker: RabbitmqBroker, name: str) -> None:
+    """Try until a session can be had, as a worker does: a queue may be up later than its node."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BrokerUnavailable):
+            async with consuming(broker, name):
+                return
+    raise AssertionError(f"{name} cannot be consumed")
+
+
+def numbered(count: int) -> list[Outgoing]:
+    return [Outgoing(b"%04d" % number, key=str(number)) for number in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------- acknowledgements
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+async def test_only_what_was_settled_is_acked(node: Node, broker: RabbitmqBroker, queue_type: str) -> None:
+    name = await node.queue(type=queue_type)
+    await broker.publish(name, numbered(6))
+    async with consuming(broker, name) as session:
+        one, two, three, four, five, _six = await arriving(session, 6)
+        await session.settle([two, five])
+        await session.settle([four])
+        await session.settle([one])
+        await until_idle(session)  # the channel lives: no ack named a tag that was not outstanding
+        await eventually(lambda: node.has(name, ready=0, unacked=2))
+        assert bodies([three]) == [b"0002"]
+    assert await remaining(broker, name) == [b"0002", b"0005"]
+
+
+async def test_acks_of_many_lanes_never_overtake_each_other(node: Node, broker: RabbitmqBroker) -> None:
+    name = await node.queue()
+    await broker.publish(name, numbered(1_000))
+    async with consuming(broker, name, Bounds(lanes=8, group=32, room=1_000)) as session:
+        deliveries = await arriving(session, 1_000)
+        random.Random(7).shuffle(deliveries)
+        groups = [deliveries[start : start + 3] for start in range(0, 999, 3)]
+        await asyncio.gather(*(session.settle(group) for group in groups))
+        await until_idle(session)
+        assert await session.idle()
+    assert await remaining(broker, name) == bodies(deliveries[999:])
+
+
+async def test_a_cancelled_settle_is_made_up_for_by_the_next(node: Node, broker: RabbitmqBroker) -> None:
+    name = await node.queue()
+    await broker.publish(name, numbered(3))
+    async with consuming(broker, name) as session:
+        first, second, third = await arriving(session, 3)
+        async with session._sending:  # as if another lane were sending
+            waiting = asyncio.create_task(session.settle([first, second]))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await session.settle([third])
+    assert await remaining(broker, name) == []
+
+
+async def test_tags_of_a_former_session_ack_nothing_in_the_next(node: Node, broker: RabbitmqBroker) -> None:
+    name = await node.queue()
+    await broker.publish(name, numbered(2))
+    async with consuming(broker, name) as former:
+        old = await arriving(former, 2)
+    async with consuming(broker, name) as session:
+        await arriving(session, 2)
+        await session.settle(old)
+        await former.settle(old)
+        await until_idle(session)
+    assert len(await remaining(broker, name)) == 2
+
+
+async def test_single_acks_reach_a_quorum_queue_before_the_channel_closes(node: Node, broker: RabbitmqBroker) -> None:
+    for _ in range(3):
+        name = await node.queue()
+        await broker.publish(name, numbered(1_000))
+        async with consuming(broker, name, Bounds(lanes=8, group=32)) as session:
+            held, *finished = await arriving(session, 1_000)
+            await session.settle(finished)
+        assert await remaining(broker, name) == bodies([held])
+
+
+# ------------------------------------------------------------------------------------------------- counts and limits
+async def test_nothing_is_ever_nacked_so_holding_costs_no_delivery(
+    node: Node, broker: RabbitmqBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("a nack counts against the delivery limit")
+
+    for method in ("basic_nack", "basic_reject", "basic_recover"):
+        monkeypatch.setattr(aiormq.channel.Channel, method, forbidden)
+    name = await node.queue(x_delivery_limit=2)
+    await broker.publish(name, numbered(2))
+    async with consuming(broker, name) as session:
+        held, released = await arriving(session, 2)
+        assert (held.suspect, held.count) == (False, 1)
+        await broker.publish(name, numbered(50))
+        await session.settle(await arriving(session, 50))
+        await session.release([released])
+        assert not await until_idle(session)
+    async with consuming(broker, name) as session:
+        for delivery in await arriving(session, 2):
+            assert (delivery.suspect, delivery.count) == (True, 2)
+        await session.settle([held, released])
+    async with consuming(broker, name) as session:
+        assert [delivery.count for delivery in await arriving(session, 2)] == [3, 3]
+
+
+async def test_a_classic_queue_says_only_that_it_was_delivered_before(node: Node, broker: RabbitmqBroker) -> None:
+    name = await node.queue(type="classic")
+    await broker.publish(name, numbered(1))
+    for expected in ((False, 1), (True, 2), (True, 2)):
+        async with consuming(broker, name) as session:
+            (delivery,) = await arriving(session, 1)
+            assert (delivery.suspect, delivery.count) == expected
+
+
+def test_a_count_from_another_queue_is_not_believed_on_a_first_delivery() -> None:
+    header = ContentHeader(properties=Basic.Properties(headers={"x-delivery-count": 17}))
+    first = Basic.Deliver(consumer_tag="c", delivery_tag=1, redelivered=False, exchange="", routing_key="q")
+    delivery = delivery_of(DeliveredMessage(first, header, b"", None), "q", Epoch())  # type: ignore[arg-type]
+    assert (delivery.suspect, delivery.count) == (True, 1)
+
+
+async def test_a_prefetch_beyond_what_amqp_can_carry_is_cut(node: Node, broker: RabbitmqBroker) -> None:
+    name = await node.queue()
+    async with consuming(broker, name, Bounds(lanes=64, group=128, room=100_000)) as session:
+        await broker.publish(name, numbered(1))
+        assert len(await arriving(session, 1)) == 1
+
+
+async def test_headers_of_every_amqp_type_arrive_as_text_or_bytes(node: Node, broker: RabbitmqBroker) -> None:
+    name = await node.queue()
+    headers: Any = {"text": "ü", "number": 42, "yes": True, "table": {"a": [1, "b"]}, "raw": bytearray(b"\xff\x00")}
+    async with node.channel() as channel:
+        message = aio_pika.Message(b"{}", headers=headers, content_type="application/json")
+        await channel.default_exchange.publish(message, name)
+    async with consuming(broker, name) as session:
+        (delivery,) = await arriving(session, 1)
+    assert delivery.message.headers == {
+        "text": "ü", "number": "42", "yes": "true", "table": '{"a":[1,"b"]}', "raw": b"\xff\x00",
+    }  # fmt: skip
+    assert delivery.message.position == f"{name}#{delivery.message.message_id}"
+
+
+# ------------------------------------------------------------------------------------------------- sessions that end
+async def test_a_deleted_queue_ends_the_session(node: Node, broker: RabbitmqBroker) -> None:
+    name = await node.queue()
+    await broker.publish(name, numbered(1))
+    async with consuming(broker, name) as session:
+        (delivery,) = await arriving(session, 1)
+        async with node.channel() as channel:
+            await channel.queue_delete(name)
+        assert "was the queue deleted?" in await ended(session)
+        assert delivery.epoch.ended
+        await session.settle([delivery])
+        assert not await session.idle()
+    with pytest.raises(BrokerUnavailable, match=rf"has no queue '{name}'.*create it"):
+        await broker.open([subscribed(name)], WIDE)
+
+
+async def test_a_closed_connection_ends_the_session_and_the_next_one_works(
+    node: Node, broker: RabbitmqBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = await node.queue()
+    await broker.publish(name, numbered(3))
+    async with consuming(broker, name) as session:
+        first, *held = await arriving(session, 3)
+        await session.settle([first])
+        await node.ctl("close_all_connections", "the test wants it")
+        assert "the test wants it" in await ended(session)
+        await session.settle(held)
+        await session.stop_fetching()
+    async with consuming(broker, name) as session:
+        again = await arriving(session, 2)
+        assert bodies(again) == [b"0001", b"0002"]
+        assert all(delivery.suspect for delivery in again)
+        await session.settle(again)
+    await broker.publish(name, numbered(1))  # its connection was closed as well
+    assert await remaining(broker, name) == [b"0000"]
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.kill
+async def test_a_killed_broker_ends_the_session_and_loses_nothing(node: Node, broker: RabbitmqBroker) -> None:
+    names = [await node.queue(), await node.queue(type="classic")]
+    for name in names:
+        await broker.publish(name, numbered(20))
+    async with consuming(broker, names[0]) as session:
+        held = await arriving(session, 20)
+        # RabbitMQ 3 knows a quorum queue again only by a table that it writes out half a second later.
+        await node.ctl("eval", "[dets:sync(Table) || Table <- dets:all()].")
+        node.server.kill()
+        assert "connection lost" in await ended(session)
+        await session.settle(held)
+        with pytest.raises(BrokerUnavailable, match="cannot connect"):
+            await broker.open([subscribed(names[0])], WIDE)
+        with pytest.raises(BrokerUnavailable):
+            await broker.publish(names[0], numbered(1))
+        (finding,) = await broker.check(subscribed(names[0]))
+        assert (finding.level, "cannot connect" in finding.text) == ("error", True)
+    await asyncio.to_thread(node.server.start)
+    for name in names:
+        await opening(broker, name)
+        async with consuming(broker, name) as session:
+            await session.settle(await arriving(session, 20))
+        await broker.publish(name, numbered(1))
+
+
+async def test_a_connection_that_falls_silent_ends_the_session(node: Node) -> None:
+    """No FIN, no RST: only the missing heartbeats tell."""
+    silent = asyncio.Event()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65_536):
+                if not silent.is_set():
+                    writer.write(data)
+
+    pumps: list[asyncio.Task[None]] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", node.server.port)
+        pumps.append(asyncio.create_task(pump(reader, far_writer)))
+        pumps.append(asyncio.create_task(pump(far_reader, writer)))
+
+    proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = proxy.sockets[0].getsockname()[1]
+    broker = RabbitmqBroker(Settings(rabbitmq=f"amqp://guest:guest@127.0.0.1:{port}/?heartbeat=1"))
+    name = await node.queue()
+    try:
+        await broker.publish(name, numbered(1))
+        async with consuming(broker, name) as session:
+            held = await arriving(session, 1)
+            silent.set()
+            await session.settle(held)
+            await ended(session, within=15.0)
+    finally:
+        await broker.close()
+        proxy.close()
+        for task in pumps:
+            task.cancel()
+
+
+async def test_a_drained_session_leaves_nothing_unacked(node: Node, broker: RabbitmqBroker) -> None:
+    name = await node.queue(type="classic")
+    await broker.publish(name, numbered(300))
+    async with consuming(broker, name, Bounds(lanes=4, group=32, room=72)) as session:
+        running = (await arriving(session, 100))[:100]
+        await session.stop_fetching()
+        assert not await session.fetch()
+        await session.settle(running)
+    assert await node.has(name, ready=200, unacked=0)
+    assert len(await remaining(broker, name)) == 200
+
+
+async def test_a_draining_session_leaves_new_messages_to_others(node: Node, broker: RabbitmqBroker) -> None:
+    name = await node.queue()
+    async with consuming(broker, name) as draining:
+        await draining.stop_fetching()
+        async with consuming(broker, name) as other:
+            await broker.publish(name, numbered(10))
+            assert len(await arriving(other, 10)) == 10
+
+
+async def test_closing_is_bounded_when_the_broker_does_not_answer(
+    node: Node, broker: RabbitmqBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = await node.queue()
+    session = await broker.open([subscribed(name)], WIDE)
+    monkeypatch.setattr(_rabbitmq_link, "FAREWELL", 0.2)
+
+    async def silent(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session._channel, "close", silent)
+        async with asyncio.timeout(5):
+            await session.close()
+    with pytest.raises(SessionEnded, match="closed"):
+        await session.fetch()
+
+
+# ------------------------------------------------------------------------------------------------------ publishing
+async def test_consuming_goes_on_while_publishers_are_blocked(node: Node, broker: RabbitmqBroker) -> None:
+    name, target = await node.queue(), await node.queue()
+    await broker.publish(name, numbered(20))
+    async with consuming(broker, name) as session:
+        try:
+            await node.ctl("set_vm_memory_high_watermark", "0")
+            publishing = asyncio.create_task(broker.publish(target, numbered(1)))
+            await session.settle(await arriving(session, 20))
+            await until_idle(session)
+
+            await eventually(lambda: node.has(name, ready=0, unacked=0))
+            assert not publishing.done()
+        finally:
+            await node.ctl("set_vm_memory_high_watermark", "0.4")
+        await publishing
+    assert await remaining(broker, target) == [b"0000"]
+
+
+async def test_an_unconfirmed_publish_says_that_there_may_be_an_alarm(
+    node: Node, broker: RabbitmqBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rabbitmq, "CONFIRM", 1.0)
+    name = await node.queue()
+    await broker.publish(name, numbered(1))
+    try:
+        await node.ctl("set_vm_memory_high_watermark", "0")
+        with pytest.raises(BrokerUnavailable, match=f"{name}.*alarm"):
+            await broker.publish(name, numbered(1))
+    finally:
+        await node.ctl("set_vm_memory_high_watermark", "0.4")
+    await broker.publish(name, numbered(1))
+
+
+async def test_a_publish_that_a_queue_refuses_is_an_error(node: Node, broker: RabbitmqBroker) -> None:
+    name = await node.queue(type="classic", x_max_length=1, x_overflow="reject-publish")
+    with pytest.raises(BrokerUnavailable, match=name):
+        await broker.publish(name, numbered(3))
+
+
+async def test_one_id_to_two_queues_at_once_never_hides_a_missing_queue(node: Node, broker: RabbitmqBroker) -> None:
+    """The client finds a returned message by its id alone: it would fail the other publish, and confirm this one."""
+    name = await node.queue()
+    same = [Outgoing(b"x", key="same")]
+    for _ in range(5):
+        for queues in ((name, "nobody-made-this"), ("nobody-made-this", name)):
+            sent = (broker.publish(queue, same) for queue in queues)
+            answers = dict(zip(queues, await asyncio.gather(*sent, return_exceptions=True), strict=True))
+            assert answers[name] is None
+            assert isinstance(answers["nobody-made-this"], BrokerUnavailable)
+
+
+async def test_messages_are_published_in_order(node: Node, broker: RabbitmqBroker) -> None:
+    name = await node.queue()
+    await broker.publish(name, numbered(200))
+    async with consuming(broker, name, Bounds(lanes=8, group=32)) as session:
+        assert bodies(await arriving(session, 200)) == [message.body for message in numbered(200)]
+
+
+# --------------------------------------------------------------------------------------------------- check, settings
+async def test_check_fails_on_a_delivery_limit_without_a_dead_letter_exchange(
+    node: Node, broker: RabbitmqBroker
+) -> None:
+    name = await node.queue(x_delivery_limit=20)
+    errors = [found.text for found in await broker.check(subscribed(name)) if found.level == "error"]
+    assert len(errors) == 1
+    assert "delivery limit 20 and no dead-letter exchange" in errors[0]
+    assert "rabbitmqctl set_policy" in errors[0]
+    await node.ctl("set_policy", f"keep-{name}", f"^{name}$", '{"dead-letter-exchange":"dlx"}')
+
+    async def content() -> bool:  # a policy takes a moment to be applied
+        return all(found.level == "ok" for found in await broker.check(subscribed(name)))
+
+    await eventually(content)
+
+
+async def test_check_says_when_it_cannot_read_limits(node: Node) -> None:
+    name = await node.queue()
+    for management in (None, "http://guest:wrong@127.0.0.1:1", f"{node.server.management}/nowhere"):
+        broker = RabbitmqBroker(Settings(rabbitmq=node.server.address, rabbitmq_management=management))
+        reachable, unread = await broker.check(subscribed(name))
+        assert (reachable.level, unread.level) == ("ok", "warning")
+        assert name in unread.text
+
+
+@pytest.mark.parametrize(
+    ("queue", "version", "level", "text"),
+    [
+        ({"type": "quorum"}, "3.13.7", "ok", "no delivery limit"),
+        ({"type": "quorum"}, "4.1.0", "error", "limit 20 (the default of RabbitMQ 4)"),
+        ({"type": "quorum", "arguments": {"x-delivery-limit": -1}}, "4.1.0", "ok", "no delivery limit"),
+        ({"type": "quorum", "arguments": {"x-dead-letter-exchange": "dlx"}}, "4.1.0", "ok", "goes to 'dlx'"),
+        (
+            {
+                "type": "quorum",
+                "arguments": {"x-delivery-limit": 30},
+                "effective_policy_definition": {"delivery-limit": 5, "dead-letter-exchange": "dlx"},
+            },
+            "4.1.0",
+            "warning",
+            "limit 5, below 15",
+        ),
+        ({"type": "classic", "effective_policy_definition": []}, "3.10.8", "ok", "no limit"),
+        ({"type": "classic", "arguments": {"x-message-ttl": 5}}, "3.10.8", "warning", "message TTL"),
+        ({"type": "classic", "arguments": {"x-max-length": 5}}, "3.10.8", "warning", "drop-head"),
+        (
+            {"type": "classic", "arguments": {"x-max-length": 5, "x-overflow": "reject-publish"}},
+            "3.10.8",
+            "ok",
+            "no limit",
+        ),
+        ({"type": "classic", "durable": False}, "3.10.8", "warning", "not durable"),
+        ({"type": "stream"}, "3.10.8", "error", "stream"),
+    ],
+)
+def test_limits_that_lose_messages_are_found(queue: dict[str, Any], version: str, level: str, text: str) -> None:
+    (found,) = limits("rabbitmq:orders", {"name": "orders", **queue}, version)
+    assert found.level == level
+    assert text in found.text
+
+
+async def test_tls_with_a_client_certificate(node: Node) -> None:
+    name, made = await node.queue(), node.certificates
+    settings = Settings(
+        rabbitmq=node.tls_address,
+        rabbitmq_ca_file=str(made.authority),
+        rabbitmq_cert_file=str(made.certificate),
+        rabbitmq_key_file=str(made.key),
+    )
+    broker = RabbitmqBroker(settings)
+    try:
+        await broker.publish(name, numbered(1))
+        async with consuming(broker, name) as session:
+            await session.settle(await arriving(session, 1))
+    finally:
+        await broker.close()
+
+
+async def test_tls_refuses_a_server_that_nobody_vouches_for(node: Node) -> None:
+    with pytest.raises(BrokerUnavailable, match=r"(?i)certificate verify failed"):
+        await RabbitmqBroker(Settings(rabbitmq=node.tls_address)).open([subscribed("any")], WIDE)
+
+
+async def test_tls_without_the_client_certificate_is_refused_by_the_server(node: Node) -> None:
+    settings = Settings(rabbitmq=node.tls_address, rabbitmq_ca_file=str(node.certificates.authority))
+    with pytest.raises(BrokerUnavailable):
+        await RabbitmqBroker(settings).open([subscribed("any")], WIDE)
+
+
+async def test_a_wrong_password_is_unavailable_and_the_password_is_not_said(node: Node) -> None:
+    address = node.server.address.replace("guest:guest", "guest:hunter2")
+    with pytest.raises(BrokerUnavailable, match="cannot connect") as caught:
+        await RabbitmqBroker(Settings(rabbitmq=address)).open([subscribed("any")], WIDE)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (Settings(), "IDEMCONSUMER_RABBITMQ=amqp://"),
+        (Settings(rabbitmq="localhost:5672"), "amqp://user:password@host"),
+        (Settings(rabbitmq="amqps://h/", rabbitmq_ca_file="/no/such.pem"), "/no/such.pem"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_once(settings: Settings, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        RabbitmqBroker(settings)
