@@ -242,8 +242,6 @@ class Engine:
             claims.check()
             result = codecs.encode(value)
         except Exception as error:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise asyncio.CancelledError from error  # made of our cancellation, which is never a failure
             cause = claims.diagnose(error)
             if isinstance(cause, StoreUnavailable | Contention):
                 raise cause from error
@@ -411,7 +409,7 @@ class Engine:
         )
         kind = OutcomeKind.CONFLICT if reason == "conflict" else OutcomeKind.DEAD
         state = State.DEAD if claim is not None else None
-        return Outcome(kind, state=state, attempt=work.attempt, reason=reason, error=error)
+        return Outcome(kind, state=state, attempt=max(1, work.attempts), reason=reason, error=error)
 
     async def _finally(self, work: Work, write: Callable[[], Awaitable[Record | None]]) -> Outcome | None:
         """A commit of the engine's own, made again while its answer is unknown. None: written as wanted."""

@@ -14,8 +14,19 @@ ORIGIN: Final = "idemconsumer-origin"
 
 
 def encode(headers: Mapping[str, str | bytes]) -> bytes:
-    """As a JSON object; values that are not text as {"base64": …}."""
-    return msgspec.json.encode({n: v if isinstance(v, str) else {"base64": v} for n, v in headers.items()})
+    """As a JSON object; values that are not text, or none that jsonb takes, as {"base64": …}. Takes any headers."""
+    return msgspec.json.encode(
+        {
+            name if _storable(name) else repr(name): value
+            if isinstance(value, str) and _storable(value)
+            else {"base64": value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value}
+            for name, value in headers.items()
+        }
+    )
+
+
+def _storable(text: str) -> bool:
+    return "\0" not in text and (text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text))
 
 
 def decode(encoded: bytes) -> dict[str, str | bytes]:

@@ -317,7 +317,7 @@ class Broker(Protocol):
 
 # --------------------------------------------------------------------------------------------------------- who watches
 class Observer(Protocol):
-    """Told of every named point, once a group. It may not decide anything: exceptions of an observer are fatal."""
+    """Told of every named point, once a group. It decides nothing and must not raise."""
 
     def at(self, point: Point, handler: str, keys: Sequence[bytes]) -> None: ...
 

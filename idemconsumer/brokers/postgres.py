@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import psycopg
@@ -31,10 +31,11 @@ _TIMEOUT: Final = 10.0  # of any single statement of the session
 _CHANNEL: Final = "idemconsumer_queue"
 
 
-async def enqueue(connection: Connection, schema: str, name: str, messages: Iterable[Outgoing]) -> None:
+async def enqueue(connection: Connection, schema: str, name: str, messages: Sequence[Outgoing]) -> None:
     """Insert into the queue on this connection, in whatever transaction is open there."""
     query = load(schema)["enqueue"]
-    async with connection.pipeline():
+    # A pipeline in a transaction that stays open disarms its idle time-out; publish(tx=) sends one message.
+    async with connection.pipeline() if len(messages) > 1 else contextlib.nullcontext():
         for message in messages:
             headers = _headers.encode(message.headers).decode()
             await connection.execute(

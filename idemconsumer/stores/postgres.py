@@ -129,7 +129,7 @@ class PostgresStore:
         """One statement that touches no record, in a transaction of its own."""
         try:
             async with connection.pipeline():
-                await connection.execute("SET TRANSACTION READ WRITE")
+                await connection.execute(self._queries["begin"])
                 cursor = await connection.execute(self._queries[name], params)
                 await connection.execute("COMMIT")
             return await cursor.fetchall() if cursor.description else []
@@ -203,10 +203,15 @@ class PostgresClaims:
         self._tx: PostgresTx | None = None
 
     async def _begin(self) -> None:
+        if self._token:
+            return
         self._token = secrets.token_hex(8)
-        await self._connection.execute("SET TRANSACTION READ WRITE")
         lock_timeout = _GROUP_LOCK_TIMEOUT if self._group > 1 else _LOCK_TIMEOUT
-        await self._connection.execute(self._queries["open"], {"token": self._token, "lock_timeout": lock_timeout})
+        # Bound by the client, so that BEGIN and the mark are one message. No pipeline: psycopg ends one with a Flush
+        # after its Sync, which makes the server forget idle_in_transaction_session_timeout (J6).
+        cursor = psycopg.AsyncClientCursor(self._connection)
+        begin = self._queries["begin"] + b"; " + self._queries["open"]
+        await cursor.execute(begin, {"token": self._token, "lock_timeout": lock_timeout})
 
     async def claim(self, claims: Sequence[Claim], *, state: State = State.COMPLETED) -> list[Found]:
         scopes = await self._store._scope_ids(self._connection, claims)
@@ -219,9 +224,8 @@ class PostgresClaims:
             "state": int(state),
         }
         try:
-            async with self._connection.pipeline():
-                await self._begin()
-                cursor = await self._connection.execute(self._queries["claim"], params)
+            await self._begin()
+            cursor = await self._connection.execute(self._queries["claim"], params)
             claimed = {row[0] for row in await cursor.fetchall()}
             found: dict[bytes, Record] = {}
             if missing := [key for key in keys if key not in claimed]:
@@ -240,8 +244,7 @@ class PostgresClaims:
             "attempts": letter.attempts,
         } | {n: clean(getattr(letter, n)) for n in ("handler", "scope", "source", "position", "reason", "error")}
         try:
-            if not self._token:
-                await self._begin()
+            await self._begin()
             await self._connection.execute(self._queries["dead_letter"], params)
         except psycopg.Error as error:
             raise translate(self._connection, error, ours=True) from error
@@ -389,8 +392,8 @@ def connection_options(dsn: str, longest_run: float) -> str:
 
 
 async def _configure(connection: Connection) -> None:
-    # R1. Autocommit stays off: after a handler's own COMMIT its next write opens a transaction that is rolled back.
-    await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+    # The engine alone sends BEGIN. What a handler runs after a ROLLBACK of its own is by itself, and read-only.
+    await connection.set_autocommit(True)
 
 
 async def _leave(connection: Connection) -> None:

@@ -1,6 +1,10 @@
 -- Every statement that the store and its neighbours send, by name. {schema} is the configured schema.
 -- Parameters are psycopg's; paste a query into EXPLAIN with them filled in.
 
+-- name: begin
+-- The level is asked for whatever the database prefers (R1); connections are read-only outside of this.
+begin isolation level read committed read write
+
 -- name: open
 -- The transaction's mark, read again by the seal. Local to the transaction: a ROLLBACK erases it.
 select set_config('idemconsumer.open', %(token)s, true), set_config('lock_timeout', %(lock_timeout)s, true)

@@ -1,0 +1,469 @@
+"""One message that does not go well: what becomes of it, what it costs, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import psycopg
+import pytest
+from structlog.testing import capture_logs
+
+from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
+from idemconsumer._engine import Engine, Work
+from idemconsumer._model import State
+from idemconsumer.brokers.postgres import enqueue
+from idemconsumer.errors import Interrupted, StoreUnavailable
+from idemconsumer.handlers import Handler
+from idemconsumer.ports import Outgoing
+from idemconsumer.stores.postgres import PostgresStore
+from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
+
+PATIENCE = 20.0
+
+
+def failing(error: BaseException, **options: Any) -> Handler[..., Any]:
+    @idempotent_handler(SOURCE, key="id", **options)
+    async def fail(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        raise error
+
+    return fail
+
+
+@idempotent_handler(SOURCE, key="id")
+async def pay(order: dict[str, Any], tx: Tx) -> dict[str, Any]:
+    await write(tx, order["id"])
+    return {"paid": order["id"]}
+
+
+# ------------------------------------------------------------------------------------------------- attempts and retries
+async def test_a_failure_is_tried_again_until_its_attempts_are_used_up(ledger: Ledger, engine: Engine) -> None:
+    seen: list[int] = []
+
+    @idempotent_handler(SOURCE, key="id", max_attempts=3)
+    async def fail(order: dict[str, Any], tx: Tx, message: Message) -> None:
+        seen.append(message.attempt)
+        await write(tx, order["id"])
+        raise ValueError("boom")
+
+    outcomes = [await engine.process(*works(fail, 1)) for _ in range(3)]
+
+    assert kinds(outcomes) == ["retrying", "retrying", "dead"]
+    assert [outcome.attempt for outcome in outcomes] == [1, 2, 3]
+    assert outcomes[2].reason == "attempts_exhausted"
+    assert (ledger.effects, ledger.states, ledger.attempts) == ([], [State.DEAD], [])
+    ((error, attempts),) = ledger.run("select error, attempts from idemconsumer.dead_letter")
+    assert "ValueError: boom" in error
+    assert attempts == 3
+
+
+async def test_the_attempt_is_known_to_the_work_that_is_presented_again(engine: Engine) -> None:
+    seen: list[int] = []
+
+    @idempotent_handler(SOURCE, key="id", max_attempts=3)
+    async def fail(order: dict[str, Any], message: Message) -> None:
+        seen.append(message.attempt)
+        raise ValueError
+
+    await to_the_end(engine, works(fail, 1))
+    assert seen == [1, 2, 3]
+
+
+async def test_pauses_between_attempts_follow_the_backoff(store: PostgresStore) -> None:
+    engine = Engine(store, chance=lambda: 0.0)
+    given = works(failing(ValueError(), backoff=("1s", "3s")), 1)
+    assert [(await engine.run(given))[0].due for _ in range(4)] == [1.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("after", "due"), [(0.25, 0.25), ("250ms", 0.25), ("2h", 30.0), ("soon", 0.0), (-1, 0.0)], ids=str
+)
+async def test_a_retry_says_when_and_a_bad_when_does_not_stop_the_worker(
+    engine: Engine, after: Any, due: float
+) -> None:
+    outcome = await engine.process(*works(failing(Retry("not yet", after=after)), 1))
+    assert (outcome.kind, outcome.due) == ("retrying", due)
+
+
+async def test_a_retry_that_is_asked_for_for_ever_ends_as_a_dead_letter(ledger: Ledger, engine: Engine) -> None:
+    outcomes = await to_the_end(engine, works(failing(Retry(), max_attempts=3, retry_on=(OSError,)), 1))
+    assert (kinds(outcomes), ledger.letters) == (["dead"], [("attempts_exhausted", 1)])
+
+
+async def test_what_is_not_in_retry_on_is_dead_at_once(ledger: Ledger, engine: Engine) -> None:
+    handler = failing(ValueError(), retry_on=(OSError,))
+    assert (await engine.process(*works(handler, 1))).reason == "not_retryable"
+    assert ledger.letters == [("not_retryable", 1)]
+    assert (await engine.process(*works(failing(TimeoutError(), retry_on=(OSError,), name="io"), 1))).kind == "retrying"
+
+
+async def test_what_is_in_fail_on_is_a_rejection(ledger: Ledger, engine: Engine) -> None:
+    outcome = await engine.process(*works(failing(KeyError("secret"), fail_on=(LookupError,)), 1))
+    assert (outcome.kind, outcome.reason, outcome.result) == ("failed", "KeyError", b'{"code":"KeyError","body":null}')
+    assert (ledger.effects, ledger.states, ledger.attempts) == ([], [State.FAILED], [])
+
+
+async def test_attempts_are_forgotten_once_a_message_is_applied(ledger: Ledger, engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id")
+    async def second_time(order: dict[str, Any], tx: Tx, message: Message) -> None:
+        await write(tx, order["id"])
+        if message.attempt == 1:
+            raise ValueError
+
+    assert kinds(await to_the_end(engine, works(second_time, 1))) == ["applied"]
+    assert (ledger.effects, ledger.attempts) == (["1"], [])
+
+
+# ----------------------------------------------------------------------------------------------------------- rejections
+async def test_a_rejection_undoes_the_effects_and_is_replayed(ledger: Ledger, engine: Engine) -> None:
+    handler = failing(Reject("no_funds", {"short": 3}))
+    first = await engine.process(*works(handler, 1))
+    second = await engine.process(*works(handler, 1))
+    assert (first.kind, second.kind) == ("failed", "duplicate")
+    assert first.result == second.result == b'{"code":"no_funds","body":{"short":3}}'
+    assert (first.state, second.state) == (State.FAILED, State.FAILED)
+    assert (ledger.effects, ledger.states, ledger.letters) == ([], [State.FAILED], [])
+
+
+async def test_a_rejection_that_cannot_be_stored_is_an_error_like_any_other(ledger: Ledger, engine: Engine) -> None:
+    outcomes = await to_the_end(engine, works(failing(Reject("odd", object()), max_attempts=2), 1))
+    assert (kinds(outcomes), ledger.letters) == (["dead"], [("attempts_exhausted", 1)])
+    ((error,),) = ledger.run("select error from idemconsumer.dead_letter")
+    assert "cannot be stored as JSON" in error
+
+
+@pytest.mark.parametrize("result", [object(), {1, 2, object()}, "\ud800", [[float]]], ids=repr)
+async def test_a_result_that_cannot_be_stored_fails_its_message_and_undoes_it(
+    ledger: Ledger, engine: Engine, result: object
+) -> None:
+    @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=2)
+    async def give_back(order: dict[str, Any], tx: Tx) -> object:
+        await write(tx, order["id"])
+        return result if order["id"] == 2 else None
+
+    outcomes = await to_the_end(engine, works(give_back, 1, 2, 3))
+    assert kinds(outcomes) == ["applied", "dead", "applied"]
+    assert ledger.effects == ["1", "3"]
+
+
+# ---------------------------------------------------------------------------------------------- time-outs, cancellation
+async def test_a_handler_that_is_too_slow_is_stopped_and_counted(ledger: Ledger, engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id", timeout="50ms", max_attempts=2)
+    async def slow(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        await tx.execute("select pg_sleep(60)")
+
+    async with asyncio.timeout(PATIENCE):
+        assert kinds(await to_the_end(engine, works(slow, 1))) == ["dead"]
+    ((error,),) = ledger.run("select error from idemconsumer.dead_letter")
+    assert "longer than its timeout of 0.05 s" in error
+    assert ledger.effects == []
+
+
+async def test_a_handler_that_swallows_its_time_out_is_stopped_all_the_same(ledger: Ledger, engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id", timeout="50ms", max_attempts=1)
+    async def deaf(order: dict[str, Any], tx: Tx) -> str:
+        await write(tx, order["id"])
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await write(tx, "late")
+        return "as if nothing had happened"
+
+    async with asyncio.timeout(PATIENCE):
+        assert (await engine.process(*works(deaf, 1))).kind == "dead"
+    assert ledger.effects == []
+
+
+async def test_a_timeout_error_of_the_handlers_own_keeps_its_text(ledger: Ledger, engine: Engine) -> None:
+    await engine.process(*works(failing(TimeoutError("the bank did not answer"), max_attempts=1), 1))
+    assert "the bank did not answer" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
+
+
+async def test_a_handler_that_raises_cancelled_error_by_itself_has_failed(ledger: Ledger, engine: Engine) -> None:
+    outcome = await engine.process(*works(failing(asyncio.CancelledError(), max_attempts=1), 1))
+    assert outcome.kind == "dead"
+    assert "nobody cancelled it" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
+    assert ledger.effects == []
+
+
+@pytest.mark.parametrize("turned_into", [None, RuntimeError], ids=["let pass", "turned into an error"])
+async def test_a_cancellation_is_no_failure_even_if_the_handler_makes_it_one(
+    ledger: Ledger, engine: Engine, turned_into: type[Exception] | None
+) -> None:
+    running = asyncio.Event()
+
+    @idempotent_handler(SOURCE, key="id")
+    async def held(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if turned_into is None:
+                raise
+            raise turned_into from None
+
+    task = asyncio.create_task(engine.process(*works(held, 1)))
+    await running.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (ledger.effects, ledger.attempts, ledger.states) == ([], [], [])
+    assert ledger.sessions("active", "idle in transaction") == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- contention
+@pytest.mark.parametrize("state", ["40001", "40P01", "55P03", "53200"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["as it is", "wrapped"])
+async def test_contention_costs_no_attempt(ledger: Ledger, engine: Engine, state: str, wrapped: bool) -> None:
+    @idempotent_handler(SOURCE, key="id", max_attempts=1)
+    async def contended(order: dict[str, Any], tx: Tx, message: Message) -> None:
+        await write(tx, order["id"])
+        if next(collisions, None) is None:
+            return
+        try:
+            await tx.connection.execute(f"do $$ begin raise 'collision' using errcode = '{state}'; end $$")
+        except psycopg.Error as error:
+            if wrapped:
+                raise RuntimeError("the ORM's own") from error
+            raise
+
+    collisions = iter(range(5))
+    outcomes = [await engine.process(*works(contended, 1)) for _ in range(6)]
+    assert kinds(outcomes) == ["retrying"] * 5 + ["applied"]
+    assert all(0 < outcome.due < 1 and outcome.reason == "contention" for outcome in outcomes[:5])
+    assert (ledger.effects, ledger.attempts) == (["1"], [])
+
+
+async def test_a_rejection_for_the_sake_of_a_database_error_is_a_rejection(engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id")
+    async def refuse(order: dict[str, Any], tx: Tx) -> None:
+        try:
+            await tx.execute("do $$ begin raise 'collision' using errcode = '40001'; end $$")
+        except psycopg.Error as error:
+            raise Reject("taken") from error
+
+    assert (await engine.process(*works(refuse, 1))).kind == "failed"
+
+
+async def test_running_out_of_locks_halves_what_groups_may_hold(engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id", group_size=32)
+    async def exhausting(order: dict[str, Any], tx: Tx) -> None:
+        if next(collisions, None) is not None:
+            await tx.execute("do $$ begin raise 'no memory' using errcode = '53200'; end $$")
+
+    collisions = iter(range(1))
+    given = works(exhausting, *range(32))
+    assert len(await engine.run(given)) == 16
+    assert engine.group_size(given[0].handler) == 16
+    for n in range(16):
+        await engine.run(works(exhausting, f"more {n}"))
+    assert engine.group_size(given[0].handler) == 16
+
+
+async def test_a_row_that_somebody_holds_is_waited_for_shortly_in_a_group(ledger: Ledger, engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=1)
+    async def hit(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        if order["id"] == 2:
+            await tx.execute("update hot_row set hits = hits + 1")
+
+    ledger.run("create table if not exists hot_row (hits int)")
+    ledger.run("insert into hot_row values (0)")
+    async with await psycopg.AsyncConnection.connect(ledger.dsn) as other:
+        await other.execute("update hot_row set hits = hits + 1")
+        async with asyncio.timeout(5):  # half of what a single message may wait
+            outcomes = await engine.run(works(hit, 1, 2, 3))
+        assert kinds(outcomes) == ["applied"]
+        assert ledger.attempts == []
+    assert kinds(await to_the_end(engine, works(hit, 1, 2, 3))) == ["duplicate", "applied", "applied"]
+    assert ledger.effects == ["1", "2", "3"]
+
+
+# ------------------------------------------------------------------------------------------------- duplicates of finals
+async def test_a_conflict_leaves_the_record_and_its_result_alone(ledger: Ledger, engine: Engine) -> None:
+    await engine.process(*works(pay, 1))
+    bound = pay.plan.bind("shop")
+
+    outcomes = [await engine.process(work(bound, message(1, amount=n))) for n in (2, 2, 3)]
+
+    assert kinds(outcomes) == ["conflict"] * 3
+    assert ledger.letters == [("conflict", 2), ("conflict", 1)]
+    again = await engine.process(*works(pay, 1))
+    assert (again.kind, again.result) == ("duplicate", b'{"paid":1}')
+    assert (ledger.effects, ledger.states) == (["1"], [State.COMPLETED])
+
+
+async def test_without_a_fingerprint_another_payload_is_a_duplicate(ledger: Ledger, engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id", fingerprint=None)
+    async def loose(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+
+    bound = loose.plan.bind("shop")
+    assert [(await engine.process(work(bound, message(1, n=n)))).kind for n in (1, 2)] == ["applied", "duplicate"]
+    assert ledger.effects == ["1"]
+
+
+async def test_a_later_arrival_of_a_dead_message_only_counts(ledger: Ledger, engine: Engine) -> None:
+    given = works(failing(ValueError(), max_attempts=1), 1)
+    outcomes = [await engine.process(each) for each in (*given, *given, *given)]
+    assert kinds(outcomes) == ["dead"] * 3
+    assert (ledger.letters, ledger.attempts, ledger.effects) == ([("attempts_exhausted", 3)], [], [])
+
+
+# ------------------------------------------------------------------------------------------------------------- suspects
+def suspect(handler: Handler[..., Any], id: object) -> Work:
+    return works(handler, id, suspect=True)[0]
+
+
+async def test_a_suspect_is_counted_before_it_runs(ledger: Ledger, engine: Engine) -> None:
+    counted: list[list[int]] = []
+
+    @idempotent_handler(SOURCE, key="id")
+    async def look(order: dict[str, Any], tx: Tx) -> None:
+        counted.append(ledger.attempts)
+        await write(tx, order["id"])
+
+    assert (await engine.process(suspect(look, 1))).kind == "applied"
+    assert (counted, ledger.attempts, ledger.effects) == ([[1]], [], ["1"])
+
+
+async def test_a_message_that_kills_its_worker_ends_as_a_dead_letter(ledger: Ledger, engine: Engine) -> None:
+    class Killed(BaseException):
+        """As far as the database can tell, the process is gone."""
+
+    handler = failing(Killed(), max_attempts=3)
+    for _ in range(3):
+        with pytest.raises(Killed):
+            await engine.process(suspect(handler, 1))
+    assert ledger.attempts == [3]
+
+    outcome = await engine.process(suspect(handler, 1))
+
+    assert (outcome.kind, outcome.reason) == ("dead", "killed_worker")
+    assert (ledger.letters, ledger.effects, ledger.attempts) == ([("killed_worker", 1)], [], [])
+    assert (await engine.process(suspect(handler, 1))).kind == "dead"
+
+
+async def test_a_suspect_that_fails_is_counted_once_a_run(ledger: Ledger, engine: Engine) -> None:
+    given = suspect(failing(ValueError(), max_attempts=3), 1)
+    outcomes = [await engine.process(given) for _ in range(3)]
+    assert (kinds(outcomes), [outcome.attempt for outcome in outcomes]) == (["retrying", "retrying", "dead"], [1, 2, 3])
+    assert ledger.letters == [("attempts_exhausted", 1)]
+
+
+async def test_suspects_that_were_applied_are_answered_together_and_not_counted(ledger: Ledger, engine: Engine) -> None:
+    await engine.run(works(pay, 1))
+    await engine.run(works(pay, 2))
+    outcomes = await engine.run([suspect(pay, 1), suspect(pay, 2), suspect(pay, 3), *works(pay, 4)])
+    assert kinds(outcomes) == ["duplicate", "duplicate"]
+    assert ledger.attempts == []
+
+
+async def test_a_suspect_runs_alone(ledger: Ledger, engine: Engine) -> None:
+    assert kinds(await engine.run([suspect(pay, 1), *works(pay, 2)])) == ["applied"]
+    assert kinds(await engine.run([*works(pay, 2), suspect(pay, 3)])) == ["applied"]
+    assert ledger.effects == ["1", "2"]
+
+
+async def test_a_cancelled_suspect_gets_its_count_back(ledger: Ledger, engine: Engine) -> None:
+    running = asyncio.Event()
+
+    @idempotent_handler(SOURCE, key="id", max_attempts=1)
+    async def held(order: dict[str, Any], tx: Tx) -> None:
+        running.set()
+        await asyncio.Event().wait()
+
+    for _ in range(3):
+        running.clear()
+        task = asyncio.create_task(engine.process(suspect(held, 1)))
+        await running.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ledger.attempts == [0]
+
+
+@pytest.mark.parametrize("end", ["the wait is over", "cancelled while waiting"])
+async def test_a_suspect_that_only_waited_for_a_rival_is_not_counted(
+    ledger: Ledger, store: PostgresStore, end: str
+) -> None:
+    wait = "100ms" if end == "the wait is over" else "20s"
+
+    @idempotent_handler(SOURCE, key="id", wait=wait)
+    async def never(order: dict[str, Any], tx: Tx) -> None:
+        raise AssertionError
+
+    given = suspect(never, 1)
+    assert given.call is not None
+    async with store.transaction(group=1) as rival:
+        await rival.claim([given.call.claim])
+        task = asyncio.create_task(Engine(store).process(given))
+        if end == "the wait is over":
+            assert (await task).kind == "busy"
+        else:
+            async with asyncio.timeout(PATIENCE):
+                while ledger.attempts != [0]:
+                    await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    assert ledger.attempts == [0]
+
+
+# -------------------------------------------------------------------------------------------------------------- outages
+@pytest.mark.parametrize("raised", ["the driver's error", "an error that quotes the payload"])
+async def test_a_connection_that_breaks_under_a_handler_decides_nothing(
+    ledger: Ledger, engine: Engine, raised: str
+) -> None:
+    @idempotent_handler(SOURCE, key="id")
+    async def broken(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        try:
+            await tx.execute("select pg_terminate_backend(pg_backend_pid())")
+        except psycopg.Error:
+            if raised == "the driver's error":
+                raise
+            raise ValueError(json.dumps(order)) from None
+
+    with pytest.raises(StoreUnavailable) as caught:
+        await engine.process(*works(broken, "card 4111"))
+    assert "4111" not in str(caught.value)
+    assert (ledger.effects, ledger.states, ledger.attempts) == ([], [], [])
+
+
+async def test_a_full_disk_is_nobodys_fault(ledger: Ledger, engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id", max_attempts=1)
+    async def full(order: dict[str, Any], tx: Tx) -> None:
+        await tx.execute("do $$ begin raise 'no space left' using errcode = '53100'; end $$")
+
+    with pytest.raises(StoreUnavailable, match="53100"):
+        await engine.process(*works(full, 1))
+    assert (ledger.letters, ledger.attempts) == ([], [])
+
+
+@pytest.mark.parametrize("after", ["its claim", "publishing"])
+async def test_a_frozen_worker_cannot_hold_a_key_for_ever(ledger: Ledger, after: str) -> None:
+    store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=4, longest_run=-4.7)  # 0.3 s, by the server
+    (given,) = works(pay, 1)
+    assert given.call is not None
+    async with store.transaction(group=1) as frozen:
+        await frozen.claim([given.call.claim])
+        if after == "publishing":
+            await enqueue(frozen.tx().connection, SCHEMA, "emails", [Outgoing(b"lost with the rest")])
+        async with asyncio.timeout(PATIENCE):
+            assert (await Engine(store).process(given)).kind == "applied"
+        with pytest.raises(Interrupted):
+            await frozen.complete([], [])
+    assert (ledger.effects, ledger.run("select 1 from idemconsumer.queue")) == (["1"], [])
+    await store.close()
+
+
+async def test_what_the_log_says_of_a_failure_holds_no_payload(engine: Engine) -> None:
+    with capture_logs() as logs:
+        await to_the_end(engine, works(failing(ValueError("card 4111"), max_attempts=2), "order 4111"))
+    assert [entry["event"] for entry in logs] == ["handler failed", "handler failed", "dead letter"]
+    assert "4111" not in repr(logs)

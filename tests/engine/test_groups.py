@@ -1,0 +1,284 @@
+"""Many messages in one transaction: what holds for each must hold for each in a group (G1, G2, G6)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
+from idemconsumer._engine import Engine
+from idemconsumer._model import Point, State
+from idemconsumer.stores.postgres import PostgresStore
+from tests.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
+
+PATIENCE = 20.0
+
+
+@idempotent_handler(SOURCE, key="id", group_size=8)
+async def pay(order: dict[str, Any], tx: Tx) -> str:
+    await write(tx, order["id"])
+    return f"paid {order['id']}"
+
+
+@idempotent_handler(SOURCE, key="id", group_size=8)
+async def fail_at_minus(order: dict[str, Any], tx: Tx, message: Message) -> None:
+    """A negative number fails, a fraction fails at its first attempt alone."""
+    await write(tx, order["id"])
+    if order["id"] < 0 or (order["id"] % 1 and message.attempt == 1):
+        raise ValueError
+
+
+class Points:
+    """What the engine said it did, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Point, int]] = []
+
+    def at(self, point: Point, handler: str, keys: Sequence[bytes]) -> None:
+        self.seen.append((point, len(keys)))
+
+    def count(self, point: Point) -> int:
+        return sum(seen is point for seen, _ in self.seen)
+
+
+async def test_a_group_is_claimed_once_and_committed_once(ledger: Ledger, store: PostgresStore) -> None:
+    points = Points()
+
+    outcomes = await Engine(store, points).run(works(pay, *range(8)))
+
+    assert kinds(outcomes) == ["applied"] * 8
+    assert [outcome.result for outcome in outcomes] == [b'"paid %d"' % n for n in range(8)]
+    assert ledger.effects == [str(n) for n in range(8)]
+    assert [(p, n) for p, n in points.seen if p is not Point.HANDLED] == [
+        (Point.CLAIMED, 8),
+        (Point.SEALING, 8),
+        (Point.COMMITTED, 8),
+    ]
+    assert ledger.run("select count(distinct xmin::text) from idemconsumer.record") == [(1,)]
+
+
+async def test_a_key_that_comes_twice_in_a_group_is_applied_once(ledger: Ledger, engine: Engine) -> None:
+    outcomes = await engine.run(works(pay, "a", "b", "a", "a", "c"))
+
+    assert kinds(outcomes) == ["applied", "applied", "duplicate", "duplicate", "applied"]
+    assert [outcome.result for outcome in outcomes[2:4]] == [b'"paid a"'] * 2
+    assert ledger.effects == ["a", "b", "c"]
+
+
+async def test_a_key_that_comes_twice_with_another_payload_is_a_conflict(ledger: Ledger, engine: Engine) -> None:
+    bound = pay.plan.bind("shop")
+    group = [work(bound, message("a", amount=1)), work(bound, message("a", amount=2)), *works(pay, "b")]
+
+    outcomes = await engine.run(group)
+
+    assert kinds(outcomes) == ["applied", "conflict", "applied"]
+    assert ledger.effects == ["a", "b"]
+    assert ledger.letters == [("conflict", 1)]
+    assert ledger.states == [State.COMPLETED] * 2
+
+
+async def test_a_repeated_key_whose_first_delivery_fails_is_not_answered_as_a_duplicate(
+    ledger: Ledger, engine: Engine
+) -> None:
+    assert kinds(await to_the_end(engine, works(fail_at_minus, 0.5, 0.5))) == ["applied", "duplicate"]
+    assert ledger.effects == ["0.5"]
+
+
+async def test_in_a_group_of_duplicates_and_new_ones_the_new_ones_run(ledger: Ledger, engine: Engine) -> None:
+    await engine.run(works(pay, 1, 3))
+    outcomes = await engine.run(works(pay, 0, 1, 2, 3))
+    assert kinds(outcomes) == ["applied", "duplicate", "applied", "duplicate"]
+    assert [outcome.result for outcome in outcomes] == [b'"paid %d"' % n for n in range(4)]
+    assert ledger.effects == ["0", "1", "2", "3"]
+
+
+async def test_a_group_of_duplicates_alone_is_answered(ledger: Ledger, engine: Engine) -> None:
+    await engine.run(works(pay, 1, 2))
+    assert kinds(await engine.run(works(pay, 2, 1, 2))) == ["duplicate"] * 3
+    assert ledger.effects == ["1", "2"]
+
+
+@pytest.mark.parametrize("index", [0, 2, 4], ids=["first", "middle", "last"])
+async def test_what_comes_before_a_failure_is_committed_and_what_comes_after_is_left(
+    ledger: Ledger, engine: Engine, index: int
+) -> None:
+    ids = list(range(1, 6))
+    ids[index] = -1
+
+    outcomes = await engine.run(works(fail_at_minus, *ids))
+
+    assert kinds(outcomes) == ["applied"] * index + ["retrying"]
+    assert ledger.effects == [str(id) for id in ids[:index]]
+    assert ledger.attempts == [1]
+
+
+@pytest.mark.parametrize("index", [0, 2, 4], ids=["first", "middle", "last"])
+async def test_presented_again_the_rest_is_applied_and_the_failed_one_judged(
+    ledger: Ledger, engine: Engine, index: int
+) -> None:
+    ids = list(range(1, 6))
+    ids[index] = -1
+
+    outcomes = await to_the_end(engine, works(fail_at_minus, *ids))
+
+    assert kinds(outcomes) == ["dead" if id < 0 else "applied" for id in ids]
+    assert ledger.effects == [str(id) for id in sorted(ids) if id > 0]
+    assert ledger.letters == [("attempts_exhausted", 1)]
+
+
+async def test_several_failures_of_one_group_are_each_judged(ledger: Ledger, engine: Engine) -> None:
+    outcomes = await to_the_end(engine, works(fail_at_minus, -1, 0.5, 1, -2, 1.5, 2))
+    assert kinds(outcomes) == ["dead", "applied", "applied", "dead", "applied", "applied"]
+    assert ledger.effects == ["0.5", "1", "1.5", "2"]
+    assert ledger.attempts == []
+
+
+async def test_each_failure_halves_the_group_and_clean_ones_restore_it(engine: Engine) -> None:
+    bound = fail_at_minus.plan.bind("shop")
+    sizes = [engine.group_size(bound)]
+    for n in range(4):
+        await engine.run([work(bound, message(-1 - n))])
+        sizes.append(engine.group_size(bound))
+    for n in range(24):
+        await engine.run([work(bound, message(n))])
+        sizes.append(engine.group_size(bound))
+
+    assert sizes[:5] == [8, 4, 2, 1, 1]
+    assert sizes[5 + 7 :: 8] == [2, 4, 8]
+
+
+async def test_groups_stay_within_the_share_of_the_lock_table(store: PostgresStore) -> None:
+    bound = pay.plan.bind("shop")
+    store.most_locks = 20
+    assert Engine(store, lanes=4).group_size(bound) == 5
+    assert Engine(store, lanes=100).group_size(bound) == 1
+
+
+async def test_a_rejection_in_the_middle_is_stored_and_the_others_are_applied(ledger: Ledger, engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def refuse_three(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        if order["id"] == 3:
+            raise Reject("three", {"n": 3})
+
+    outcomes = await to_the_end(engine, works(refuse_three, *range(1, 6)))
+
+    assert kinds(outcomes) == ["applied", "applied", "failed", "applied", "applied"]
+    assert outcomes[2].result == b'{"code":"three","body":{"n":3}}'
+    assert ledger.effects == ["1", "2", "4", "5"]
+    assert ledger.states == [State.COMPLETED] * 4 + [State.FAILED]
+    again = await engine.run(works(refuse_three, *range(1, 6)))
+    assert kinds(again) == ["duplicate"] * 5
+    assert (again[2].state, again[2].result) == (State.FAILED, outcomes[2].result)
+
+
+async def test_a_retry_in_the_middle_stops_its_group_there(ledger: Ledger, engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def later(order: dict[str, Any], tx: Tx, message: Message) -> None:
+        await write(tx, order["id"])
+        if order["id"] == 2 and message.attempt < 3:
+            raise Retry(after="7s")
+
+    outcomes = await engine.run(works(later, 1, 2, 3))
+    assert kinds(outcomes) == ["applied", "retrying"]
+    assert outcomes[1].due == 7.0
+    assert kinds(await to_the_end(engine, works(later, 1, 2, 3))) == ["duplicate", "applied", "applied"]
+    assert ledger.effects == ["1", "2", "3"]
+
+
+async def test_a_constraint_that_fails_at_commit_is_blamed_on_the_one_that_broke_it(
+    ledger: Ledger, engine: Engine
+) -> None:
+    ledger.run("create table if not exists account (id int primary key)")
+    ledger.run(
+        "create table if not exists booking (account int references account deferrable initially deferred, id int)"
+    )
+    ledger.run("truncate account, booking")
+    ledger.run("insert into account values (1)")
+
+    @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=2)
+    async def book(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        await tx.execute("insert into booking values (%s, %s)", (9 if order["id"] == 3 else 1, order["id"]))
+
+    outcomes = await to_the_end(engine, works(book, *range(1, 6)))
+
+    assert kinds(outcomes) == ["applied", "applied", "dead", "applied", "applied"]
+    assert ledger.effects == ["1", "2", "4", "5"]
+    assert ledger.run("select id from booking order by id") == [(1,), (2,), (4,), (5,)]
+    ((error,),) = ledger.run("select error from idemconsumer.dead_letter")
+    assert "violates foreign key constraint" in error
+
+
+async def test_a_busy_key_in_the_middle_ends_the_group_before_it(ledger: Ledger, store: PostgresStore) -> None:
+    engine = Engine(store)
+    (held,) = works(pay, "held")
+    assert held.call is not None
+    async with store.transaction(group=1) as rival:
+        await rival.claim([held.call.claim])
+        outcomes = await engine.run(works(pay, 1, 2, "held", 3))
+        assert kinds(outcomes) == ["applied", "applied"]
+        outcomes = await engine.run(works(pay, 4, "held", 5, "held"), defer=True)
+        assert kinds(outcomes) == ["applied", "busy", "applied", "busy"]
+    assert ledger.effects == ["1", "2", "4", "5"]
+
+
+async def test_handlers_of_one_group_share_now_and_those_of_size_one_do_not(ledger: Ledger, engine: Engine) -> None:
+    async def stamp(order: dict[str, Any], tx: Tx) -> None:
+        await tx.execute("insert into witness values ('x', now()::text || current_setting('my.own', true))")
+        await tx.execute("set local my.own = 'left behind'")
+
+    grouped = idempotent_handler(SOURCE, key="id", name="grouped", group_size=8)(stamp)
+    alone = idempotent_handler(SOURCE, key="id", name="alone")(stamp)
+
+    await engine.run(works(grouped, 1, 2, 3))
+    stamps = [note for (note,) in ledger.run("select note from witness where note like '%left behind'")]
+    assert len(stamps) == 2
+    assert len(set(stamps)) == 1
+
+    ledger.run("truncate witness")
+    for each in works(alone, 1, 2, 3):
+        await engine.run([each])
+    stamps = [note for (note,) in ledger.run("select note from witness")]
+    assert len(set(stamps)) == 3
+    assert not any(stamp.endswith("left behind") for stamp in stamps)
+
+
+async def test_two_groups_that_deadlock_both_come_through_without_an_attempt(
+    ledger: Ledger, store: PostgresStore
+) -> None:
+    ledger.run("create table if not exists hot (id int primary key, hits int)")
+    ledger.run("truncate hot")
+    ledger.run("insert into hot values (1, 0), (2, 0)")
+    meeting = asyncio.Barrier(2)
+    points = Points()
+
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def hit(order: dict[str, Any], tx: Tx) -> None:
+        await tx.execute("update hot set hits = hits + 1 where id = %s", (order["row"],))
+        await write(tx, order["id"])
+        if order["meet"] and not meeting.broken:
+            try:  # at the first meeting alone: each then wants the row that the other has
+                await asyncio.wait_for(meeting.wait(), 2)
+                await meeting.abort()
+            except asyncio.BrokenBarrierError:
+                pass
+
+    bound = hit.plan.bind("shop")
+
+    def group(name: str, rows: Sequence[int]) -> list[Any]:
+        return [work(bound, message(f"{name}{n}", row=row, meet=n == 0)) for n, row in enumerate(rows)]
+
+    async with asyncio.timeout(PATIENCE):
+        outcomes = await asyncio.gather(
+            to_the_end(Engine(store, points), group("a", [1, 2])), to_the_end(Engine(store, points), group("b", [2, 1]))
+        )
+
+    assert [kinds(each) for each in outcomes] == [["applied"] * 2] * 2
+    assert ledger.effects == ["a0", "a1", "b0", "b1"]
+    assert ledger.run("select hits from hot") == [(2,), (2,)]
+    assert points.count(Point.CLAIMED) > points.count(Point.COMMITTED), "they never collided"
+    assert points.count(Point.ATTEMPT_COUNTED) == 0

@@ -1,0 +1,220 @@
+"""Many deliveries of one key at once: one effect, the others get its result, and nobody pins a connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from idemconsumer import Reject, Tx, idempotent_handler
+from idemconsumer._engine import Engine
+from idemconsumer._model import Outcome
+from idemconsumer.stores.postgres import PostgresStore
+from tests.ledger import SCHEMA, SOURCE, Ledger, works, write
+
+RIVALS = 50
+PATIENCE = 30.0
+
+
+class Meeting:
+    """The handler waits here; tests say when it goes on."""
+
+    def __init__(self) -> None:
+        self.running = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.runs = 0
+
+    async def __call__(self) -> None:
+        self.runs += 1
+        self.running.set()
+        await self.go_on.wait()
+
+
+@pytest.fixture
+def meeting() -> Meeting:
+    return Meeting()
+
+
+@idempotent_handler(SOURCE, key="id")
+async def pay(order: dict[str, Any], tx: Tx) -> str:
+    await write(tx, order["id"])
+    return "paid"
+
+
+def counted(outcomes: list[Outcome]) -> Counter[str]:
+    return Counter(str(outcome.kind) for outcome in outcomes)
+
+
+async def test_of_fifty_rivals_one_runs_and_the_others_get_its_result(
+    ledger: Ledger, store: PostgresStore, meeting: Meeting
+) -> None:
+    @idempotent_handler(SOURCE, key="id", wait="20s")
+    async def held(order: dict[str, Any], tx: Tx) -> str:
+        await write(tx, order["id"])
+        await meeting()
+        return "paid"
+
+    engine = Engine(store)
+    async with asyncio.timeout(PATIENCE):
+        tasks = [asyncio.create_task(engine.process(*works(held, 1))) for _ in range(RIVALS)]
+        await meeting.running.wait()
+        before = transactions(ledger)
+        await asyncio.sleep(1.5)  # more than the longest pause between two claims of a rival
+        lasting = before & transactions(ledger)
+        meeting.go_on.set()
+        outcomes = await asyncio.gather(*tasks)
+
+    assert counted(list(outcomes)) == {"applied": 1, "duplicate": RIVALS - 1}
+    assert {outcome.result for outcome in outcomes} == {b'"paid"'}
+    assert (ledger.effects, meeting.runs) == (["1"], 1)
+    assert len(lasting) == 1, "somebody beside the winner held on to a connection"
+
+
+def transactions(ledger: Ledger) -> set[tuple[Any, ...]]:
+    """Those that are open now: a connection and when its transaction began."""
+    return set(
+        ledger.run(
+            "select pid, xact_start from pg_stat_activity where application_name = 'idemconsumer'"
+            " and datname = current_database() and xact_start is not null"
+        )
+    )
+
+
+async def test_rivals_of_two_processes_meet_in_the_database(
+    ledger: Ledger, store: PostgresStore, meeting: Meeting
+) -> None:
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def held(order: dict[str, Any], tx: Tx) -> str:
+        await write(tx, order["id"])
+        await meeting()
+        return "paid"
+
+    other = await PostgresStore.open(ledger.dsn, SCHEMA, connections=8, longest_run=30.0)
+    async with asyncio.timeout(PATIENCE):
+        first = asyncio.create_task(Engine(store).run(works(held, 1, 2, 3)))
+        await meeting.running.wait()
+        second = asyncio.create_task(Engine(other).run(works(held, 3, 2, 1), defer=False))
+        done, _ = await asyncio.wait({first, second}, timeout=0.2)
+        assert not done
+        meeting.go_on.set()
+        outcomes = [*await first, *await second]
+    await other.close()
+
+    assert counted(outcomes) == {"applied": 3, "duplicate": 1}  # the second waits for its head, the rest comes again
+    assert ledger.effects == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("end", ["rolls back", "rejects", "is cancelled"])
+async def test_when_the_winner_ends_without_an_effect_the_next_one_is_judged_anew(
+    ledger: Ledger, store: PostgresStore, meeting: Meeting, end: str
+) -> None:
+    @idempotent_handler(SOURCE, key="id", wait="20s")
+    async def first_fails(order: dict[str, Any], tx: Tx) -> str:
+        await write(tx, order["id"])
+        if meeting.runs == 0:
+            await meeting()
+            raise Reject("no") if end == "rejects" else RuntimeError
+        meeting.runs += 1
+        return "paid"
+
+    engine = Engine(store)
+    async with asyncio.timeout(PATIENCE):
+        winner = asyncio.create_task(engine.process(*works(first_fails, 1)))
+        await meeting.running.wait()
+        rivals = [asyncio.create_task(engine.process(*works(first_fails, 1))) for _ in range(8)]
+        done, _ = await asyncio.wait(rivals, timeout=0.2)
+        assert not done
+        if end == "is cancelled":
+            winner.cancel()
+        meeting.go_on.set()
+        await asyncio.wait([winner])
+        outcomes = await asyncio.gather(*rivals)
+
+    if end == "rejects":
+        assert counted(list(outcomes)) == {"duplicate": 8}
+        assert {outcome.result for outcome in outcomes} == {b'{"code":"no","body":null}'}
+        assert (ledger.effects, meeting.runs) == ([], 1)
+    else:
+        assert counted(list(outcomes)) == {"applied": 1, "duplicate": 7}
+        assert (ledger.effects, meeting.runs) == (["1"], 2)
+
+
+async def test_a_wait_that_is_over_says_busy_and_nothing_is_lost(
+    ledger: Ledger, store: PostgresStore, meeting: Meeting
+) -> None:
+    @idempotent_handler(SOURCE, key="id", wait="150ms")
+    async def held(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        await meeting()
+
+    engine = Engine(store)
+    async with asyncio.timeout(PATIENCE):
+        winner = asyncio.create_task(engine.process(*works(held, 1)))
+        await meeting.running.wait()
+        outcomes = await asyncio.gather(*(engine.process(*works(held, 1)) for _ in range(5)))
+        assert counted(list(outcomes)) == {"busy": 5}
+        meeting.go_on.set()
+        assert (await winner).kind == "applied"
+        assert (await engine.process(*works(held, 1))).kind == "duplicate"
+    assert ledger.effects == ["1"]
+
+
+async def test_who_defers_does_not_wait_at_all(ledger: Ledger, store: PostgresStore, meeting: Meeting) -> None:
+    @idempotent_handler(SOURCE, key="id", on_busy="defer", group_size=8, wait="1h")
+    async def held(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        if order["id"] == "held":
+            await meeting()
+
+    engine = Engine(store)
+    async with asyncio.timeout(PATIENCE):
+        winner = asyncio.create_task(engine.process(*works(held, "held")))
+        await meeting.running.wait()
+        outcomes = await engine.run(works(held, "held", 1, "held", 2))
+        assert [str(outcome.kind) for outcome in outcomes] == ["busy", "applied", "busy", "applied"]
+        meeting.go_on.set()
+        await winner
+    assert ledger.effects == ["1", "2", "held"]
+
+
+async def test_who_waits_in_vain_stops_when_its_delivery_is_taken_away(store: PostgresStore, meeting: Meeting) -> None:
+    @idempotent_handler(SOURCE, key="id", wait="1h")
+    async def held(order: dict[str, Any], tx: Tx) -> None:
+        await meeting()
+
+    engine = Engine(store)
+    async with asyncio.timeout(PATIENCE):
+        winner = asyncio.create_task(engine.process(*works(held, 1)))
+        await meeting.running.wait()
+        (rival,) = works(held, 1)
+        rival.abandoned = lambda: True
+        assert (await engine.process(rival)).kind == "busy"
+        meeting.go_on.set()
+        await winner
+
+
+async def test_many_messages_in_many_lanes_of_two_processes_are_each_applied_once(
+    ledger: Ledger, store: PostgresStore
+) -> None:
+    """No script, only load: 60 messages, each delivered to 8 lanes in another order."""
+
+    @idempotent_handler(SOURCE, key="id", group_size=16, on_busy="defer")
+    async def grouped(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+
+    other = await PostgresStore.open(ledger.dsn, SCHEMA, connections=8, longest_run=30.0)
+    ids = [f"{n:02}" for n in range(60)]
+
+    async def lane(engine: Engine, start: int) -> None:
+        left = works(grouped, *ids[start:], *ids[:start])
+        while left:
+            outcomes = await engine.run(left[:16])
+            waiting = [w for w, o in zip(left, outcomes, strict=False) if o.kind in ("busy", "retrying")]
+            left = [*left[len(outcomes) :], *waiting]
+
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.gather(*(lane(Engine(store if n % 2 else other), n * 7) for n in range(8)))
+    await other.close()
+    assert ledger.effects == ids

@@ -1,0 +1,111 @@
+"""A database to judge by: a witness table without any constraint, so that nothing hides a double effect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, LiteralString
+
+import psycopg
+
+from idemconsumer._engine import Engine, Work
+from idemconsumer._model import Message, Outcome, OutcomeKind, State
+from idemconsumer.handlers import BoundHandler, Handler
+from idemconsumer.ports import Tx
+from idemconsumer.stores.migrations import migrate
+
+SCHEMA = "idemconsumer"
+SOURCE = "memory:orders"
+
+
+class Ledger:
+    """A migrated database with a witness table, read from outside of everything under test."""
+
+    def __init__(self, dsn: str) -> None:
+        self.dsn = dsn
+        self._connection: psycopg.Connection | None = None
+        migrate(dsn, SCHEMA)
+        self.run("create table witness (id text, note text)")
+
+    def run(self, query: LiteralString, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        if self._connection is None:
+            self._connection = psycopg.connect(self.dsn, autocommit=True)
+        cursor = self._connection.execute(query, params or None)
+        return cursor.fetchall() if cursor.description else []
+
+    def clear(self) -> None:
+        """As new, for the next test on the same database."""
+        self.run(
+            "truncate witness, idemconsumer.record, idemconsumer.result, idemconsumer.attempt,"
+            " idemconsumer.dead_letter, idemconsumer.queue"
+        )
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    @property
+    def effects(self) -> list[str]:
+        """Each effect that was committed, as often as it was."""
+        return [str(row[0]) for row in self.run("select id from witness order by id")]
+
+    @property
+    def states(self) -> list[State]:
+        return [State(row[0]) for row in self.run("select state from idemconsumer.record order by state")]
+
+    @property
+    def letters(self) -> list[tuple[str, int]]:
+        """Reason and arrivals of each dead letter."""
+        return [
+            (str(reason), int(arrivals))
+            for reason, arrivals in self.run("select reason, arrivals from idemconsumer.dead_letter order by id")
+        ]
+
+    @property
+    def attempts(self) -> list[int]:
+        return [int(row[0]) for row in self.run("select count from idemconsumer.attempt order by count")]
+
+    def sessions(self, *states: str) -> int:
+        """How many connections of stores are in one of these states."""
+        rows = self.run(
+            "select count(*) from pg_stat_activity"
+            " where datname = current_database() and application_name = 'idemconsumer' and state = any(%s)",
+            [list(states)],
+        )
+        return int(rows[0][0])
+
+
+async def write(tx: Tx, id: object) -> None:
+    """An effect of a handler."""
+    await tx.execute("insert into witness (id) values (%s)", (str(id),))
+
+
+def message(id: object, **more: object) -> Message:
+    return Message(SOURCE, json.dumps({"id": id, **more}).encode(), position=f"orders-{id}")
+
+
+def works(handler: Handler[..., Any], *ids: object, suspect: bool = False) -> list[Work]:
+    """A group of deliveries for a handler of the app `shop`."""
+    bound = handler.plan.bind("shop")
+    return [work(bound, message(id), suspect=suspect) for id in ids]
+
+
+def work(handler: BoundHandler, given: Message, *, suspect: bool = False) -> Work:
+    return Work.of(handler, given, suspect=suspect)
+
+
+def kinds(outcomes: Sequence[Outcome]) -> list[str]:
+    return [str(outcome.kind) for outcome in outcomes]
+
+
+async def to_the_end(engine: Engine, group: Sequence[Work], *, rounds: int = 50) -> list[Outcome]:
+    """Present what is not decided again and again, as a lane does, without its pauses. The last outcome of each."""
+    left, done = list(group), list[Outcome]()
+    for _ in range(rounds):
+        outcomes = await engine.run(left)
+        decided = [outcome for outcome in outcomes if outcome.kind is not OutcomeKind.RETRYING]
+        done += decided
+        left = left[len(decided) :]
+        if not left:
+            return done
+    raise AssertionError(f"{len(left)} messages undecided after {rounds} rounds, so far {kinds(done)}")

@@ -1,0 +1,51 @@
+"""Stores on a database of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, closing
+
+import pytest
+
+from idemconsumer.stores.postgres import PostgresStore
+from tests.ledger import SCHEMA, Ledger
+from tests.servers.postgres import fresh_database
+
+OpenStore = Callable[[str], Awaitable[PostgresStore]]
+
+
+@pytest.fixture
+def ledger(database: str) -> Iterator[Ledger]:
+    with closing(Ledger(database)) as ledger:
+        yield ledger
+
+
+@pytest.fixture(scope="module", params=["postgres18", "postgres15"])
+def _one_database(request: pytest.FixtureRequest) -> Iterator[Ledger]:
+    with fresh_database(request.getfixturevalue(request.param).dsn) as dsn, closing(Ledger(dsn)) as ledger:
+        yield ledger
+
+
+@pytest.fixture
+def shared_ledger(_one_database: Ledger) -> Ledger:
+    """As `ledger`, in each supported version of Postgres; emptied instead of made, which takes a second."""
+    _one_database.clear()
+    return _one_database
+
+
+@pytest.fixture
+async def open_store() -> AsyncIterator[OpenStore]:
+    """Opens stores on a DSN; they are closed at the end."""
+    async with AsyncExitStack() as stack:
+
+        async def open_(dsn: str) -> PostgresStore:
+            store = await PostgresStore.open(dsn, SCHEMA, connections=8, longest_run=30.0)
+            stack.push_async_callback(store.close)
+            return store
+
+        yield open_
+
+
+@pytest.fixture
+async def store(ledger: Ledger, open_store: OpenStore) -> PostgresStore:
+    return await open_store(ledger.dsn)

@@ -1,0 +1,221 @@
+"""PostgresStore passes the suite that ships with the library, and what Postgres alone must be asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from idemconsumer._headers import restored
+from idemconsumer._model import Message, Record, State, Subscription
+from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.ports import Bounds, JoinedStore, Tx
+from idemconsumer.settings import Settings
+from idemconsumer.stores import postgres
+from idemconsumer.stores.postgres import PostgresStore
+from tests.conftest import PrivatePostgres
+from tests.ledger import SCHEMA, Ledger
+from tests.stores.conftest import OpenStore
+
+pytest.register_assert_rewrite("idemconsumer.testing.store_contract")
+
+from idemconsumer.testing.store_contract import A, B, JoinedStoreContract, StoreHarness, complete  # noqa: E402
+
+
+class PostgresHarness:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    async def store(self) -> JoinedStore:
+        return await PostgresStore.open(self._ledger.dsn, SCHEMA, connections=8, longest_run=30.0)
+
+    async def write(self, tx: Tx, effect: str) -> None:
+        await tx.execute("insert into witness (id) values (%s)", (effect,))
+
+    async def break_transaction(self, tx: Tx) -> None:
+        with pytest.raises(psycopg.errors.UndefinedTable):
+            await tx.execute("select from nowhere")
+
+    async def effects(self) -> list[str]:
+        return self._ledger.effects
+
+    async def letters(self) -> list[tuple[str, int]]:
+        return self._ledger.letters
+
+
+class TestPostgres(JoinedStoreContract):
+    @pytest.fixture
+    def harness(self, shared_ledger: Ledger) -> StoreHarness:
+        return PostgresHarness(shared_ledger)
+
+
+def set_for_database(ledger: Ledger, setting: str, value: str) -> None:
+    with psycopg.connect(ledger.dsn, autocommit=True) as connection:
+        connection.execute(
+            sql.SQL("alter database {} set {} = {}").format(
+                sql.Identifier(connection.info.dbname), sql.Identifier(setting), sql.Literal(value)
+            )
+        )
+
+
+@pytest.mark.parametrize("level", ["serializable", "repeatable read"])
+async def test_transactions_are_read_committed_whatever_the_database_prefers(
+    ledger: Ledger, open_store: OpenStore, level: str
+) -> None:
+    set_for_database(ledger, "default_transaction_isolation", level)
+    store = await open_store(ledger.dsn)
+
+    async with store.transaction(group=1) as claims:
+        await claims.claim([A])
+        rows = await claims.tx().execute("show transaction_isolation")
+        assert await rows.one() == ("read committed",)
+        # What a rival commits now is seen, so a claim that it refuses can be read in a second statement.
+        await complete(await open_store(ledger.dsn), [B])
+        assert await claims.claim([B]) == [Record(State.COMPLETED, B.fingerprint)]
+
+
+async def test_a_record_carries_the_time_of_its_claim_and_not_of_its_transaction(
+    ledger: Ledger, store: PostgresStore
+) -> None:
+    async with store.transaction(group=1) as claims:
+        await claims.claim([A])
+        rows = await claims.tx().execute("select now()")
+        (began,) = await rows.one()
+        await claims.complete([], [])
+    assert ledger.run("select changed_at > %s from idemconsumer.record", [began]) == [(True,)]
+
+
+async def test_a_database_that_loses_commits_is_refused_at_the_start(ledger: Ledger) -> None:
+    set_for_database(ledger, "synchronous_commit", "off")
+    with pytest.raises(ConfigurationError, match=r"synchronous_commit is off.*set it to on"):
+        await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
+
+
+async def test_a_handler_that_asks_for_a_commit_that_can_be_lost_is_refused_at_the_seal(
+    ledger: Ledger, store: PostgresStore
+) -> None:
+    async with store.transaction(group=1) as claims:
+        await claims.claim([A])
+        tx = claims.tx()
+        await tx.execute("set local synchronous_commit = off")
+        await tx.execute("insert into witness values ('lost?')")
+        with pytest.raises(ConfigurationError, match="synchronous_commit is off"):
+            await claims.complete([], [])
+    assert (ledger.effects, ledger.states) == ([], [])
+
+
+async def test_a_schema_that_is_not_there_is_named_with_what_to_do(database: str) -> None:
+    with pytest.raises(ConfigurationError, match="'idemconsumer' is not there; run `idemconsumer migrate up`"):
+        await PostgresStore.open(database, SCHEMA, connections=1, longest_run=30.0)
+
+
+async def test_a_database_that_is_not_there_is_unavailable_and_not_misconfigured() -> None:
+    with pytest.raises(StoreUnavailable, match="no connection to the database"):
+        await PostgresStore.open("postgresql://127.0.0.1:1/x", SCHEMA, connections=1, longest_run=30.0)
+
+
+async def test_a_server_that_is_too_old_is_named(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psycopg.ConnectionInfo, "server_version", 130_011)
+    with pytest.raises(ConfigurationError, match="Postgres 13 is too old; 14 or newer"):
+        await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
+
+
+async def test_a_standby_is_refused_and_a_primary_that_became_one_is_waited_for(
+    private_postgres: PrivatePostgres, open_store: OpenStore
+) -> None:
+    server = private_postgres()
+    with closing(Ledger(server.dsn)) as ledger:
+        store = await open_store(ledger.dsn)
+    await complete(store, [A])
+
+    assert server.directory is not None
+    server.kill()
+    (server.directory / "data" / "standby.signal").touch()
+    server.start()
+
+    with pytest.raises(ConfigurationError, match="a standby, which takes no writes"):
+        await open_store(ledger.dsn)
+    with pytest.raises(StoreUnavailable):
+        await complete(store, [B])
+    with pytest.raises(StoreUnavailable):
+        await store.count_attempt(B, None)
+
+
+async def test_the_locks_of_all_lanes_stay_a_tenth_of_the_shared_table(store: PostgresStore, ledger: Ledger) -> None:
+    settings = ledger.run(
+        "select current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int"
+    )
+    assert store.most_locks == settings[0][0] // 10
+
+
+async def test_a_message_that_is_taken_over_arrives_with_whatever_headers_it_had(
+    ledger: Ledger, store: PostgresStore
+) -> None:
+    headers: dict[str, str | bytes] = {
+        "text": "日本",
+        "bytes": b"\xff",
+        "nul": "a\0b",
+        "surrogate": "\ud800",
+        "n\0": "x",
+    }
+    given = Message("rabbitmq:orders", b"\x00\xff", headers, message_id="m-1", position="7")
+
+    await store.park("~shop/pay", given)
+
+    broker = PostgresBroker(Settings(dsn=ledger.dsn))
+    session = await broker.open([Subscription("postgres:~shop/pay", "pay", "shop")], Bounds(lanes=1, group=1))
+    while not (deliveries := await session.fetch()):
+        pass
+    arrived = restored(deliveries[0].message)
+    await session.close()
+    await broker.close()
+    assert arrived is not None
+    assert (arrived.source, arrived.position, arrived.message_id) == ("rabbitmq:orders", "7", "m-1")
+    assert arrived.body == given.body
+    odd = {"nul": b"a\0b", "surrogate": b"\xed\xa0\x80", "'n\\x00'": "x"}  # no text column takes these as text
+    assert arrived.headers == {"text": "日本", "bytes": b"\xff", **odd}
+
+
+async def test_a_rollback_that_is_cancelled_does_not_cost_the_pool_a_place(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
+    rolling_back = asyncio.Event()
+
+    async def endless(self: psycopg.AsyncConnection[object]) -> None:
+        rolling_back.set()
+        await asyncio.Event().wait()
+
+    async def abandoned() -> None:
+        async with store.transaction(group=1) as claims:
+            await claims.claim([A])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(psycopg.AsyncConnection, "rollback", endless)
+        task = asyncio.create_task(abandoned())
+        await rolling_back.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    await complete(store, [A])
+    assert await store.peek([A.key]) == [Record(State.COMPLETED, A.fingerprint)]
+    await store.close()
+
+
+async def test_waiting_for_a_connection_that_others_use_is_no_outage(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "_ACQUIRE_SECONDS", 0.05)
+    store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
+    async with store.transaction(group=1) as claims:
+        await claims.claim([A])
+        waiting = asyncio.create_task(complete(store, [B]))
+        done, _ = await asyncio.wait({waiting}, timeout=0.5)  # ten times as long as an outage takes to be noticed
+        assert not done
+    await waiting
+    await store.close()

@@ -1,0 +1,105 @@
+"""G5: a statement that was planned while the tables were empty stays an index lookup when they are full."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from idemconsumer._sql import load
+from tests.ledger import SCHEMA, Ledger
+
+KEYS = 50_000
+GROUP = 32
+
+
+def params(name: str) -> Mapping[str, Any]:
+    keys = [secrets.token_bytes(32) for _ in range(GROUP)]
+    many = {"keys": keys}
+    each: dict[str, Mapping[str, Any]] = {
+        "claim": {
+            **many,
+            "scopes": [1] * GROUP,
+            "fingerprints": [secrets.token_bytes(32)] * GROUP,
+            "locks": list(range(GROUP)),
+            "state": 3,
+        },
+        "read": many,
+        "store_results": {**many, "bodies": [b"{}"] * GROUP, "types": ["application/json"] * GROUP},
+        "forget_attempts": many,
+        "count_attempt": {"key": keys[0], "scope": 1, "error": "boom"},
+        "note_error": {"key": keys[0], "error": "boom"},
+        "uncount_attempt": {"key": keys[0]},
+        "count_dead": {"key": keys[0]},
+    }
+    return each[name]
+
+
+HOT = [
+    "claim",
+    "read",
+    "store_results",
+    "forget_attempts",
+    "count_attempt",
+    "note_error",
+    "uncount_attempt",
+    "count_dead",
+]
+
+FILL = f"""
+select set_config('idemconsumer.open', 't', true);
+insert into idemconsumer.record
+    select sha256(n::text::bytea), 1, 3, null, clock_timestamp() from generate_series(1, {KEYS}) n;
+insert into idemconsumer.result select sha256(n::text::bytea), '{{}}', 'json' from generate_series(1, {KEYS}) n;
+insert into idemconsumer.attempt
+    select sha256(n::text::bytea), 1, 1, null, clock_timestamp() from generate_series(1, {KEYS}) n;
+insert into idemconsumer.dead_letter
+    (identity, handler, scope, source, position, reason, error, key, body, headers, attempts, first_at, last_at)
+    select sha256(n::text::bytea), '', '', '', '', '', '', sha256(n::text::bytea), '', '', 1, now(), now()
+    from generate_series(1, {KEYS}) n;
+select idemconsumer.seal('t');
+"""
+
+
+@pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])
+def test_statements_prepared_on_empty_tables_do_not_scan_full_ones(shared_ledger: Ledger, mode: str) -> None:
+    with psycopg.connect(shared_ledger.dsn, prepare_threshold=0) as connection:
+        for table in ("record", "result", "attempt", "dead_letter"):  # its ANALYZE would replan, and hide the mistake
+            connection.execute(
+                sql.SQL("alter table idemconsumer.{} set (autovacuum_enabled = off)").format(sql.Identifier(table))
+            )
+        connection.execute(sql.SQL("set plan_cache_mode = {}").format(sql.Literal(mode)))
+        connection.commit()
+        queries = load(SCHEMA)
+        names: dict[str, str] = {}
+        for name in HOT:
+            for _ in range(8):  # Postgres looks at five plans of its own before it decides on a generic one
+                connection.execute(queries[name], params(name))
+            row = connection.execute(
+                "select name from pg_prepared_statements where name like '\\_pg3%%' order by prepare_time desc limit 1",
+                prepare=False,
+            ).fetchone()
+            assert row is not None
+            names[name] = row[0]
+        assert len(set(names.values())) == len(HOT)
+
+        with psycopg.connect(shared_ledger.dsn) as other:
+            for statement in FILL.split(";\n"):
+                if statement.strip():
+                    other.execute(statement.encode())
+
+        for name in HOT:
+            given = [sql.Literal(value) for value in ordered(queries[name], params(name))]
+            explain = sql.SQL("explain execute {}({})").format(sql.Identifier(names[name]), sql.SQL(", ").join(given))
+            plan = "\n".join(line for (line,) in connection.execute(explain, prepare=False).fetchall())
+            assert "Seq Scan" not in plan, f"{name}:\n{plan}"
+        connection.rollback()  # at the end alone, since psycopg then drops what it has prepared
+
+
+def ordered(query: bytes, values: Mapping[str, Any]) -> list[Any]:
+    """The values in the order in which psycopg numbers the parameters: that of their first appearance."""
+    return [values[name] for name in sorted(values, key=lambda name: query.index(b"%%(%s)s" % name.encode()))]

@@ -1,0 +1,189 @@
+"""The rules of one message, without a database, a clock or chance."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from idemconsumer._machine import (
+    TRANSITIONS,
+    Event,
+    Failure,
+    GroupSize,
+    IllegalTransition,
+    Settlement,
+    Verdict,
+    after_failure,
+    backoff,
+    diagram,
+    group_cap,
+    judge,
+    move,
+    settle,
+)
+from idemconsumer._model import Mark, Outcome, OutcomeKind, Record, State, StoredResult
+
+FINAL = (State.COMPLETED, State.FAILED, State.DEAD)
+
+
+# ---- transitions
+@pytest.mark.parametrize(("start", "event"), list(itertools.product([None, *State], Event)), ids=str)
+def test_a_record_moves_along_the_table_and_illegal_moves_raise(start: State | None, event: Event) -> None:
+    if (start, event) in TRANSITIONS:
+        assert move(start, event) is TRANSITIONS[start, event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"{'absent' if start is None else start.name} --{event}"):
+            move(start, event)
+
+
+def test_nothing_leaves_a_final_state() -> None:
+    assert not [start for start, _ in TRANSITIONS if start in FINAL]
+
+
+def test_every_state_can_be_reached_and_ends_in_a_final_one() -> None:
+    reached: set[State | None] = {None}
+    while new := {after for (start, _), after in TRANSITIONS.items() if start in reached} - reached:
+        reached |= new
+    assert reached == {None, *State}
+    ending = set(FINAL)
+    while new_ending := {s for (s, _), after in TRANSITIONS.items() if after in ending and s is not None} - ending:
+        ending |= new_ending
+    assert ending == set(State)
+
+
+def test_numbers_of_states_are_stored_and_never_change() -> None:
+    assert {state.name: state.value for state in State} == {
+        "PENDING": 0,
+        "PROCESSING": 1,
+        "UNDOING": 2,
+        "COMPLETED": 3,
+        "FAILED": 4,
+        "DEAD": 5,
+    }
+
+
+def test_the_diagram_shows_every_arrow() -> None:
+    lines = diagram().splitlines()
+    assert lines[0] == "stateDiagram-v2"
+    assert "    [*] --> PROCESSING: claim" in lines
+    assert "    PROCESSING --> COMPLETED: complete" in lines
+    assert len(lines) == 1 + len(TRANSITIONS) + len(FINAL)
+
+
+# ---- verdicts
+def test_what_is_claimed_runs_and_what_a_rival_holds_is_busy() -> None:
+    assert judge(Mark.CLAIMED, b"f") is Verdict.RUN
+    assert judge(Mark.BUSY, b"f") is Verdict.BUSY
+
+
+@pytest.mark.parametrize(
+    ("state", "verdict"),
+    [
+        (State.PENDING, Verdict.BUSY),
+        (State.PROCESSING, Verdict.BUSY),
+        (State.UNDOING, Verdict.BUSY),
+        (State.COMPLETED, Verdict.DUPLICATE),
+        (State.FAILED, Verdict.DUPLICATE),
+        (State.DEAD, Verdict.DEAD),
+    ],
+)
+def test_a_record_is_judged_by_its_state_and_before_that_by_its_fingerprint(state: State, verdict: Verdict) -> None:
+    assert judge(Record(state, b"same"), b"same") is verdict
+    assert judge(Record(state, b"same", StoredResult(b"1")), b"same") is verdict
+    assert judge(Record(state, b"one"), b"another") is Verdict.CONFLICT
+
+
+@pytest.mark.parametrize(("stored", "arrived"), [(None, b"f"), (b"f", None), (None, None)])
+def test_without_two_fingerprints_there_is_no_conflict(stored: bytes | None, arrived: bytes | None) -> None:
+    assert judge(Record(State.COMPLETED, stored), arrived) is Verdict.DUPLICATE
+
+
+# ---- settlement
+@pytest.mark.parametrize("kind", OutcomeKind)
+def test_only_what_is_committed_is_finished_with_the_broker(kind: OutcomeKind) -> None:
+    finished = {"applied", "duplicate", "conflict", "failed", "dead"}
+    assert (settle(Outcome(kind)) is Settlement.FINISH) == (kind in finished)
+
+
+def test_what_is_not_finished_is_held_and_only_a_cancelled_one_forgotten() -> None:
+    assert {
+        str(kind): settle(Outcome(kind)) for kind in OutcomeKind if settle(Outcome(kind)) is not Settlement.FINISH
+    } == {
+        "busy": Settlement.ROOM,
+        "retrying": Settlement.HEAD,
+        "fenced": Settlement.HEAD,
+        "unknown": Settlement.HEAD,
+        "cancelled": Settlement.FORGET,
+    }
+
+
+# ---- failures
+@pytest.mark.parametrize(
+    ("retryable", "attempts", "most", "expected"),
+    [
+        (True, 1, 5, Failure.RETRY),
+        (True, 4, 5, Failure.RETRY),
+        (True, 5, 5, Failure.DEAD),
+        (True, 6, 5, Failure.DEAD),
+        (True, 1, 1, Failure.DEAD),
+        (False, 1, 5, Failure.DEAD),
+    ],
+)
+def test_a_failure_is_retried_while_attempts_are_left(
+    retryable: bool, attempts: int, most: int, expected: Failure
+) -> None:
+    assert after_failure(retryable=retryable, attempts=attempts, max_attempts=most) is expected
+
+
+def test_backoff_doubles_up_to_its_cap_and_jitter_only_shortens_it() -> None:
+    pauses = [backoff(n, first=0.5, factor=2, cap=5, jitter=0) for n in range(1, 7)]
+    assert pauses == [0.5, 1, 2, 4, 5, 5]
+    assert backoff(1, first=1, factor=2, cap=5, jitter=0.999) > 0.75
+
+
+@given(st.integers(1, 10**9), st.floats(0.001, 60), st.floats(1.01, 10), st.floats(0, 1, exclude_max=True))
+def test_backoff_is_bounded_for_any_attempt(attempt: int, first: float, factor: float, jitter: float) -> None:
+    pause = backoff(attempt, first=first, factor=factor, cap=60, jitter=jitter)
+    assert 0 < first * 0.75 <= pause <= 60
+
+
+# ---- group sizes
+def test_a_failure_halves_the_group_and_eight_clean_ones_double_it() -> None:
+    size = GroupSize(32, 32).after(failed=True)
+    assert size.size == 16
+    for _ in range(7):
+        size = size.after(failed=False)
+    assert size.size == 16
+    assert size.after(failed=False).size == 32
+
+
+def test_a_failure_starts_the_count_of_clean_groups_anew() -> None:
+    size = GroupSize(16, 32, clean=7).after(failed=True)
+    assert (size.size, size.clean) == (8, 0)
+
+
+@given(st.integers(1, 128), st.lists(st.sampled_from(["failed", "clean", "locks"]), max_size=200))
+def test_a_group_stays_between_one_and_its_cap(cap: int, history: list[str]) -> None:
+    size = GroupSize(cap, cap)
+    for event in history:
+        size = size.capped() if event == "locks" else size.after(failed=event == "failed")
+        assert 1 <= size.size <= size.cap <= cap
+
+
+def test_running_out_of_locks_lowers_what_a_group_may_ever_hold() -> None:
+    size = GroupSize(64, 64).capped()
+    assert (size.size, size.cap) == (32, 32)
+    for _ in range(100):
+        size = size.after(failed=False)
+    assert size.size == 32
+
+
+@pytest.mark.parametrize(
+    ("asked", "lanes", "locks", "cap"),
+    [(32, 8, 640, 32), (1_000, 1, 10_000, 128), (128, 8, 640, 80), (128, 1_000, 640, 1), (1, 0, 0, 1)],
+)
+def test_all_lanes_together_stay_within_their_share_of_the_locks(asked: int, lanes: int, locks: int, cap: int) -> None:
+    assert group_cap(asked, lanes=lanes, most_locks=locks) == cap
