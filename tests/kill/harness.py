@@ -1,0 +1,120 @@
+"""Runs a real launcher, kills what it is told to, and counts effects from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
+
+import psycopg
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 150.0  # seconds until a wait is given up as lost
+
+Event = Callable[[], Coroutine[object, object, None]]
+
+
+class Mill:
+    """One launcher with its workers, and the witness table they write to."""
+
+    def __init__(self, dsn: str, environment: Mapping[str, str], *, workers: int, seed: int) -> None:
+        self._dsn = dsn
+        self._environment = {**os.environ, "IDEMCONSUMER_DSN": dsn, **environment}
+        self._workers = workers
+        self._chance = random.Random(seed)
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._log = Path(os.environ.get("KILL_LOG", os.devnull)).open("ab")  # noqa: SIM115 - closed in stop
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "idemconsumer", "run", "tests.kill.app:app"]
+        options = ["--workers", str(self._workers), "--concurrency", "4", "--max-restarts", "100"]
+        self._launcher = subprocess.Popen(
+            [*command, *options], cwd=ROOT, env=self._environment, stdout=self._log, stderr=self._log
+        )
+
+    @property
+    def launcher(self) -> subprocess.Popen[bytes]:
+        assert self._launcher is not None
+        return self._launcher
+
+    def children(self) -> list[int]:
+        pid = self.launcher.pid
+        tasks = Path(f"/proc/{pid}/task").glob("*/children")
+        return [int(child) for task in tasks for child in task.read_text().split()]
+
+    async def kill_child(self) -> None:
+        """SIGKILL one worker; its launcher starts another."""
+        await until(lambda: asyncio.sleep(0, bool(self.children())), "a worker lives")
+        os.kill(self._chance.choice(self.children()), signal.SIGKILL)
+
+    async def kill_launcher(self) -> None:
+        """SIGKILL the parent. Its workers must end by themselves; then another one is started."""
+        children = self.children()
+        self.launcher.kill()
+        self.launcher.wait()
+        await until(lambda: asyncio.sleep(0, not any(map(alive, children))), "orphaned workers end")
+        self.start()
+
+    async def drain(self) -> int:
+        """SIGTERM; the exit code."""
+        self.launcher.terminate()
+        return await asyncio.to_thread(self.launcher.wait, 60)
+
+    def stop(self) -> None:
+        if self._launcher is not None and self._launcher.poll() is None:
+            children = self.children()
+            self._launcher.kill()
+            self._launcher.wait()
+            for child in children:
+                if alive(child):
+                    os.kill(child, signal.SIGKILL)
+        self._log.close()
+
+    async def applied(self) -> int:
+        """Rows in the witness; -1 while the database is away."""
+        try:
+            async with await psycopg.AsyncConnection.connect(self._dsn, connect_timeout=2) as connection:
+                row = await (await connection.execute("select count(distinct id) from witness")).fetchone()
+                return int(row[0]) if row else 0
+        except psycopg.OperationalError:
+            return -1
+
+    async def through(self, events: list[Event], total: int) -> None:
+        """Let each event happen at its share of the progress, in random order, then wait for all messages."""
+        self._chance.shuffle(events)
+        for number, event in enumerate(events, start=1):
+            mark = total * number // (len(events) + 2)
+            await until(lambda mark=mark: self._reached(mark), f"{mark} of {total} applied")  # type: ignore[misc]
+            await event()
+        await until(lambda: self._reached(total), f"all {total} applied")
+
+    async def _reached(self, count: int) -> bool:
+        return await self.applied() >= count
+
+    async def verdict(self, expected: set[str]) -> tuple[int, int]:
+        """(lost, twice)"""
+        async with await psycopg.AsyncConnection.connect(self._dsn) as connection:
+            rows = await (await connection.execute("select id, count(*) from witness group by id")).fetchall()
+        counts: dict[str, int] = dict(rows)
+        return len(expected - counts.keys()), sum(count - 1 for count in counts.values())
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str, patience: float = PATIENCE) -> None:
+    deadline = time.monotonic() + patience
+    while not await condition():
+        assert time.monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
+        await asyncio.sleep(0.05)

@@ -1,0 +1,147 @@
+"""5,000 messages with duplicates, workers and servers killed in between: nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import aio_pika
+import psycopg
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from idemconsumer.stores.migrations import migrate
+from tests.conftest import PrivateKafka, PrivatePostgres, PrivateRabbitMQ
+from tests.kill.harness import Event, Mill, until
+
+pytestmark = [pytest.mark.kill, pytest.mark.slow]
+
+UNIQUE = 5_000
+PARTITIONS = 4
+
+
+def messages(seed: int) -> list[bytes]:
+    """Each payment once, 30 % of them a second time somewhere later."""
+    chance = random.Random(seed)
+    ids = [f"p{number}" for number in range(UNIQUE)]
+    arrivals = [(float(place), name) for place, name in enumerate(ids)]
+    arrivals += [
+        (chance.uniform(place, UNIQUE), ids[place]) for place in chance.sample(range(UNIQUE), UNIQUE * 3 // 10)
+    ]
+    return [json.dumps({"id": name}).encode() for _, name in sorted(arrivals)]
+
+
+EXPECTED = {f"p{number}" for number in range(UNIQUE)}
+
+
+@asynccontextmanager
+async def mill(dsn: str, environment: dict[str, str], seed: int) -> AsyncIterator[Mill]:
+    await asyncio.to_thread(migrate, dsn, "idemconsumer")
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+        await connection.execute("create table witness (id text not null)")
+    running = Mill(dsn, environment, workers=2, seed=seed)
+    running.start()
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def ten_kills(running: Mill) -> list[Event]:
+    kills: list[Event] = [running.kill_child] * 7
+    return [*kills, *[running.kill_launcher] * 3]
+
+
+def crash(kill: Callable[[], None], start: Callable[[], object]) -> Event:
+    """SIGKILL a server and start it again."""
+
+    async def both() -> None:
+        await asyncio.to_thread(kill)
+        await asyncio.to_thread(start)
+
+    return both
+
+
+async def test_kafka_loses_nothing_and_applies_nothing_twice(
+    private_kafka: PrivateKafka, private_postgres: PrivatePostgres
+) -> None:
+    kafka, postgres = private_kafka(), private_postgres()
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
+    await admin.start()
+    await admin.create_topics([NewTopic("payments", PARTITIONS, 1)])
+    await admin.close()
+    await produce(kafka.address, messages(seed=1))
+
+    environment = {"KILL_SOURCE": "kafka:payments", "IDEMCONSUMER_KAFKA": kafka.address}
+    environment["IDEMCONSUMER_KAFKA_SESSION_TIMEOUT"] = "6"  # the least that Kafka allows
+    async with mill(postgres.dsn, environment, seed=1) as running:
+        servers = [crash(kafka.kill, kafka.start), crash(postgres.kill, postgres.start)]
+        await running.through([*ten_kills(running), *servers], UNIQUE)
+        await until(lambda: no_lag(kafka.address), "Kafka has no lag")
+        assert await running.drain() == 0
+        assert await running.verdict(EXPECTED) == (0, 0)
+        assert await no_lag(kafka.address)
+
+
+async def produce(address: str, bodies: Sequence[bytes]) -> None:
+    """Round robin over the partitions, so that a message's second copy mostly lies on another one."""
+    producer = AIOKafkaProducer(bootstrap_servers=address, acks="all")
+    await producer.start()
+    sent: list[Awaitable[object]] = [
+        await producer.send("payments", body, partition=number % PARTITIONS) for number, body in enumerate(bodies)
+    ]
+    await asyncio.gather(*sent)
+    await producer.stop()
+
+
+async def no_lag(address: str) -> bool:
+    """Whether the group has committed every partition's end."""
+    partitions = [TopicPartition("payments", number) for number in range(PARTITIONS)]
+    consumer = AIOKafkaConsumer(bootstrap_servers=address, group_id=None)
+    admin = AIOKafkaAdminClient(bootstrap_servers=address)
+    await asyncio.gather(consumer.start(), admin.start())
+    try:
+        ends = await consumer.end_offsets(partitions)
+        committed = await admin.list_consumer_group_offsets("killed")
+    finally:
+        await asyncio.gather(consumer.stop(), admin.close())
+    return all(p in committed and committed[p].offset == ends[p] for p in partitions)
+
+
+@pytest.mark.parametrize("kind", ["quorum", "classic"])
+async def test_rabbitmq_loses_nothing_and_applies_nothing_twice(
+    kind: str, private_rabbitmq: PrivateRabbitMQ, private_postgres: PrivatePostgres
+) -> None:
+    rabbitmq, postgres = private_rabbitmq(), private_postgres()
+    async with await aio_pika.connect(rabbitmq.address) as connection:
+        channel = await connection.channel(publisher_confirms=True)
+        await channel.declare_queue("payments", durable=True, arguments={"x-queue-type": kind})
+        for start in range(0, len(bodies := messages(seed=2)), 500):
+            await asyncio.gather(
+                *(
+                    channel.default_exchange.publish(
+                        aio_pika.Message(body, delivery_mode=aio_pika.DeliveryMode.PERSISTENT), "payments"
+                    )
+                    for body in bodies[start : start + 500]
+                )
+            )
+
+    environment = {"KILL_SOURCE": "rabbitmq:payments", "IDEMCONSUMER_RABBITMQ": rabbitmq.address}
+    async with mill(postgres.dsn, environment, seed=2) as running:
+        servers = [crash(rabbitmq.kill, rabbitmq.start), crash(postgres.kill, postgres.start)]
+        await running.through([*ten_kills(running), *servers], UNIQUE)
+        await until(lambda: asyncio.to_thread(nothing_left, rabbitmq.ctl), "RabbitMQ has nothing left")
+        assert await running.drain() == 0
+        assert await running.verdict(EXPECTED) == (0, 0)
+        assert nothing_left(rabbitmq.ctl)
+    rabbitmq.close()
+
+
+def nothing_left(ctl: Callable[..., str]) -> bool:
+    """No message ready, none unacked."""
+    listed = ctl("list_queues", "-q", "--no-table-headers", "name", "messages_ready", "messages_unacknowledged")
+    return [line.split() for line in listed.splitlines() if line.strip()] == [["payments", "0", "0"]]
