@@ -20,7 +20,7 @@ endif
 help: ## this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.demo ## duplicates, a crash and a redelivery, applied once; ARGS="..." goes to the command
+demo: $(VENV)/.demo ## duplicates and killed workers, each payment applied once; ARGS="..." goes to the command
 	@$(BIN)/idemconsumer demo $(ARGS)
 
 test: $(VENV)/.dev ## the tests, on real servers; ARGS="tests/test_embedded.py -x" narrows them
@@ -37,7 +37,7 @@ format: $(VENV)/.dev ## put the code into its style
 	@$(BIN)/ruff format .
 
 bench: $(VENV)/.dev ## what a message costs, against the same consumer without idemconsumer
-	@$(BIN)/python -m benchmarks $(ARGS)
+	@$(BIN)/python -m benchmarks.store_path $(ARGS)
 
 clean: ## remove what was made here; downloaded servers stay in ~/.cache/idemconsumer
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,299 @@
+"""`demo`: duplicates and killed workers, and a ledger in which each payment stands once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+import psycopg
+from psycopg.conninfo import make_conninfo
+
+from idemconsumer.brokers.postgres import VISIBILITY, PostgresBroker
+from idemconsumer.cli.options import as_json, print_json
+from idemconsumer.demo_app import LEDGER, PAUSE, QUEUE, Payment
+from idemconsumer.embedded import EmbeddedPostgres
+from idemconsumer.errors import IdemConsumerError
+from idemconsumer.ports import Outgoing
+from idemconsumer.process import LIFELINE, WORKER, Exit
+from idemconsumer.settings import PREFIX, Settings
+from idemconsumer.stores.migrations import migrate
+
+_DUPLICATES: Final = 0.3  # share of the payments that are published a second time
+_CONCURRENCY: Final = 8
+_WORK_SECONDS: Final = 4.0  # about so long takes the work by itself: less, and it would end before the kills do
+_PAUSES: Final = 0.002, 0.25  # seconds; the bounds of what one booking takes
+_KILLS_BETWEEN: Final = 0.05, 0.65  # of the payments applied; later, and each kill would cost a wait of its own
+_STALLED_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.05
+
+# The queue forgets a message when it is settled; this remembers how often it had been handed out by then.
+_COUNT_DELIVERIES: Final = """
+create table delivered (deliveries bigint not null);
+create function count_deliveries() returns trigger language plpgsql as $$
+begin
+    insert into delivered select sum(deliveries) from gone having count(*) > 0;
+    return null;
+end
+$$;
+create trigger settled after delete on idemconsumer.queue
+    referencing old table as gone for each statement execute function count_deliveries();
+"""
+# A transaction that is open and idle belongs to a handler in the middle of its work.
+_IN_HAND: Final = (
+    "select application_name, count(*) from pg_stat_activity"
+    " where application_name like 'demo-%' and state = 'idle in transaction' group by 1"
+)
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What the demo counted. `deliveries` = `messages` + `duplicates` + what came again after a kill."""
+
+    messages: int
+    deliveries: int
+    kills: int
+    applied: int
+    duplicates: int
+    lost: int
+    twice: int
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.lost == 0 and self.twice == 0
+
+
+@click.command()
+@click.option(
+    "--messages", type=click.IntRange(1, 1_000_000), default=1_000, metavar="N", help="Payments.  [default: 1000]"
+)
+@click.option("--kills", type=click.IntRange(0, 50), default=5, metavar="N", help="Workers to kill.  [default: 5]")
+@click.option("--workers", type=click.IntRange(1, 16), default=2, metavar="N", help="Processes.  [default: 2]")
+@click.option("--seed", type=int, help="What chance is made of; the same gives the same duplicates.")
+@as_json
+def demo(messages: int, kills: int, workers: int, seed: int | None, as_json: bool) -> None:
+    """Show it: payments that arrive twice, workers that are killed, each payment applied once.
+
+    Starts a throwaway Postgres, publishes N payments, about 30 % of them twice, to its queue, and kills workers with
+    SIGKILL while they have payments in hand. Then it counts the ledger, which has no unique constraint. Needs
+    pip install 'idemconsumer[demo]' and nothing else.
+
+    --json prints one object. `messages`: payments; `duplicates`: copies published beside them; `deliveries`: how often
+    the queue handed one of either to a worker; `applied`: rows in the ledger; `lost`: payments not in it; `twice`:
+    payments in it more than once. The exit code is 1 when `lost` or `twice` is not 0.
+    """
+    seed = random.randrange(1_000_000) if seed is None else seed
+    with ExitStack() as stack:
+        report = Demo(stack, random.Random(seed), messages, kills, workers, seed).run()
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(verdict(report))
+    sys.exit(Exit.DONE if report.passed else Exit.ERROR)
+
+
+class Demo:
+    """One run. Whatever it starts ends with `stack`, and with this process too if that is killed."""
+
+    def __init__(
+        self, stack: ExitStack, chance: random.Random, messages: int, kills: int, workers: int, seed: int
+    ) -> None:
+        self._stack = stack
+        self._chance = chance
+        self._messages = messages
+        self._workers = workers
+        self._seed = seed
+        low, high = (share * messages for share in _KILLS_BETWEEN)
+        self._kills = sorted(chance.uniform(low, high) for _ in range(kills))  # after so many applied
+        self._killed = 0
+        self._crew: list[subprocess.Popen[bytes]] = []
+
+    def run(self) -> Report:
+        began = time.monotonic()
+        server = self._stack.enter_context(EmbeddedPostgres())
+        migrate(server.dsn, "idemconsumer")
+        self._db = self._stack.enter_context(psycopg.connect(server.dsn, autocommit=True))
+        self._db.execute(LEDGER)
+        self._db.execute(_COUNT_DELIVERIES)
+        _say(f"Postgres is up on port {server.port}; it goes when this ends.  (--seed {self._seed})")
+        payments, published = self._publish(server.dsn)
+        _say(f"{self._messages:,} payments are published, {len(published) - len(payments):,} of them twice.")
+        self._start_workers(server.dsn, len(published))
+        self._watch()
+        ledger = Counter(name for (name,) in self._db.execute("select payment from ledger"))
+        return Report(
+            messages=self._messages,
+            # What the queue still holds (it holds nothing, unless messages were lost) was delivered as well.
+            deliveries=self._number("select sum(deliveries) from (table delivered union all"
+                                    " select deliveries from idemconsumer.queue) all_of_them"),
+            kills=self._killed,
+            applied=ledger.total(),
+            duplicates=len(published) - len(payments),
+            lost=sum(payment.id not in ledger for payment in payments),
+            twice=sum(times > 1 for times in ledger.values()),
+            seconds=round(time.monotonic() - began, 1),
+        )  # fmt: skip
+
+    def _publish(self, dsn: str) -> tuple[list[Payment], list[Outgoing]]:
+        chance = self._chance
+        payments = [Payment(f"payment-{n:06}", chance.randint(1, 100_000)) for n in range(self._messages)]
+        places = [(float(place), payment) for place, payment in enumerate(payments)]
+        places += [
+            # Some copies come at once, some when the first has long been applied.
+            (place + chance.uniform(0, self._messages / 4), payment)
+            for place, payment in places
+            if chance.random() < _DUPLICATES
+        ]
+        places.sort(key=lambda placed: placed[0])
+        published = [Outgoing(msgspec.json.encode(payment)) for _, payment in places]
+        asyncio.run(PostgresBroker(Settings(dsn=dsn)).publish(QUEUE, published))
+        return payments, published
+
+    # ------------------------------------------------------------------------------------------------- the workers
+    def _start_workers(self, dsn: str, published: int) -> None:
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="idemconsumer-demo-")))
+        self._lifeline, write_end = os.pipe()
+        self._stack.callback(os.close, self._lifeline)
+        self._stack.callback(os.close, write_end)
+        self._stack.callback(self._end_workers)
+        least, most = _PAUSES
+        pause = min(max(_WORK_SECONDS * self._workers * _CONCURRENCY / published, least), most)
+        # The caller's own settings are not for these workers.
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+        self._environment = clean | {PAUSE: str(pause), LIFELINE: str(self._lifeline)}
+        self._dsn = dsn
+        for index in range(self._workers):
+            self._crew.append(self._start(index))
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "idemconsumer", "run", "idemconsumer.demo_app:app"]
+        command += ["--until-empty", f"--concurrency={_CONCURRENCY}", "--log-format=json"]
+        dsn = make_conninfo(self._dsn, application_name=f"demo-{index}")
+        with (self._folder / f"worker-{index}.log").open("ab") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._folder,
+                env=self._environment | {f"{PREFIX}DSN": dsn, WORKER: str(index)},
+                pass_fds=(self._lifeline,), process_group=0,
+            )  # fmt: skip
+
+    def _end_workers(self) -> None:
+        for worker in self._crew:
+            worker.kill()
+            worker.wait()
+
+    def _watch(self) -> None:
+        """Until all workers have left by themselves, because the queue is empty; kill on the way."""
+        progress = Progress(self._messages)
+        before, changed, told = (-1, -1), time.monotonic(), False
+        while any(worker.poll() is None for worker in self._crew):
+            applied, queued = (
+                self._number("select count(*) from ledger"),
+                self._number("select count(*) from idemconsumer.queue"),
+            )
+            if (applied, queued) != before:
+                before, changed = (applied, queued), time.monotonic()
+            if time.monotonic() - changed > _STALLED_SECONDS:
+                _say(f"Nothing has moved for {_STALLED_SECONDS:.0f} s; counting what there is.")
+                return
+            if self._kills[self._killed :] and applied >= self._kills[self._killed]:
+                self._kill_one(progress)
+            if self._killed and queued and not told and time.monotonic() - changed > 1.0:
+                told = True
+                progress.clear()
+                _say(f"  what killed workers held is handed out again {VISIBILITY:.0f} s after they took it")
+            progress.show(applied, queued)
+            self._raise_if_failed()
+            time.sleep(_POLL_SECONDS)
+        progress.clear()
+        self._raise_if_failed()
+
+    def _kill_one(self, progress: Progress) -> None:
+        """One that is in the middle of something; none is for a moment after a start, and then the next look kills."""
+        in_hand: dict[str, int] = dict(self._db.execute(_IN_HAND).fetchall())
+        ready = [index for index in range(self._workers) if in_hand.get(f"demo-{index}")]
+        if not ready:
+            return
+        index = self._chance.choice(ready)
+        victim = self._crew[index]
+        victim.send_signal(signal.SIGKILL)
+        if victim.wait() != -signal.SIGKILL:
+            return
+        self._killed += 1
+        progress.clear()
+        _say(
+            f"  kill {self._killed} of {len(self._kills)}: worker {index + 1} (pid {victim.pid}) with "
+            f"{in_hand[f'demo-{index}']} payments in hand"
+        )
+        self._crew[index] = self._start(index)
+
+    def _raise_if_failed(self) -> None:
+        for index, worker in enumerate(self._crew):
+            if worker.returncode:
+                said = (self._folder / f"worker-{index}.log").read_text(errors="replace")
+                raise IdemConsumerError(f"demo: worker {index + 1} failed ({worker.returncode}):\n{said[-2000:]}")
+
+    def _number(self, query: Any) -> int:
+        row = self._db.execute(query).fetchone()
+        return int(row[0] or 0) if row is not None else 0
+
+
+# ------------------------------------------------------------------------------------------------- what a person sees
+class Progress:
+    """One line that is written over, on a terminal only."""
+
+    _WIDTH: Final = 30
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._terminal = sys.stderr.isatty()
+
+    def show(self, applied: int, queued: int) -> None:
+        if not self._terminal:
+            return
+        full = self._WIDTH * min(applied, self._total) // self._total
+        bar = click.style("█" * full, fg="green") + "░" * (self._WIDTH - full)
+        line = f"\r\033[K  {bar} {applied:,} of {self._total:,} applied, {queued:,} in the queue"
+        click.echo(line, err=True, nl=False)
+
+    def clear(self) -> None:
+        if self._terminal:
+            click.echo("\r\033[K", err=True, nl=False)
+
+
+def verdict(report: Report) -> str:
+    """The counts, and what they mean."""
+    again = report.deliveries - report.messages - report.duplicates
+    lines: Iterable[tuple[str, int, str]] = (
+        ("payments", report.messages, ""),
+        ("duplicates", report.duplicates, "published a second time"),
+        ("redeliveries", again, "were held by a worker when it was killed"),
+        ("kills", report.kills, "workers ended by SIGKILL in the middle of their work"),
+        ("applied", report.applied, "rows in the ledger, which has no unique constraint"),
+        ("lost", report.lost, ""),
+        ("twice", report.twice, ""),
+    )
+    width = len(f"{report.deliveries:,}")
+    table: Sequence[str] = [f"  {name:<13}{number:>{width},}  {text}".rstrip() for name, number, text in lines]
+    if report.passed:
+        end = click.style(" PASSED ", bg="green", fg="black", bold=True)
+        end += f" Every payment was applied exactly once ({report.seconds:.1f} s)."
+    else:
+        end = click.style(" FAILED ", bg="red", fg="white", bold=True)
+        end += f" {report.lost:,} payments were lost and {report.twice:,} were applied more than once."
+    return "\n".join(["", *table, "", end])
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)

@@ -1,0 +1,37 @@
+"""Kills a worker at a named point, to show that a crash there loses nothing and doubles nothing.
+
+Give it to a worker of a process of its own: `app.worker(settings, CrashAt(Point.COMMITTED))`. Nothing that runs in
+production reads a variable or a flag for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+from idemconsumer._model import Point
+
+
+class CrashAt:
+    """An Observer that sends its own process SIGKILL when `point` is reached for the `nth` time.
+
+    SIGKILL runs no handler, closes no connection and flushes nothing, so the servers see what they see of a worker
+    that was killed by somebody else.
+    """
+
+    def __init__(self, point: Point, nth: int = 1) -> None:
+        self._point = point
+        self._left = nth
+
+    @classmethod
+    def parse(cls, text: str) -> CrashAt:
+        """From `committed` or `committed:3`. ValueError for a point that does not exist."""
+        point, _, nth = text.partition(":")
+        return cls(Point(point), int(nth or 1))
+
+    def at(self, point: Point, handler: str, keys: Sequence[bytes]) -> None:
+        if point is self._point:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,52 @@
+"""A worker process that dies at a point, or does not: `python -m tests.worker.crashing [POINT[:NTH]]`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+from idemconsumer import App, Message, Reject, Tx
+from idemconsumer.process import launch
+from idemconsumer.settings import load
+from idemconsumer.testing.crash import CrashAt
+
+PAYMENTS, BOMBS = "payments", "bombs"
+
+app = App("crashing")
+
+
+@dataclass
+class Payment:
+    amount: int
+    id: str | None = None
+
+
+# Many attempts, since the death of its worker costs a message one.
+@app.idempotent_handler(f"postgres:{PAYMENTS}", key="id", group_size=4, max_attempts=20, backoff="10ms, 10ms")
+async def pay(payment: Payment, tx: Tx, message: Message) -> dict[str, int]:
+    """What it does is told by the payment's name."""
+    assert payment.id is not None
+    await tx.execute("insert into effect values (%s, %s)", (payment.id, payment.amount))
+    if payment.id.startswith("refused"):
+        raise Reject("no_funds", {"amount": payment.amount})
+    if payment.id.startswith("poison") or (payment.id.startswith("flaky") and message.attempt == 1):
+        raise ValueError(payment.id)
+    return {"paid": payment.amount}
+
+
+@app.idempotent_handler(f"postgres:{BOMBS}", key="id", group_size=4, max_attempts=2)
+async def explode(payment: Payment, tx: Tx) -> None:
+    await tx.execute("insert into effect values (%s, %s)", (payment.id, payment.amount))
+    if payment.id == "bomb":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> int:
+    crash = CrashAt.parse(sys.argv[1]) if len(sys.argv) > 1 else None
+    return launch(lambda: app.worker(load(until_empty=True, concurrency=2), crash), drain_timeout=20.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

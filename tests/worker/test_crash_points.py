@@ -1,0 +1,162 @@
+"""A worker that dies at any point and is started again loses nothing and doubles nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from typing import Final
+
+import psycopg
+import pytest
+
+from idemconsumer._model import Point, State
+from idemconsumer.stores.migrations import migrate
+from tests.worker.crashing import BOMBS, PAYMENTS
+
+SCHEMA = "idemconsumer"
+
+# How often each point is passed before the worker dies there, so that some of the work is done and some is not.
+NTH: Final = {
+    Point.FETCHED: 9,
+    Point.DISPATCHED: 9,
+    Point.SUSPECT_COUNTED: 2,
+    Point.CLAIMED: 3,
+    Point.HANDLED: 7,
+    Point.SEALING: 3,
+    Point.COMMITTED: 2,
+    Point.ROLLED_BACK: 2,
+    Point.ATTEMPT_COUNTED: 3,
+    Point.REJECTING: 1,
+    Point.REJECTED: 1,
+    Point.DEAD_LETTERING: 2,
+    Point.DEAD_LETTERED: 2,
+    Point.SETTLING: 3,
+    Point.SETTLED: 3,
+}
+
+PLAIN = [f"plain-{n}" for n in range(12)]
+APPLIED = sorted([*PLAIN, "flaky-1", "flaky-2", "suspect-1", "suspect-2", "suspect-3"])
+
+
+def payment(name: str, amount: int = 1) -> bytes:
+    return json.dumps({"id": name, "amount": amount}).encode()
+
+
+class Bench:
+    """The queue, the witness (a table that would take every effect twice) and the worker processes."""
+
+    def __init__(self, dsn: str) -> None:
+        self.dsn = dsn
+        self.db = psycopg.connect(dsn, autocommit=True)
+        self.db.execute("create table effect (id text, amount int)")
+
+    def publish(self, *bodies: bytes, queue: str = PAYMENTS) -> None:
+        for body in bodies:
+            self.db.execute("select idemconsumer.publish_bytes(%s, %s)", (queue, body))
+
+    def work(self, *crash: str) -> int:
+        """A worker until it has emptied the queue, or died; its exit status."""
+        worker = subprocess.run(
+            [sys.executable, "-m", "tests.worker.crashing", *crash],
+            env=os.environ | {"IDEMCONSUMER_DSN": self.dsn, "IDEMCONSUMER_SCHEMA": SCHEMA},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert worker.returncode in (0, -signal.SIGKILL), worker.stdout + worker.stderr
+        return worker.returncode
+
+    def let_visibility_pass(self) -> None:
+        """What a dead worker held is delivered again after 10 s; this is those 10 s."""
+        self.db.execute("update idemconsumer.queue set visible_at = clock_timestamp()")
+
+    def effects(self) -> Counter[str]:
+        return Counter(name for (name,) in self.db.execute("select id from effect").fetchall())
+
+    def queued(self) -> int:
+        row = self.db.execute("select count(*) from idemconsumer.queue").fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def states(self) -> Counter[State]:
+        return Counter(State(n) for (n,) in self.db.execute("select state from idemconsumer.record").fetchall())
+
+    def letters(self) -> list[tuple[str, bytes]]:
+        rows = self.db.execute("select reason, body from idemconsumer.dead_letter").fetchall()
+        return sorted((str(reason), bytes(body)) for reason, body in rows)
+
+
+@pytest.fixture
+def bench(database: str) -> Bench:
+    migrate(database, SCHEMA)
+    bench = Bench(database)
+    bench.publish(*(payment(name) for name in ("suspect-1", "suspect-2", "suspect-3")))
+    # As an earlier worker leaves them that was killed with them in hand.
+    bench.db.execute("update idemconsumer.queue set deliveries = 1")
+    bench.publish(*(payment(name) for name in PLAIN[:6]), payment("flaky-1"), b"{", payment("refused-1"))
+    bench.publish(*(payment(name) for name in PLAIN[:4]), payment("poison-1"), payment("plain-1", amount=2))
+    bench.publish(payment("suspect-1"), payment("refused-1"), payment("flaky-2"), b'{"amount": 1}')
+    bench.publish(*(payment(name) for name in PLAIN[6:]), payment("poison-1"), payment("flaky-1"))
+    return bench
+
+
+def test_every_point_has_its_crash() -> None:
+    assert set(NTH) == set(Point)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("point", Point)
+def test_a_crash_at(bench: Bench, point: Point) -> None:
+    assert bench.work(f"{point}:{NTH[point]}") == -signal.SIGKILL, "the scenario never came to this point"
+    assert max(bench.effects().values(), default=0) <= 1
+    bench.let_visibility_pass()
+    assert bench.work() == 0
+    assert sorted(bench.effects().elements()) == APPLIED
+    assert bench.queued() == 0
+    assert bench.states() == {State.COMPLETED: len(APPLIED), State.FAILED: 1, State.DEAD: 1}
+    rejection = bench.db.execute(
+        "select convert_from(body, 'UTF8') from idemconsumer.result join idemconsumer.record using (key)"
+        " where state = 4"
+    ).fetchall()
+    assert [json.loads(body) for (body,) in rejection] == [{"code": "no_funds", "body": {"amount": 1}}]
+    letters = bench.letters()
+    # Where its attempts were over when the worker died, the next one counts one more and blames that.
+    poison = "killed_worker" if ("killed_worker", payment("poison-1")) in letters else "attempts_exhausted"
+    assert letters == sorted(
+        [
+            ("conflict", payment("plain-1", amount=2)),
+            ("key_missing", b'{"amount": 1}'),
+            ("undecodable", b"{"),
+            (poison, payment("poison-1")),
+        ]
+    )
+
+
+@pytest.mark.kill
+def test_a_worker_that_dies_at_one_point_after_the_other_comes_to_the_same_end(bench: Bench) -> None:
+    points = (Point.CLAIMED, Point.HANDLED, Point.SUSPECT_COUNTED, Point.SEALING, Point.COMMITTED, Point.SETTLING)
+    for point in points:
+        assert bench.work(f"{point}:2") == -signal.SIGKILL
+        bench.let_visibility_pass()
+    assert bench.work() == 0
+    assert sorted(bench.effects().elements()) == APPLIED
+    assert bench.queued() == 0
+
+
+@pytest.mark.kill
+def test_a_message_that_kills_its_worker_ends_as_a_dead_letter_and_takes_no_other_along(bench: Bench) -> None:
+    bench.publish(payment("before"), payment("bomb"), payment("behind"), queue=BOMBS)
+    deaths = 0
+    while deaths < 10 and bench.work() != 0:
+        deaths += 1
+        bench.let_visibility_pass()
+    # Once in a group that nobody suspected, then alone and counted, as often as it may.
+    assert deaths == 3
+    assert ("killed_worker", payment("bomb")) in bench.letters()
+    assert bench.effects() == Counter([*APPLIED, "before", "behind"])
+    assert bench.queued() == 0

@@ -1,0 +1,191 @@
+"""A drain finishes what runs, settles it, and gives back the rest at no cost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from structlog.testing import LogCapture
+
+from idemconsumer import App, Message, Tx
+from idemconsumer._model import Subscription
+from idemconsumer.brokers.memory import MemorySession
+from idemconsumer.ports import Bounds
+from tests.worker.conftest import Bench, Item, Lasting, connected, note, times
+
+
+class Gate:
+    """A handler that says when it has started and waits to be let go."""
+
+    def __init__(self, *held: str) -> None:
+        self.held = set(held)
+        self.started: list[str] = []
+        self.go = asyncio.Event()
+
+    async def __call__(self, item: Item, tx: Tx) -> None:
+        await note(tx, item)
+        if item.id in self.held:
+            self.started.append(item.id)
+            await self.go.wait()
+
+
+def app_with(gate: Gate, *sources: str, **options: Any) -> App:
+    app = App("drain")
+
+    @app.idempotent_handler(*sources, key="id", **options)
+    async def handle(item: Item, tx: Tx) -> None:
+        await gate(item, tx)
+
+    return app
+
+
+def queue(bench: Bench) -> list[tuple[str, int, bool]]:
+    """What the queue in Postgres still has: id, deliveries, whether it is visible."""
+    return bench.do(
+        "select convert_from(body, 'UTF8')::jsonb ->> 'id', deliveries, visible_at <= clock_timestamp()"
+        " from idemconsumer.queue order by id"
+    )
+
+
+async def test_a_drain_finishes_what_runs_and_releases_what_has_not_started(bench: Bench) -> None:
+    gate = Gate("running")
+    bench.enqueue("q", Item("running"), *(Item(str(n)) for n in range(5)))
+    async with bench.running(app_with(gate, "postgres:q"), concurrency=1) as running:
+        await running.until(lambda: bool(gate.started))
+        assert queue(bench)[1:4] == [(str(n), 1, False) for n in range(3)], "they wait behind the one that runs"
+        running.worker.drain()
+        gate.go.set()
+    assert bench.effects() == ["running"]
+    assert queue(bench) == [(str(n), 0, True) for n in range(5)]
+
+
+async def test_a_drain_fetches_nothing_new(bench: Bench) -> None:
+    gate = Gate("running")
+    bench.enqueue("q", Item("running"))
+    async with bench.running(app_with(gate, "postgres:q"), concurrency=2) as running:
+        await running.until(lambda: bool(gate.started))
+        running.worker.drain()
+        assert running.worker._lanes is not None
+        await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.draining)
+        bench.enqueue("q", Item("late"))
+        gate.go.set()
+    assert bench.effects() == ["running"]
+    assert queue(bench) == [("late", 0, True)]
+
+
+async def test_what_misses_the_deadline_is_rolled_back_given_back_and_costs_no_attempt(
+    bench: Bench, logged: LogCapture
+) -> None:
+    gate = Gate("slow", "slow too")
+    bench.enqueue("q", Item("slow"), Item("slow too"))
+    bench.do("update idemconsumer.queue set deliveries = 1 where body like '%too%'")  # a suspect, counted beforehand
+    async with bench.running(app_with(gate, "postgres:q"), drain_timeout=0.2) as running:
+        await running.until(lambda: len(gate.started) == 2)
+        assert bench.attempts() == 1
+    assert times(logged, "drain timed out, rolling back what still runs") == 1
+    assert bench.effects() == []
+    assert bench.attempts() == 0
+    assert queue(bench) == [("slow", 0, True), ("slow too", 1, True)]
+    assert running.worker.counts == {}
+    gate.go.set()
+    await bench.until_empty(app_with(gate, "postgres:q"))
+    assert sorted(bench.effects()) == ["slow", "slow too"]
+
+
+async def test_a_drain_does_not_wait_for_a_next_attempt(bench: Bench) -> None:
+    app = App("drain")
+
+    @app.idempotent_handler("postgres:q", key="id", backoff="20s, 20s")
+    async def handle(item: Item, tx: Tx, message: Message) -> None:
+        await note(tx, item)
+        if message.attempt == 1:
+            raise ValueError
+
+    bench.enqueue("q", Item("later"))
+    async with bench.running(app) as running:
+        await running.until_count(retrying=1)
+        async with asyncio.timeout(5):
+            await running.leave()
+    assert queue(bench) == [("later", 0, True)]
+    assert bench.attempts() == 1
+
+
+async def test_a_drain_leaves_the_room_and_a_lane_that_waits_for_it(bench: Bench) -> None:
+    from idemconsumer.keys import digest
+
+    busy = [f"busy-{n}" for n in range(3)]
+    bench.enqueue("q", *map(Item, busy))
+    app = app_with(Gate(), "postgres:q", on_busy="defer", order_by="entity")
+    async with (
+        bench.rival(digest("drain", None, "handle", busy[0])),
+        bench.rival(digest("drain", None, "handle", busy[1])),
+        bench.rival(digest("drain", None, "handle", busy[2])),
+        bench.running(app, room=1) as running,
+    ):
+        await running.until_count(busy=2)
+        async with asyncio.timeout(5):
+            await running.leave()
+    assert bench.effects() == []
+    assert queue(bench) == [(name, 0, True) for name in busy]
+
+
+async def test_aborting_rolls_back_at_once(bench: Bench) -> None:
+    gate = Gate("running")
+    await bench.publish("q", Item("running"))
+    app = app_with(gate, "memory:q")
+    worker = app.worker(bench.settings())
+    task = asyncio.create_task(worker.run())
+    async with asyncio.timeout(10):
+        while not gate.started:
+            await asyncio.sleep(0.01)
+        worker.abort()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert bench.effects() == []
+    assert len(bench.broker._queue("q").waiting) == 1
+
+
+async def test_a_drain_before_the_database_answers_ends_the_worker(bench: Bench, logged: LogCapture) -> None:
+    app = app_with(Gate(), "memory:q")
+    nowhere = "postgresql://postgres@127.0.0.1:1/none"
+    async with bench.running(app, dsn=nowhere) as running:
+        await running.until(lambda: times(logged, "store unreachable, waiting") == 1)
+
+
+class Slow(Lasting):
+    """Loses its first session, and takes its time to open the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opening = asyncio.Event()
+        self.go = asyncio.Event()
+        self.sessions: list[MemorySession] = []
+
+    async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> MemorySession:
+        if self.sessions:
+            self.opening.set()
+            await self.go.wait()
+        self.sessions.append(await super().open(subscriptions, bounds))
+        return self.sessions[-1]
+
+
+@pytest.mark.parametrize("opens", [False, True])
+async def test_a_drain_while_a_session_is_being_opened_ends_the_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    slow = Slow()
+    connected(bench, monkeypatch, memory=slow)
+    gate = Gate("running")
+    await slow.publish("q", [])
+    async with bench.running(app_with(gate, "memory:q"), drain_timeout=2.0) as running:
+        await running.until(lambda: bool(slow.sessions))
+        await slow.sessions[0].close()
+        await running.until(slow.opening.is_set)
+        running.worker.drain()
+        if opens:
+            slow.go.set()
+        async with asyncio.timeout(5):
+            await running.task
+    assert all(session._epoch.ended for session in slow.sessions)

@@ -1,0 +1,168 @@
+"""Lanes: what is serial, what runs beside it, and where each outcome leaves a delivery."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+
+from idemconsumer import App, Message, Reject, Retry, Tx
+from idemconsumer._model import Point
+from tests.worker.conftest import Bench, Item, note
+
+
+async def test_each_message_is_applied_once_and_in_order_of_its_entity(bench: Bench) -> None:
+    app = App("lanes")
+
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", group_size=8)
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    items = [Item(f"{entity}-{n}", entity) for n in range(30) for entity in "abcdef"]
+    await bench.publish("q", *items, *items[::7])
+    worker = await bench.until_empty(app)
+    assert worker.counts == {"applied": 180, "duplicate": 26}
+    by_entity = defaultdict(list)
+    for name in bench.effects():
+        by_entity[name[0]].append(int(name[2:]))
+    assert by_entity == {entity: list(range(30)) for entity in "abcdef"}
+
+
+async def test_an_inline_retry_holds_the_messages_behind_it_and_their_order(bench: Bench) -> None:
+    app = App("lanes")
+    runs: list[tuple[str, int]] = []
+
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", backoff="20ms, 20ms", group_size=4)
+    async def handle(item: Item, tx: Tx, message: Message) -> None:
+        runs.append((item.id, message.attempt))
+        await note(tx, item)
+        if item.id in ("2", "5") and message.attempt < 3:
+            raise ValueError("not yet")
+        if item.id == "3" and message.attempt == 1:
+            raise Retry(after="30ms")
+
+    await bench.publish("q", *(Item(str(n), "one") for n in range(8)))
+    worker = await bench.until_empty(app)
+    assert bench.effects() == [str(n) for n in range(8)]
+    assert worker.counts == {"applied": 8, "retrying": 5}
+    for name, last in (("2", 3), ("3", 2), ("5", 3)):
+        assert runs.index((name, last)) < [run[0] for run in runs].index(str(int(name) + 1))
+    assert bench.attempts() == 0, "what was applied in the end leaves no count behind"
+
+
+async def test_a_retry_stops_its_own_lane_alone(bench: Bench) -> None:
+    app = App("lanes")
+    others = asyncio.Event()
+
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", backoff="10ms, 10ms", max_attempts=1_000)
+    async def handle(item: Item, tx: Tx) -> None:
+        if item.id == "stuck" and not others.is_set():
+            raise ValueError("until the others are through")
+        await note(tx, item)
+
+    await bench.publish("q", Item("stuck", "e0"), *(Item(f"i{n}", f"e{n}") for n in range(40)))
+    async with bench.running(app) as running:
+        # What is behind the stuck one waits: its lane's share of the entities. All the others go.
+        await running.until(lambda: len(bench.effects()) >= 20)
+        assert not {"stuck", "i0"} & set(bench.effects())
+        others.set()
+        await running.until_count(applied=41)
+    assert bench.effects().index("stuck") < bench.effects().index("i0")
+
+
+async def test_a_delivery_follows_the_one_of_its_key_that_is_in_flight_and_never_meets_it_as_a_rival(
+    bench: Bench,
+) -> None:
+    app = App("lanes")
+    started, go = asyncio.Event(), asyncio.Event()
+
+    # Ordered by something that differs between two deliveries of one key: only the lane rule brings them together.
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", fingerprint=None, on_busy="defer")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+        if item.id == "same":
+            started.set()
+            await go.wait()
+
+    await bench.publish("q", *(Item("same", f"entity-{n}") for n in range(20)))
+    async with bench.running(app, concurrency=8) as running:
+        await started.wait()
+        # They would come behind a rival in seven of the eight lanes.
+        await bench.publish("q", *(Item(f"other-{n}", f"entity-{n}") for n in range(40)))
+        await running.until_count(applied=25)
+        go.set()
+        await running.until_count(applied=41, duplicate=19)
+    assert running.worker.counts == {"applied": 41, "duplicate": 19}, "nobody was ever busy"
+    assert bench.effects().count("same") == 1
+
+
+async def test_different_keys_run_beside_each_other(bench: Bench) -> None:
+    app = App("lanes")
+    inside, most = 0, 0
+
+    @app.idempotent_handler("memory:q", key="id")
+    async def handle(item: Item, tx: Tx) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await tx.execute("select pg_sleep(0.02)")
+        inside -= 1
+
+    await bench.publish("q", *(Item(str(n)) for n in range(40)))
+    await bench.until_empty(app, concurrency=4)
+    assert most == 4
+
+
+async def test_several_handlers_on_several_brokers_keep_to_their_own(bench: Bench) -> None:
+    app = App("lanes")
+
+    @app.idempotent_handler("memory:first", "postgres:second", key="id", group_size=4)
+    async def one(item: Item, tx: Tx) -> None:
+        await note(tx, Item(f"one {item.id}"))
+
+    @app.idempotent_handler("memory:third", key="id", group_size=4)
+    async def two(item: Item, tx: Tx) -> None:
+        await note(tx, Item(f"two {item.id}"))
+
+    items = [Item(str(n)) for n in range(10)]
+    await bench.publish("first", *items)
+    bench.enqueue("second", *items[:5], Item("only here"))
+    await bench.publish("third", *items)
+    worker = await bench.until_empty(app)
+    # The same key under another handler is another message; under one handler with two sources it is the same.
+    assert Counter(bench.effects()) == Counter(
+        [f"{handler} {n}" for handler in ("one", "two") for n in range(10)] + ["one only here"]
+    )
+    assert worker.counts == {"applied": 21, "duplicate": 5}
+
+
+async def test_a_rejection_a_bad_message_and_a_dead_one_do_not_stop_their_lane(bench: Bench) -> None:
+    app = App("lanes")
+
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", max_attempts=2, backoff="10ms, 10ms")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+        if item.id == "refused":
+            raise Reject("never")
+        if item.id == "poison":
+            raise ValueError
+
+    first, last = Item("first", "e"), Item("last", "e")
+    await bench.publish("q", first, Item("refused", "e"), b"\xff", Item("poison", "e"), Item("refused", "e"), last)
+    worker = await bench.until_empty(app, concurrency=1)
+    assert worker.counts == {"applied": 2, "failed": 1, "duplicate": 1, "dead": 2, "retrying": 1}
+    assert bench.effects() == ["first", "last"]
+
+
+async def test_nothing_is_settled_before_its_commit(bench: Bench) -> None:
+    app = App("lanes")
+
+    @app.idempotent_handler("memory:q", key="id", group_size=4)
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    await bench.publish("q", *(Item(str(n)) for n in range(12)))
+    async with bench.running(app, concurrency=1) as running:
+        await running.until_count(applied=12)
+    order = [point for point, _, _ in running.watch.seen if point in (Point.COMMITTED, Point.SETTLING)]
+    assert order[::2] == [Point.COMMITTED] * (len(order) // 2)
+    assert order[1::2] == [Point.SETTLING] * (len(order) // 2)

@@ -1,0 +1,115 @@
+"""What its broker would soon drop for having been delivered too often is taken over into the queue in Postgres."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from structlog.testing import LogCapture
+
+from idemconsumer import App, Message, Reject, Tx
+from idemconsumer._model import Message as Arrived
+from idemconsumer._model import Subscription
+from idemconsumer.brokers.memory import MemoryBroker, MemorySession
+from idemconsumer.ports import Bounds, Delivery, Outgoing
+from idemconsumer.worker import PARK_AFTER
+from tests.worker.conftest import Bench, Item, body, connected, note, times
+
+
+def outgoing(name: str) -> Outgoing:
+    return Outgoing(body(Item(name)))
+
+
+class WornOut(MemoryBroker):
+    """Delivers like RabbitMQ's quorum queue: with a count, which is high already."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+        self.settled: list[str] = []
+
+    async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> WornOutSession:
+        (subscription,) = subscriptions
+        return WornOutSession(self, subscription.name, self._queue(subscription.name), bounds)
+
+    async def close(self) -> None:
+        return
+
+
+class WornOutSession(MemorySession):
+    def __init__(self, broker: WornOut, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self._broker = broker
+
+    async def fetch(self) -> Sequence[Delivery]:
+        return [
+            Delivery(
+                Arrived(
+                    source="rabbitmq:rides", body=d.message.body, headers={"x": b"\xff\x00", "y": "1"},
+                    message_id="m-1", position=d.message.position,
+                ),
+                d.epoch, handle=d.handle, suspect=True, count=self._broker._count,
+            )
+            for d in await super().fetch()
+        ]  # fmt: skip
+
+    async def settle(self, deliveries: Sequence[Delivery]) -> None:
+        self._broker.settled += [delivery.message.position for delivery in deliveries]
+        await super().settle(deliveries)
+
+
+async def test_it_is_stored_then_settled_then_run_as_if_it_had_come_from_its_broker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
+) -> None:
+    app, broker = App("park"), WornOut(PARK_AFTER + 1)
+    connected(bench, monkeypatch, rabbitmq=broker)
+    ran: list[Message] = []
+
+    @app.idempotent_handler("rabbitmq:rides", key="id")
+    async def handle(item: Item, tx: Tx, message: Message) -> None:
+        await note(tx, item)
+        ran.append(message)
+        assert broker.settled == ["rides#1", "rides#2"]
+        if item.id == "refused":
+            raise Reject("no")
+
+    await broker.publish("rides", [outgoing("worn out"), outgoing("refused")])
+    worker = await bench.until_empty(app)
+    assert worker.counts == {"applied": 1, "failed": 1}
+    assert bench.effects() == ["worn out"]
+    assert times(logged, "delivered too often, taken over") == 2
+    assert sorted((m.source, m.position, m.message_id) for m in ran) == [
+        ("rabbitmq:rides", "rides#1", "m-1"),
+        ("rabbitmq:rides", "rides#2", "m-1"),
+    ]
+    assert ran[0].headers == {"x": b"\xff\x00", "y": "1"}
+    assert bench.do("select 1 from idemconsumer.queue") == []
+
+
+async def test_a_message_below_the_limit_stays_with_its_broker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    app, broker = App("park"), WornOut(PARK_AFTER)
+    connected(bench, monkeypatch, rabbitmq=broker)
+
+    @app.idempotent_handler("rabbitmq:rides", key="id")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+        assert broker.settled == []
+
+    await broker.publish("rides", [outgoing("tired")])
+    await bench.until_empty(app)
+    assert bench.effects() == ["tired"]
+
+
+async def test_a_duplicate_of_what_was_taken_over_is_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored, and the worker died before it could settle: the broker delivers it again, so it is stored twice."""
+    app, broker = App("park"), WornOut(PARK_AFTER + 1)
+    connected(bench, monkeypatch, rabbitmq=broker)
+
+    @app.idempotent_handler("rabbitmq:rides", key="id")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    await broker.publish("rides", [outgoing("twice"), outgoing("twice")])
+    worker = await bench.until_empty(app)
+    assert worker.counts == {"applied": 1, "duplicate": 1}
+    assert bench.effects() == ["twice"]

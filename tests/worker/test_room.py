@@ -1,0 +1,172 @@
+"""Busy keys: what waits in its lane, what waits in the room, and the room's bound."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from structlog.testing import LogCapture
+
+from idemconsumer import App, Tx
+from idemconsumer._model import Point
+from idemconsumer.keys import digest
+from tests.worker.conftest import Bench, Item, note, times
+
+APP = "room"
+
+
+def key_of(name: str) -> bytes:
+    return digest(APP, None, "handle", name)
+
+
+async def test_a_busy_message_that_waits_stops_its_lane_until_its_rival_ends(bench: Bench) -> None:
+    app = App(APP)
+
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", wait="15s")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    await bench.publish("q", *(Item(name, "e") for name in ("first", "busy", "behind")))
+    async with bench.rival(key_of("busy")) as let_go, bench.running(app) as running:
+        await running.until_count(applied=1)
+        claims = running.watch.count(Point.CLAIMED)
+        await running.until(lambda: running.watch.count(Point.CLAIMED) > claims + 1)
+        assert bench.effects() == ["first"]
+        assert running.worker._lanes is not None
+        assert running.worker._lanes.in_flight == 2
+        await let_go()
+        await running.until_count(applied=3)
+    assert bench.effects() == ["first", "busy", "behind"]
+
+
+async def test_a_busy_message_that_is_deferred_lets_its_lane_go_on(bench: Bench) -> None:
+    app = App(APP)
+
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", on_busy="defer", group_size=4)
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    await bench.publish("q", *(Item(name, "e") for name in ("first", "busy", "behind")))
+    async with bench.rival(key_of("busy")) as let_go, bench.running(app) as running:
+        await running.until_count(applied=2, busy=1)
+        assert bench.effects() == ["first", "behind"]
+        # A later delivery of the key follows it into the room instead of meeting it as a rival.
+        await bench.publish("q", Item("busy", "e"), Item("later", "e"))
+        await running.until_count(applied=3)
+        await let_go()
+        await running.until_count(applied=4, duplicate=1)
+    assert bench.effects() == ["first", "behind", "later", "busy"]
+
+
+async def test_a_wait_that_runs_out_goes_to_the_room_and_is_not_lost(bench: Bench) -> None:
+    app = App(APP)
+
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", wait="150ms")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    await bench.publish("q", Item("busy", "e"), Item("behind", "e"))
+    async with bench.rival(key_of("busy")) as let_go, bench.running(app) as running:
+        await running.until_count(applied=1, busy=1)
+        assert bench.effects() == ["behind"]
+        await let_go()
+        await running.until_count(applied=2)
+    assert bench.effects() == ["behind", "busy"]
+    assert not bench.broker._queue("q").waiting
+
+
+async def test_no_connection_is_held_while_a_message_waits_for_its_rival(bench: Bench) -> None:
+    app = App(APP)
+
+    @app.idempotent_handler("memory:q", key="id", wait="15s")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    names = [f"busy-{n}" for n in range(8)]
+    await bench.publish("q", *map(Item, names))
+    async with AsyncExitStack() as stack:
+        rivals = [await stack.enter_async_context(bench.rival(key_of(name))) for name in names]
+        async with bench.running(app, concurrency=8) as running:
+            # Whoever looks at the lanes between two of their claims finds no transaction of theirs open.
+            pinned = "select count(*) from pg_stat_activity where application_name = 'idemconsumer' and xact_start < %s"
+            begun = bench.do("select clock_timestamp()")[0][0]
+            claims = running.watch.count(Point.CLAIMED)
+            await running.until(lambda: running.watch.count(Point.CLAIMED) >= claims + 16)
+            await running.until(lambda: bench.do(pinned, begun)[0][0] == 0)
+            for let_go in rivals:
+                await let_go()
+            await running.until_count(applied=8)
+
+
+async def test_a_full_room_stops_the_lane_and_says_so_once(bench: Bench, logged: LogCapture) -> None:
+    app = App(APP)
+
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", on_busy="defer")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    busy = [f"busy-{n}" for n in range(4)]
+    await bench.publish("q", *(Item(name, "e") for name in (*busy, "behind")))
+    async with AsyncExitStack() as stack:
+        rivals = [await stack.enter_async_context(bench.rival(key_of(name))) for name in busy]
+        async with bench.running(app, concurrency=1, room=2) as running:
+            await running.until_count(busy=3)
+            await running.until(lambda: times(logged, "waiting room full, lane waits") == 1)
+            assert running.worker._lanes is not None
+            room = running.worker._lanes.room
+            rounds = running.watch.count(Point.CLAIMED)
+            await running.until(lambda: running.watch.count(Point.CLAIMED) > rounds + 3)
+            assert len(room._helds) == 2
+            assert bench.effects() == []
+            for let_go in rivals:
+                await let_go()
+            await running.until_count(applied=5)
+    assert sorted(bench.effects()) == ["behind", *busy]
+    assert times(logged, "waiting room full, lane waits") <= 2  # one for each that had to wait
+
+
+def resting(count: Callable[[], int]) -> Callable[[], bool]:
+    """Whether the count has stood still for 0.5 s, so that the room now rests for 0.8 s or 1 s."""
+    last, since = -1, 0.0
+
+    def rests() -> bool:
+        nonlocal last, since
+        if count() != last:
+            last, since = count(), time.monotonic()
+        return time.monotonic() - since > 0.5
+
+    return rests
+
+
+async def test_the_room_settles_at_once_what_its_rivals_have_committed(bench: Bench) -> None:
+    """All of the room is one read and one settlement, not a claim for each."""
+    started, go = asyncio.Event(), asyncio.Event()
+    names = [str(n) for n in range(20)]
+
+    def app_on(source: str, group_size: int) -> App:
+        app = App(APP)  # of one name, so that they are two workers of one service
+
+        @app.idempotent_handler(source, key="id", on_busy="defer", group_size=group_size)
+        async def handle(item: Item, tx: Tx) -> None:
+            await note(tx, item)
+            if item.id == names[-1]:
+                started.set()
+                await go.wait()
+
+        return app
+
+    await bench.publish("theirs", *map(Item, names))
+    await bench.publish("ours", *map(Item, names))
+    async with bench.running(app_on("memory:theirs", 64), concurrency=1) as rival:
+        await started.wait()
+        async with bench.running(app_on("memory:ours", 1), concurrency=2) as running:
+            await running.until_count(busy=len(names))
+            await running.until(resting(lambda: running.worker.counts["busy"]))
+            settled = running.watch.count(Point.SETTLING)
+            go.set()
+            await running.until_count(duplicate=len(names))
+            assert running.watch.count(Point.SETTLING) == settled + 1
+        await rival.until_count(applied=len(names))
+    assert bench.effects() == names
