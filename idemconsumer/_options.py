@@ -18,9 +18,7 @@ Duration: TypeAlias = str | float | timedelta
 
 MAX_GROUP = 128  # keys in one claim; each holds an entry of the shared lock table until the commit
 MAX_INLINE_DELAY = 30.0  # seconds; the lane stands still meanwhile
-MAX_INLINE_TOTAL = (
-    15 * 60.0
-)  # seconds; RabbitMQ closes a channel that leaves a delivery unacked for 30 minutes
+MAX_INLINE_TOTAL = 15 * 60.0  # seconds; RabbitMQ closes a channel that leaves a delivery unacked for 30 minutes
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*", re.ASCII)
@@ -158,9 +156,7 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
         "fail_on": _exceptions,
         "retry_on": _exceptions,
     }
-    options = Resolved(
-        **{name: check(handler, name, given[name]) for name, check in read.items() if name in given}
-    )
+    options = Resolved(**{name: check(handler, name, given[name]) for name, check in read.items() if name in given})
     _check_inline(handler, options)
     return options
 
@@ -169,9 +165,7 @@ def _check_inline(handler: str, options: Resolved) -> None:
     pauses, backoff = options.max_attempts - 1, options.backoff
     longest = backoff.delay(pauses, 0.0) if pauses else 0.0
     if longest > MAX_INLINE_DELAY:
-        problem = (
-            f"a `backoff` of {longest:g} s would stop the handler's lane for more than {MAX_INLINE_DELAY:g} s"
-        )
+        problem = f"a `backoff` of {longest:g} s would stop the handler's lane for more than {MAX_INLINE_DELAY:g} s"
     elif backoff.longest(pauses) >= MAX_INLINE_TOTAL:
         minutes = backoff.longest(pauses) / 60
         problem = f"{options.max_attempts} attempts would pause for {minutes:.0f} minutes, not under 15"
@@ -186,9 +180,7 @@ def _check_inline(handler: str, options: Resolved) -> None:
 
 def _integer(handler: str, option: str, value: Any, least: int, most: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise HandlerError(
-            handler, f"`{option}` is {value!r}", f"write a whole number from {least} to {most:,}"
-        )
+        raise HandlerError(handler, f"`{option}` is {value!r}", f"write a whole number from {least} to {most:,}")
     return value
 
 
@@ -236,9 +228,7 @@ def _backoff(handler: str, option: str, value: Any) -> Backoff:
 
 
 def _exceptions(handler: str, option: str, value: Any) -> tuple[type[Exception], ...]:
-    if not isinstance(value, tuple) or not all(
-        isinstance(v, type) and issubclass(v, Exception) for v in value
-    ):
+    if not isinstance(value, tuple) or not all(isinstance(v, type) and issubclass(v, Exception) for v in value):
         raise HandlerError(
             handler,
             f"`{option}` is {value!r}",

@@ -117,9 +117,7 @@ def _leading_fields(node: Mapping[str, Any]) -> tuple[list[str], bool]:
                 if not whole:
                     return names, False
             return names, True
-        case (
-            "index_expression" | "projection" | "value_projection" | "filter_projection" | "pipe" | "flatten"
-        ):
+        case "index_expression" | "projection" | "value_projection" | "filter_projection" | "pipe" | "flatten":
             return _leading_fields(node["children"][0])[0], False
         case _:
             return [], False

@@ -82,9 +82,7 @@ def _hints(handler: str, fn: Callable[..., Any], annotations: Mapping[str, Any])
             "define or import it at the top of the module, not inside a function or under TYPE_CHECKING",
         ) from None
     except (SyntaxError, TypeError, AttributeError) as error:
-        raise HandlerError(
-            handler, f"an annotation cannot be resolved: {error}", "annotate with types"
-        ) from None
+        raise HandlerError(handler, f"an annotation cannot be resolved: {error}", "annotate with types") from None
 
 
 def _check_types(handler: str, payload: str, hints: Mapping[str, Any]) -> None:

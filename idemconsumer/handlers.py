@@ -157,9 +157,7 @@ class BoundHandler:
         """Decode and key a message. Raises only BadMessage; one above the size limit is not even parsed."""
         plan = self._plan
         if len(message.body) > self._max_bytes:
-            raise BadMessage(
-                "oversized", f"{len(message.body):,} bytes, at most {self._max_bytes:,} are allowed"
-            )
+            raise BadMessage("oversized", f"{len(message.body):,} bytes, at most {self._max_bytes:,} are allowed")
         payload = plan.decode(message.body)
         key = plan.key(message, payload)
         tenant = None if plan.tenant is None else plan.tenant(message, payload)
@@ -215,9 +213,7 @@ def _plan(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec, given:
         signature=signature,
         decode=decode,
         key=keys.compile_key(key, payload_type, handler=name),
-        tenant=None
-        if tenant is None
-        else keys.compile_key(tenant, payload_type, handler=name, option="tenant"),
+        tenant=None if tenant is None else keys.compile_key(tenant, payload_type, handler=name, option="tenant"),
         order=_order(name, sources, payload_type, given.get("order_by")),
         fingerprint=_fingerprint(name, payload_type, given),
     )
@@ -229,9 +225,7 @@ def _name(fn: Callable[..., Any], given: Options) -> str:
     if not callable(fn):
         raise HandlerError(str(name), f"{type(fn).__name__} is decorated", "decorate a function")
     if "name" not in given and default in ("", "<lambda>"):
-        raise HandlerError(
-            default or type(fn).__name__, "it has no name of its own", 'give one: name="reserve_stock"'
-        )
+        raise HandlerError(default or type(fn).__name__, "it has no name of its own", 'give one: name="reserve_stock"')
     if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
         raise HandlerError(str(name), "`name` is not a printable text", 'write e.g. name="reserve_stock"')
     if name.startswith("~"):
@@ -243,9 +237,7 @@ def _check_sources(handler: str, sources: tuple[str, ...]) -> None:
     for source in sources:
         scheme, colon, name = source.partition(":")
         if scheme == "sqs" and colon:
-            raise HandlerError(
-                handler, f"source {source!r}: sqs is not available in this version", _write_source("")
-            )
+            raise HandlerError(handler, f"source {source!r}: sqs is not available in this version", _write_source(""))
         if scheme not in SCHEMES or not colon:
             near = difflib.get_close_matches(scheme, SCHEMES, n=1)
             raise HandlerError(
@@ -254,9 +246,7 @@ def _check_sources(handler: str, sources: tuple[str, ...]) -> None:
         if not name or not name.isprintable() or name != name.strip():
             raise HandlerError(handler, f"source {source!r} names no {scheme} source", _write_source(scheme))
         if name.startswith("~"):
-            raise HandlerError(
-                handler, f'source {source!r}: names that start with "~" are reserved', "choose another"
-            )
+            raise HandlerError(handler, f'source {source!r}: names that start with "~" are reserved', "choose another")
     if len(set(sources)) < len(sources):
         raise HandlerError(handler, f"a source is named twice in {', '.join(sources)}", "name it once")
 
@@ -276,9 +266,7 @@ def _order(handler: str, sources: tuple[str, ...], payload_type: Any, order_by: 
     if order_by is None:
         return _broker_order
     if order_by == "partition":
-        _only_kafka(
-            handler, sources, '`order_by` is "partition"', "name the entity whose messages must stay in order"
-        )
+        _only_kafka(handler, sources, '`order_by` is "partition"', "name the entity whose messages must stay in order")
         return lambda message, _, key: _partition(message) or key
     extract = keys.compile_key(order_by, payload_type, handler=handler, option="order_by")
 

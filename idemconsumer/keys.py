@@ -167,9 +167,7 @@ def compile_key(spec: KeySpec, payload_type: Any, *, handler: str, option: str =
     return extract
 
 
-def compile_fingerprint(
-    spec: KeySpec, payload_type: Any, *, handler: str
-) -> Callable[[Message, object], bytes]:
+def compile_fingerprint(spec: KeySpec, payload_type: Any, *, handler: str) -> Callable[[Message, object], bytes]:
     """Compile what of a message must not change under one key. Unlike a key it may be null, or any type."""
     specs = spec.specs if isinstance(spec, Key) and spec.kind == "all" else (spec,)
     reads = [_reader(part, payload_type, handler, "fingerprint") for part in specs]
@@ -200,9 +198,7 @@ def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Rea
             case "offset":
                 return lambda message, _: message.position
             case "all":
-                parts = [
-                    compile_key(part, payload_type, handler=handler, option=option) for part in spec.specs
-                ]
+                parts = [compile_key(part, payload_type, handler=handler, option=option) for part in spec.specs]
                 return lambda message, payload: _join([part(message, payload) for part in parts])
             case "first":
                 return _first([_reader(part, payload_type, handler, option) for part in spec.specs])

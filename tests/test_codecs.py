@@ -139,9 +139,7 @@ def test_a_number_beyond_all_floats_is_refused_by_pydantic_models_too() -> None:
 
 
 @pytest.mark.parametrize("annotation", ANNOTATIONS)
-@given(
-    body=st.binary(max_size=40) | st.text('{}[]":,0123456789eE+-.\\utrnflase', max_size=40).map(str.encode)
-)
+@given(body=st.binary(max_size=40) | st.text('{}[]":,0123456789eE+-.\\utrnflase', max_size=40).map(str.encode))
 def test_no_bytes_make_a_decoder_raise_anything_else(annotation: Any, body: bytes) -> None:
     with suppress(BadMessage):
         decoder(annotation)(body)
@@ -206,9 +204,7 @@ def test_a_type_that_cannot_be_decoded_is_found_when_the_decoder_is_built(annota
         ([Charge(id="c")], StoredResult(b'[{"id":"c","amount":0.0,"by_name":{}}]')),
     ],
 )
-def test_results_are_stored_as_json_or_as_the_bytes_they_are(
-    result: object, stored: StoredResult | None
-) -> None:
+def test_results_are_stored_as_json_or_as_the_bytes_they_are(result: object, stored: StoredResult | None) -> None:
     assert encode(result) == stored
 
 
@@ -228,7 +224,5 @@ def test_a_result_that_cannot_be_stored_is_named() -> None:
 
 
 def test_a_rejection_is_its_code_and_body() -> None:
-    assert encode_rejection("sold_out", {"sku": "a"}) == StoredResult(
-        b'{"code":"sold_out","body":{"sku":"a"}}'
-    )
+    assert encode_rejection("sold_out", {"sku": "a"}) == StoredResult(b'{"code":"sold_out","body":{"sku":"a"}}')
     assert encode_rejection("sold_out", None) == StoredResult(b'{"code":"sold_out","body":null}')

@@ -409,9 +409,7 @@ def test_an_oversized_message_is_not_even_parsed() -> None:
         ),
     ],
 )
-def test_a_message_without_what_it_needs_is_refused(
-    options: Any, body: bytes, reason: str, says: str
-) -> None:
+def test_a_message_without_what_it_needs_is_refused(options: Any, body: bytes, reason: str, says: str) -> None:
     with pytest.raises(BadMessage) as caught:
         bound(**options).call_for(message(body))
     assert caught.value.reason == reason
@@ -443,9 +441,7 @@ def test_the_fingerprint_is_of_the_body_unless_told_otherwise() -> None:
         ({"order_by": "partition"}, {"order_hint": b"customer-7"}, "a"),
     ],
 )
-def test_a_lane_is_chosen_by_entity_record_key_partition_or_key(
-    options: Any, arrived: Any, order: str | bytes
-) -> None:
+def test_a_lane_is_chosen_by_entity_record_key_partition_or_key(options: Any, arrived: Any, order: str | bytes) -> None:
     assert bound(**options).call_for(message(b'{"order_id":"a","shop":"eu"}', **arrived)).order == order
 
 

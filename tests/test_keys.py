@@ -108,9 +108,7 @@ def refused(spec: KeySpec, body: bytes = b"{}", payload_type: Any = dict, **more
         ("[1]", list[str], b'["a","b"]', "b"),
     ],
 )
-def test_a_path_reads_the_payload_by_its_names_on_the_wire(
-    path: str, payload_type: Any, body: bytes, key: str
-) -> None:
+def test_a_path_reads_the_payload_by_its_names_on_the_wire(path: str, payload_type: Any, body: bytes, key: str) -> None:
     assert key_of(path, body, payload_type) == key
 
 

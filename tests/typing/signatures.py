@@ -23,9 +23,7 @@ class Balance(msgspec.Struct):
     amount: int
 
 
-@idempotent_handler(
-    "kafka:transfers", key="id", retain="30d", backoff=Backoff(first=0.1), fail_on=(ValueError,)
-)
+@idempotent_handler("kafka:transfers", key="id", retain="30d", backoff=Backoff(first=0.1), fail_on=(ValueError,))
 async def transfer(order: Transfer, tx: Tx) -> Balance:
     await tx.execute("update account set balance = balance - %s where id = %s", (order.amount, order.source))
     rows = await tx.execute(
