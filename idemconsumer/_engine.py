@@ -11,10 +11,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
+from typing import Any
 
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_delay, wait_exponential, wait_random
@@ -39,13 +43,17 @@ from idemconsumer.ports import Claim, Claims, DeadLetter, JoinedStore, Observer,
 
 log = structlog.get_logger("idemconsumer")
 
+_NOT_THEIRS = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parent)})
+_MOST_OPEN_COUNTS = 10_000
+_FREE_RETRIES = 50  # in a row, about half a minute; after that contention is the handler's failure like any other
+
 
 @dataclass(slots=True, eq=False)
 class Work:
     """One delivery on its way through the engine: decoded, or refused before it could be.
 
-    `attempts` were counted so far; `counted` says that the coming run is among them already. `abandoned` tells when
-    waiting for a rival has become pointless, because the broker has taken the delivery back.
+    `attempts` were counted so far; `counted` says that the coming run is among them already; `collisions` cost none.
+    `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
     """
 
     message: Message
@@ -55,6 +63,7 @@ class Work:
     suspect: bool = False
     attempts: int = 0
     counted: bool = False
+    collisions: int = 0
     abandoned: Callable[[], bool] = bool
 
     @classmethod
@@ -116,6 +125,7 @@ class Engine:
         self._lanes = lanes
         self._chance = chance
         self._sizes: dict[str, GroupSize] = {}
+        self._open_counts: dict[bytes, int] = {}
 
     def group_size(self, handler: BoundHandler) -> int:
         """How many messages the next group of this handler may hold."""
@@ -135,9 +145,8 @@ class Engine:
         if head.refusal is not None:
             return [await self._refuse(head, head.refusal)]
         if head.suspect:
-            outcomes = await self._suspects(works, defer=defer)
-        else:
-            outcomes = await self._group(list(takewhile(_plain, works)), defer=defer)
+            return await self._counted_once(works, defer=defer)
+        outcomes = await self._group(list(takewhile(_plain, works)), defer=defer)
         if outcomes[0].kind is OutcomeKind.BUSY and not defer:
             return [await self._wait(head)]
         return outcomes
@@ -153,6 +162,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------------------- groups
     async def _group(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
         """Claim, run and commit `works`, or a prefix of them."""
+        lost = False
         while True:
             try:
                 outcomes = await self._commit_group(works, defer=defer)
@@ -163,12 +173,23 @@ class Engine:
             except CommitUnknown as unknown:
                 # Only a new claim can tell: it finds the record, inserts it, or is busy while the old one lives (J4).
                 log.warning("commit unknown, claiming again", handler=works[0].handler.name, error=str(unknown))
+                if lost:  # the group itself may be why: idle for so long that the server ended its transaction
+                    self._resize(works, failed=True)
+                    works = works[: max(1, len(works) // 2)]
+                lost = True
             except Contention as contention:
                 self._resize(works, failed=True, cap=contention.cap_groups)
                 if len(works) == 1:
-                    return [self._free_retry(works[0], contention)]
+                    work = works[0]
+                    work.collisions += 1
+                    if work.collisions % _FREE_RETRIES == 0:
+                        return [await self._failed(work, contention)]
+                    return [self._free_retry(work, contention)]
                 works = works[: len(works) // 2]
             except StoreUnavailable:
+                self._resize(works, failed=True)  # as for an unknown commit: the next group is smaller
+                raise
+            except ConfigurationError:
                 raise
             except _Failed as failed:
                 self._resize(works, failed=True)
@@ -226,13 +247,13 @@ class Engine:
             try:
                 async with asyncio.timeout(handler.options.timeout) as limit:
                     value = await handler.run(call, claims.tx() if handler.needs_tx else None, work.attempt)
-                if limit.expired():  # the handler swallowed the cancellation and went on as if it were on time
+                if _late(limit):  # it swallowed the cancellation, or never let the loop cancel it
                     raise TimeoutError
             except TimeoutError:
-                if limit.expired():
-                    raise TimeoutError(
-                        f"the handler ran longer than its timeout of {handler.options.timeout:g} s"
-                    ) from None
+                if _late(limit):
+                    # Its own fault, even if the server has ended the idle transaction by now.
+                    late = TimeoutError(f"the handler ran longer than its timeout of {handler.options.timeout:g} s")
+                    raise _Failed(index, late) from None
                 raise
             except asyncio.CancelledError:
                 task = asyncio.current_task()
@@ -241,6 +262,8 @@ class Engine:
                 raise HandlerFault("the handler raised CancelledError though nobody cancelled it") from None
             claims.check()
             result = codecs.encode(value)
+        except _Failed:
+            raise
         except Exception as error:
             cause = claims.diagnose(error)
             if isinstance(cause, StoreUnavailable | Contention):
@@ -290,22 +313,52 @@ class Engine:
             return [outcome for outcome in answered if outcome is not None]
         work = works[0]
         if not work.counted:
-            work.attempts = await self._store.count_attempt(_claim(work), None)
-            work.counted = True
+            # A run that an outage or a rebalance cut off was counted, and killed nobody: it counts once.
+            counted = self._open_counts.pop(work.key, None)
+            await _to_end(self._count(work, counted))
             self._at(Point.SUSPECT_COUNTED, work.handler.name, (work.key,))
         if work.attempts > work.handler.options.max_attempts:
             error = f"{work.attempts - 1} attempts began and none of them came to an end"
-            return [await self._bury(work, "killed_worker", error)]
+            outcome = await self._bury(work, "killed_worker", error)
+            if outcome.kind is OutcomeKind.RETRYING:  # a rival runs it right now, and may give its own count back
+                await self._uncount(work)
+            return [outcome]
+        return await self._group([work], defer=defer)
+
+    async def _counted_once(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
+        """`_suspects`, and the count given back if the run did not begin, or was cancelled."""
+        head = works[0]
         try:
-            outcomes = await self._group([work], defer=defer)
+            outcomes = await self._suspects(works, defer=defer)
+            if outcomes[0].kind is OutcomeKind.BUSY and not defer:
+                outcomes = [await self._wait(head)]
         except asyncio.CancelledError:
-            # In a task of its own: the store gives no connection to one that is being cancelled.
-            await asyncio.gather(self._store.uncount_attempt(_claim(work)), return_exceptions=True)
+            with suppress(Exception):
+                await self._uncount(head)
+            raise
+        except StoreUnavailable:
+            if head.counted:
+                self._remember(head)
             raise
         if outcomes[0].kind is OutcomeKind.BUSY:  # it did not run, and may be given back before it does
-            await self._store.uncount_attempt(_claim(work))
-            work.attempts, work.counted = work.attempts - 1, False
+            await self._uncount(head)
         return outcomes
+
+    async def _uncount(self, work: Work) -> None:
+        if work.counted:
+            work.counted = False
+            await _to_end(self._store.uncount_attempt(_claim(work)))
+            work.attempts -= 1
+
+    async def _count(self, work: Work, counted: int | None) -> None:
+        work.attempts = counted or await self._store.count_attempt(_claim(work), None)
+        work.counted = True
+
+    def _remember(self, work: Work) -> None:
+        """Counted, and cut off: the next delivery of the key in this process takes the count over."""
+        if len(self._open_counts) >= _MOST_OPEN_COUNTS:
+            self._open_counts.pop(next(iter(self._open_counts)))
+        self._open_counts[work.key] = work.attempts
 
     # ------------------------------------------------------------------------------------ everything but applied
     async def _replay(self, work: Work, found: Found) -> Outcome:
@@ -361,7 +414,8 @@ class Engine:
         log.debug(
             "contention, running again", handler=work.handler.name, key=work.key.hex()[:12], error=str(contention)
         )
-        return Outcome(OutcomeKind.RETRYING, due=0.02 + 0.2 * self._chance(), attempt=work.attempt, reason="contention")
+        due = min(0.6, 0.02 * 1.2 ** min(work.collisions, 50)) * (1 + self._chance())
+        return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempt, reason="contention")
 
     async def _reject(self, work: Work, error: Exception) -> Outcome:
         code, body = (error.code, error.body) if isinstance(error, Reject) else (type(error).__name__, None)
@@ -446,7 +500,7 @@ def _plain(work: Work) -> bool:
 
 def _stops(outcomes: Sequence[Outcome]) -> bool:
     """Whether the last one is to be run again, so that nothing behind it may go first."""
-    return bool(outcomes) and outcomes[-1].kind is OutcomeKind.RETRYING
+    return bool(outcomes) and outcomes[-1].kind in (OutcomeKind.RETRYING, OutcomeKind.BUSY)
 
 
 def _final(kind: OutcomeKind, work: Work, state: State, result: StoredResult | None) -> Outcome:
@@ -455,11 +509,32 @@ def _final(kind: OutcomeKind, work: Work, state: State, result: StoredResult | N
     return Outcome(kind, result=result.body, content_type=result.content_type, state=state, attempt=work.attempt)
 
 
+async def _to_end(act: Coroutine[Any, Any, None]) -> None:
+    """Do it whole, then let a cancellation pass; in a task of its own, since the store gives no connection to one that
+    is being cancelled."""
+    task = asyncio.create_task(act)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        task.exception()
+        raise cancelled
+    task.result()
+
+
+def _late(limit: asyncio.Timeout) -> bool:
+    deadline = limit.when()
+    return limit.expired() or (deadline is not None and asyncio.get_running_loop().time() > deadline)
+
+
 def _asked(after: Duration, handler: str) -> float:
     """What Retry(after=) asked for, bounded: the delivery is held at its lane's head meanwhile."""
     try:
         asked = parse_duration(after)
-    except ConfigurationError as error:
+    except (ConfigurationError, OverflowError) as error:
         log.error("Retry(after=) is not a duration, retrying at once", handler=handler, error=str(error))
         return 0.0
     if asked > MAX_INLINE_DELAY:
@@ -481,5 +556,10 @@ def _describe(error: Exception) -> str:
 
 
 def _where(error: BaseException) -> str:
+    """The innermost frame that is neither ours nor a library's: the line that whoever wrote the handler can mend."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} {frames[-1].name}" if frames else "unknown"
+    if not frames:
+        return "unknown"
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    frame = (theirs or frames)[-1]
+    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}"

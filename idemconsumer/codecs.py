@@ -57,7 +57,7 @@ def encode_rejection(code: str, body: object) -> StoredResult:
 def _json(value: object) -> bytes:
     try:
         return msgspec.json.encode(value, enc_hook=_encode_pydantic)
-    except (TypeError, ValueError, RecursionError) as error:
+    except Exception as error:  # noqa: BLE001 - a value's own code runs while it is encoded
         raise TypeError(
             f"a result of type {type(value).__name__} cannot be stored as JSON: {_why(error)}; return a "
             "Struct, dataclass, dict, list, str, number, bytes or None"

@@ -38,9 +38,10 @@ from idemconsumer.stores._tx import PostgresTx
 Connection = psycopg.AsyncConnection[Any]
 
 _CONTENTION: Final = {"40001", "40P01", "55P03", "53200"}
-_SERVER_TROUBLE: Final = ("53", "57P", "58")  # full, shutting down, broken: whatever the statement was
-# Of our own statements also: cancelled; read-only or in recovery, after a failover to or from this server.
-_OUR_TROUBLE: Final = (*_SERVER_TROUBLE, "57", "0A000", "25006")
+# Of any statement: the disk is full, or broken. More would take a handler's own mistakes for an outage, for ever.
+_SERVER_TROUBLE: Final = ("53100", "58030")
+# Of our own statements also: too much in use, cancelled, read-only or in recovery after a failover, broken.
+_OUR_TROUBLE: Final = ("53", "57", "58", "0A000", "25006")
 _ACQUIRE_SECONDS: Final = 3.0  # an outage is noticed, and its end too, within this time
 _GROUP_LOCK_TIMEOUT: Final = "50ms"  # G3: a group that waits for another lane's rows is better rerun smaller
 _LOCK_TIMEOUT: Final = "10s"  # backstop only: the advisory lock means that a claim never waits
@@ -134,7 +135,10 @@ class PostgresStore:
                 await connection.execute("COMMIT")
             return await cursor.fetchall() if cursor.description else []
         except psycopg.Error as error:
-            raise translate(connection, error, ours=True) from error
+            cause = translate(connection, error, ours=True)
+            if isinstance(cause, Contention):  # a lock of somebody else's: nothing happened, and it can be done again
+                cause = StoreUnavailable(str(cause))
+            raise cause from error
 
     async def _alone(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         async with self._connection() as connection:
@@ -164,9 +168,7 @@ class PostgresStore:
 
     async def park(self, queue: str, message: Message) -> None:
         headers = _headers.encode(_headers.with_origin(message).headers).decode()
-        await self._alone(
-            "enqueue", {"name": queue, "body": message.body, "key": message.message_id, "headers": headers}
-        )
+        await self._alone("enqueue", {"name": queue, "body": message.body, "key": None, "headers": headers})
 
     async def reject(self, claim: Claim, rejection: StoredResult) -> Record | None:
         return await self._finalise(claim, State.FAILED, rejection, None)
@@ -317,6 +319,8 @@ class PostgresClaims:
         except psycopg.Error as error:
             if connection.closed:
                 raise CommitUnknown(f"the answer to COMMIT was lost: {error}") from error
+            if error.sqlstate == "IC002" and not await _durable(connection):
+                raise ConfigurationError(f"database: {error.diag.message_primary}; set it to on") from error
             raise translate(connection, error) from error
         if tag != "COMMIT":
             raise GuardViolated(f"COMMIT was answered by {tag}: the transaction had failed before")
@@ -335,10 +339,8 @@ def translate(connection: Connection, error: psycopg.Error, *, ours: bool = Fals
         return Contention(f"{state}: {error.diag.message_primary}", cap_groups=state == "53200")
     if state.startswith(_OUR_TROUBLE if ours else _SERVER_TROUBLE):
         return StoreUnavailable(f"{state}: {error.diag.message_primary}")
-    if state == "IC001":
+    if state in ("IC001", "IC002"):
         return GuardViolated(str(error.diag.message_primary))
-    if state == "IC002":
-        return ConfigurationError(f"database: {error.diag.message_primary}; set it to on")
     return error
 
 
@@ -348,14 +350,17 @@ async def check_database(dsn: str, schema: str) -> int:
         connection = await psycopg.AsyncConnection.connect(dsn, connect_timeout=5, autocommit=True)
     except psycopg.Error as error:
         raise StoreUnavailable(f"no connection to the database: {error}") from error
-    async with connection:
-        cursor = await connection.execute(
-            "select current_setting('synchronous_commit'), pg_is_in_recovery(), to_regclass(%s) is not null,"
-            " current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int",
-            (sql.Identifier(schema, "record").as_string(connection),),
-        )
-        row = await cursor.fetchone()
-        version = connection.info.server_version
+    try:
+        async with connection:
+            cursor = await connection.execute(
+                "select current_setting('synchronous_commit'), pg_is_in_recovery(), to_regclass(%s) is not null,"
+                " current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int",
+                (sql.Identifier(schema, "record").as_string(connection),),
+            )
+            row = await cursor.fetchone()
+            version = connection.info.server_version
+    except psycopg.Error as error:
+        raise StoreUnavailable(f"the database does not answer: {error}") from error
     assert row is not None
     synchronous_commit, standby, migrated, locks = row
     if version < 140_000:
@@ -386,6 +391,9 @@ def connection_options(dsn: str, longest_run: float) -> str:
     defaults: dict[str, str | int] = {
         "connect_timeout": 5,
         "tcp_user_timeout": 30_000,
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
         "application_name": "idemconsumer",
     }
     return make_conninfo(dsn, options=options.strip(), **{n: v for n, v in defaults.items() if n not in given})
@@ -394,6 +402,13 @@ def connection_options(dsn: str, longest_run: float) -> str:
 async def _configure(connection: Connection) -> None:
     # The engine alone sends BEGIN. What a handler runs after a ROLLBACK of its own is by itself, and read-only.
     await connection.set_autocommit(True)
+
+
+async def _durable(connection: Connection) -> bool:
+    """Whether synchronous_commit is on outside of the transaction that was refused: then its handler had set it off."""
+    await connection.rollback()
+    row = await (await connection.execute("select current_setting('synchronous_commit')")).fetchone()
+    return row is not None and row[0] != "off"
 
 
 async def _leave(connection: Connection) -> None:

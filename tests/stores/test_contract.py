@@ -12,7 +12,7 @@ from psycopg import sql
 from idemconsumer._headers import restored
 from idemconsumer._model import Message, Record, State, Subscription
 from idemconsumer.brokers.postgres import PostgresBroker
-from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.errors import ConfigurationError, GuardViolated, StoreUnavailable
 from idemconsumer.ports import Bounds, JoinedStore, Tx
 from idemconsumer.settings import Settings
 from idemconsumer.stores import postgres
@@ -103,7 +103,7 @@ async def test_a_handler_that_asks_for_a_commit_that_can_be_lost_is_refused_at_t
         tx = claims.tx()
         await tx.execute("set local synchronous_commit = off")
         await tx.execute("insert into witness values ('lost?')")
-        with pytest.raises(ConfigurationError, match="synchronous_commit is off"):
+        with pytest.raises(GuardViolated, match="synchronous_commit is off"):
             await claims.complete([], [])
     assert (ledger.effects, ledger.states) == ([], [])
 
