@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from idemconsumer._model import Message
 
 ORIGIN: Final = "idemconsumer-origin"
+UNREADABLE: Final = "idemconsumer-unreadable-headers"
+
+
+class _Bytes(msgspec.Struct, forbid_unknown_fields=True):
+    base64: bytes
+
+
+class _Origin(msgspec.Struct):
+    source: str
+    position: str
+    message_id: str | None
 
 
 def encode(headers: Mapping[str, str | bytes]) -> bytes:
@@ -30,27 +41,38 @@ def _storable(text: str) -> bool:
 
 
 def decode(encoded: bytes) -> dict[str, str | bytes]:
-    """The inverse; a value that is neither text nor bytes (published by SQL) is kept as JSON text."""
-    headers: dict[str, str | bytes] = {}
-    for name, value in msgspec.json.decode(encoded, type=dict[str, Any]).items():
-        if isinstance(value, dict) and value.keys() == {"base64"}:
-            headers[name] = msgspec.convert(value["base64"], bytes)
-        else:
-            headers[name] = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return headers
+    """The inverse. Takes anything, since SQL may have written it: other values are kept as JSON text, and what is no
+    object at all under `UNREADABLE`."""
+    try:
+        values = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError):
+        return {UNREADABLE: encoded}
+    return {name: _value(bytes(value)) for name, value in values.items()}
+
+
+def _value(encoded: bytes) -> str | bytes:
+    for kind in (str, _Bytes):
+        try:
+            value = msgspec.json.decode(encoded, type=kind)
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+        return value.base64 if isinstance(value, _Bytes) else str(value)
+    return encoded.decode("utf-8", "replace")
 
 
 def with_origin(message: Message) -> Message:
     """The same message, about to be moved into our own queue."""
-    origin = f"{message.source} {message.position}"
+    origin = msgspec.json.encode(_Origin(message.source, message.position, message.message_id)).decode()
     return replace(message, headers={**message.headers, ORIGIN: origin})
 
 
 def restored(message: Message) -> Message | None:
     """The message as its own broker delivered it; None when it was not moved."""
-    origin = message.headers.get(ORIGIN)
-    if origin is None:
+    try:
+        origin = msgspec.json.decode(message.headers[ORIGIN], type=_Origin)
+    except (KeyError, msgspec.MsgspecError):
         return None
-    source, _, position = str(origin).partition(" ")
     headers = {name: value for name, value in message.headers.items() if name != ORIGIN}
-    return replace(message, source=source, position=position, headers=headers)
+    return replace(
+        message, source=origin.source, position=origin.position, message_id=origin.message_id, headers=headers
+    )

@@ -103,6 +103,9 @@ returns bigint language plpgsql as $$
 declare
     new_id bigint;
 begin
+    if jsonb_typeof(coalesce(publish_bytes.headers, '{{}}')) <> 'object' then
+        raise exception 'headers must be a JSON object of texts, e.g. {{"n": "v"}}' using errcode = '22023';
+    end if;
     insert into {schema}.queue (name, message_id, body, headers)
     values (queue, key, payload, convert_to(coalesce(publish_bytes.headers, '{{}}')::text, 'UTF8'))
     returning id into new_id;

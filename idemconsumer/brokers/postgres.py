@@ -126,6 +126,9 @@ class PostgresSession:
             return []
         self._arrived.clear()
         rows = await self._do("take", {"name": self._name, "limit": limit, "visibility": VISIBILITY})
+        if rows and self._stopped:  # a drain began meanwhile
+            await self._do("give_back", {"ids": [row[0] for row in rows], "tokens": [row[1] for row in rows]})
+            return []
         if not rows:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_IDLE_SECONDS):
