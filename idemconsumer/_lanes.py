@@ -74,6 +74,7 @@ class Lanes:
         self._lanes = [Lane(self, index) for index in range(count)]
         self.room = Room(self, room)
         self._places: list[Lane | Room] = [*self._lanes, self.room]
+        self._settled: set[Session] = set()
         self._holders: dict[bytes, tuple[Lane | Room, int]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.finished = asyncio.Event()
@@ -144,8 +145,15 @@ class Lanes:
         self._at(Point.SETTLING, name, keys)
         for session, deliveries in by_session.items():
             await session.settle(deliveries)
+            self._settled.add(session)
         self._at(Point.SETTLED, name, keys)
         self.forget(helds)
+
+    def settled(self, session: Session) -> bool:
+        """Whether anything of a session that is over was settled; asked once."""
+        progress = session in self._settled
+        self._settled.discard(session)
+        return progress
 
     # ---------------------------------------------------------------------------------------------------------- living
     async def work(self) -> None:

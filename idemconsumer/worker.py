@@ -64,12 +64,13 @@ class Worker:
         settings = self._settings
         if settings.dsn is None:
             raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN, e.g. postgresql://user@host/db")
+        planned = self._feeds()  # before anything is open: it raises for a missing driver or address
         store = await self._open_store(settings.dsn)
         if store is None:
             return
         engine = Engine(store, self._observer, lanes=settings.concurrency * settings.workers)
         lanes = self._lanes = Lanes(engine, self._observer, count=settings.concurrency, room=settings.room)
-        feeds = [Feed(name, broker, subs, self, store, lanes) for name, broker, subs in self._feeds()]
+        feeds = [Feed(name, broker, subs, self, store, lanes) for name, broker, subs in planned]
         upkeep = asyncio.create_task(Upkeep(settings.dsn, settings.schema, settings.prune_every).run())
         try:
             async with asyncio.TaskGroup() as group:
@@ -133,8 +134,7 @@ class Worker:
 
     async def _leave(self, feeds: Sequence[Feed], lanes: Lanes) -> None:
         log.info("draining", in_flight=lanes.in_flight)
-        for feed in feeds:
-            await feed.stop_fetching()
+        await asyncio.gather(*(feed.stop_fetching() for feed in feeds))
         lanes.drain()
         try:
             async with asyncio.timeout(self._settings.drain_timeout):
@@ -205,18 +205,23 @@ class Feed:
             if self._worker.draining.is_set():
                 await self._session.close()
                 return
-            log.info("consuming", feed=self._name, sources=[sub.source for sub in self._subscriptions])
-            failures = 0
+            if failures == 0:
+                log.info("consuming", feed=self._name, sources=[sub.source for sub in self._subscriptions])
             if self._worker.draining.is_set():  # it came while the session was being opened
                 await session.stop_fetching()
             try:
                 await self._consume(session)
             except SessionEnded as error:
-                if not self._worker.draining.is_set():
+                if self._worker.draining.is_set():
+                    continue
+                # A session that ends before anything of it was settled is a failure like one that never began: each
+                # costs every message in it a delivery, and a quorum queue deletes what was delivered too often.
+                failures = 0 if self._lanes.settled(session) else failures + 1
+                if failures <= 1:
                     log.warning("broker session lost, reconnecting", feed=self._name, error=str(error))
-                    self._session = None  # a drain has nothing to close now, and must end the reconnecting instead
-                    await session.close()
-                    await pause(self._worker.draining, 1)
+                self._session = None  # a drain has nothing to close now, and must end the reconnecting instead
+                await session.close()
+                await pause(self._worker.draining, max(1, failures), most=60.0)
 
     async def _consume(self, session: Session) -> None:
         """Until SessionEnded. Never cancelled in a drain: some clients lose messages when a fetch is."""
@@ -280,10 +285,10 @@ def _parking(plan: BoundHandler) -> list[Subscription]:
     return []
 
 
-async def pause(ended: asyncio.Event, failures: int) -> None:
-    """Backoff of every reconnect: 0.2 s doubling to 5 s, with jitter; `ended` cuts it short."""
+async def pause(ended: asyncio.Event, failures: int, most: float = 5.0) -> None:
+    """Backoff of every reconnect: 0.2 s doubling to `most`, with jitter; `ended` cuts it short."""
     try:
-        async with asyncio.timeout(min(5.0, 0.1 * 2 ** min(failures, 6)) * random.uniform(0.75, 1.0)):
+        async with asyncio.timeout(min(most, 0.1 * 2 ** min(failures, 10)) * random.uniform(0.75, 1.0)):
             await ended.wait()
     except TimeoutError:
         return

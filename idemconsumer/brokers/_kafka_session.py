@@ -39,6 +39,7 @@ PATIENCE = 3.0  # seconds without room before pausing: a pause throws the client
 COMMIT_EVERY = 1.0
 COMMIT_TIMEOUT = 3.0  # two of them and the drain fit into the rebalance time-out (drain + 10 s)
 PROBE_EVERY = 10.0
+WORTH_SAYING = 5  # commits that failed in a row; one or two are a rebalance
 
 log = structlog.get_logger("idemconsumer")
 
@@ -98,6 +99,7 @@ class KafkaSession:
         self._held = False
 
         self._committing = asyncio.Lock()
+        self._failed_commits = 0
         self._health = Health(consumer, self._topics, servers, self._log)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -325,8 +327,13 @@ class KafkaSession:
                 async with asyncio.timeout(COMMIT_TIMEOUT):  # with the broker down a commit never returns
                     await self._consumer.commit(due)
             except (TimeoutError, KafkaError) as error:
-                self._log.debug("kafka commit failed", error=words(error))
+                self._failed_commits += 1
+                if self._failed_commits == WORTH_SAYING:
+                    self._log.warning("kafka commits fail, a restart would redeliver", error=words(error))
             else:
+                if self._failed_commits >= WORTH_SAYING:
+                    self._log.info("kafka commits again")
+                self._failed_commits = 0
                 for at, offset in due.items():
                     trackers[at].committed(offset)
 
