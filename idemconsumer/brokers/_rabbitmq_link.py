@@ -15,8 +15,11 @@ import aiormq
 from aio_pika.abc import AbstractConnection
 from aio_pika.exceptions import CONNECTION_EXCEPTIONS
 
+from idemconsumer.brokers._rabbitmq_decoding import read_everything
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.settings import Settings
+
+read_everything()
 
 T = TypeVar("T")
 

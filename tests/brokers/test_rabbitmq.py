@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import random
+import struct
 import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,6 +21,7 @@ import aiormq.channel
 import pytest
 from aio_pika.abc import AbstractChannel
 from aiormq.abc import DeliveredMessage
+from pamqp import decode, encode
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
@@ -300,6 +302,97 @@ async def test_headers_of_every_amqp_type_arrive_as_text_or_bytes(node: Node, br
     assert delivery.message.position == f"{name}#{delivery.message.message_id}"
 
 
+# ------------------------------------------------------------------------------------------------- unreadable values
+class RawProperties(Basic.Properties):
+    """One property as given, byte by byte: the client itself would not write it."""
+
+    def __init__(self, name: str, encoded: bytes) -> None:
+        super().__init__(message_id="so that the client adds none")
+        self._raw = struct.pack(">H", self.flags[name]) + encoded
+
+    def marshal(self) -> bytes:
+        return self._raw
+
+
+class RawText(str):
+    def encode(self, *_: object, **__: object) -> bytes:
+        return NOT_UTF8
+
+
+NOT_UTF8 = b"r\xe9f"
+MICROSECONDS = struct.pack(">Q", 1_763_700_000 * 10**6)
+
+
+def entry(name: bytes, kind: bytes, value: bytes) -> bytes:
+    return bytes([len(name)]) + name + kind + value
+
+
+def sized(content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + content
+
+
+def nested(depth: int, kind: bytes) -> bytes:
+    content = b""
+    for _ in range(depth):
+        content = (b"\x01n" if kind == b"F" else b"") + kind + sized(content)
+    return content
+
+
+UNREADABLE = {
+    "microseconds": ("timestamp", MICROSECONDS),
+    "the last timestamp": ("timestamp", b"\xff" * 8),
+    "message id": ("message_id", bytes([len(NOT_UTF8)]) + NOT_UTF8),
+    "header name": ("headers", sized(entry(NOT_UTF8, b"S", sized(b"value")) + entry(b"z", b"I", bytes(4)))),
+    "header value": ("headers", sized(entry(b"at", b"T", MICROSECONDS))),
+    "inside of headers": (
+        "headers",
+        sized(entry(b"list", b"A", sized(b"T" + MICROSECONDS + b"F" + sized(entry(NOT_UTF8, b"t", b"\1"))))),
+    ),
+    "nested tables": ("headers", sized(nested(5_000, b"F"))),
+    "nested lists": ("headers", sized(entry(b"list", b"A", sized(nested(5_000, b"A"))))),
+}
+
+
+async def test_an_unreadable_value_costs_neither_its_message_nor_the_others(node: Node, broker: RabbitmqBroker) -> None:
+    name = await node.queue(x_delivery_limit=20)
+    async with node.channel() as channel:
+        await channel.declare_exchange(name, "fanout", durable=False)
+        wire = await channel.get_underlay_channel()
+        await wire.queue_bind(name, name)
+        for what, (property_name, encoded) in UNREADABLE.items():
+            await wire.basic_publish(what.encode(), routing_key=name, properties=RawProperties(property_name, encoded))
+            await wire.basic_publish(b"good", routing_key=name)
+        await wire.basic_publish(b"routing key", exchange=name, routing_key=RawText("any"))
+        await wire.basic_publish(b"good", routing_key=name)
+        await wire.exchange_delete(name)
+    expected = [body for what in [*UNREADABLE, "routing key"] for body in (what.encode(), b"good")]
+    for count in (1, 2, 3):  # the broker's own header is read beside those that are not
+        async with consuming(broker, name) as session:
+            deliveries = await arriving(session, len(expected))
+            assert sorted(bodies(deliveries)) == sorted(expected)
+            assert {delivery.count for delivery in deliveries} == {count}
+            assert not await until_idle(session)
+            if count == 3:
+                await session.settle(deliveries)
+    assert await remaining(broker, name) == []
+    read = {delivery.message.body.decode(): delivery.message for delivery in deliveries}
+    assert read["message id"].message_id == "réf"
+    headers = {what: {k: v for k, v in read[what].headers.items() if k != "x-delivery-count"} for what in UNREADABLE}
+    assert headers["header name"] == {"réf": "value", "z": "0"}
+    assert headers["header value"] == {"at": "null"}
+    assert headers["inside of headers"] == {"list": '[null,{"réf":true}]'}
+
+
+def test_what_the_client_could_read_it_reads_as_before_and_what_is_cut_short_is_refused() -> None:
+    table: Any = {"": "ü", "n": -1, "none": None, "yes": True, "in": {"a": [1, {"b": "c"}, []], "e": {}}, "f": 0.5}
+    encoded = encode.field_table(table)
+    assert decode.by_type(encoded + b"next", "table") == decode.field_table(encoded) == (len(encoded), table)
+    for kind, whole in (("table", encoded), ("table", sized(b"\x05name")), ("timestamp", MICROSECONDS)):
+        for cut in (whole[:-1], whole[:3], b""):
+            with pytest.raises(ValueError):
+                decode.by_type(cut, kind)
+
+
 # ------------------------------------------------------------------------------------------------- sessions that end
 async def test_a_deleted_queue_ends_the_session(node: Node, broker: RabbitmqBroker) -> None:
     name = await node.queue()
@@ -439,12 +532,18 @@ async def test_closing_is_bounded_when_the_broker_does_not_answer(
 
 
 # ------------------------------------------------------------------------------------------------------ publishing
+async def alarmed(node: Node) -> bool:
+    """The alarm is raised a moment after the command has returned."""
+    return "memory" in await node.ctl("eval", "rabbit_alarm:get_alarms().")
+
+
 async def test_consuming_goes_on_while_publishers_are_blocked(node: Node, broker: RabbitmqBroker) -> None:
     name, target = await node.queue(), await node.queue()
     await broker.publish(name, numbered(20))
     async with consuming(broker, name) as session:
         try:
             await node.ctl("set_vm_memory_high_watermark", "0")
+            await eventually(lambda: alarmed(node))
             publishing = asyncio.create_task(broker.publish(target, numbered(1)))
             await session.settle(await arriving(session, 20))
             await until_idle(session)
