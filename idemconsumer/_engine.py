@@ -24,7 +24,7 @@ import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_delay, wait_exponential, wait_random
 from tenacity.stop import stop_base
 
-from idemconsumer import codecs
+from idemconsumer import codecs, keys
 from idemconsumer._machine import Failure, GroupSize, Verdict, after_failure, group_cap, judge
 from idemconsumer._model import Found, Message, Outcome, OutcomeKind, Point, Record, State, StoredResult
 from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
@@ -312,9 +312,9 @@ class Engine:
         if answered := list(takewhile(bool, await self.answered(suspects))):
             return [outcome for outcome in answered if outcome is not None]
         work = works[0]
+        # A run that an outage or a rebalance cut off was counted, and killed nobody: it counts once.
+        counted = self._open_counts.pop(work.key, None)
         if not work.counted:
-            # A run that an outage or a rebalance cut off was counted, and killed nobody: it counts once.
-            counted = self._open_counts.pop(work.key, None)
             await _to_end(self._count(work, counted))
             self._at(Point.SUSPECT_COUNTED, work.handler.name, (work.key,))
         if work.attempts > work.handler.options.max_attempts:
@@ -444,7 +444,7 @@ class Engine:
         letter = DeadLetter(
             identity=_identity(work, reason),
             handler=work.handler.name,
-            scope=work.handler.name if call is None else call.claim.scope,
+            scope=keys.scope_name(work.handler.app, None, work.handler.name) if call is None else call.claim.scope,
             source=work.message.source,
             position=work.message.position,
             reason=reason,

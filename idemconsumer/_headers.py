@@ -12,6 +12,7 @@ from idemconsumer._model import Message
 
 ORIGIN: Final = "idemconsumer-origin"
 UNREADABLE: Final = "idemconsumer-unreadable-headers"
+_NO_SUCH_JSON: Final = (msgspec.MsgspecError, RecursionError, UnicodeError)
 
 
 class _Bytes(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,7 +46,7 @@ def decode(encoded: bytes) -> dict[str, str | bytes]:
     object at all under `UNREADABLE`."""
     try:
         values = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, RecursionError):
+    except _NO_SUCH_JSON:
         return {UNREADABLE: encoded}
     return {name: _value(bytes(value)) for name, value in values.items()}
 
@@ -54,7 +55,7 @@ def _value(encoded: bytes) -> str | bytes:
     for kind in (str, _Bytes):
         try:
             value = msgspec.json.decode(encoded, type=kind)
-        except (msgspec.MsgspecError, RecursionError):
+        except _NO_SUCH_JSON:
             continue
         return value.base64 if isinstance(value, _Bytes) else str(value)
     return encoded.decode("utf-8", "replace")
@@ -70,7 +71,7 @@ def restored(message: Message) -> Message | None:
     """The message as its own broker delivered it; None when it was not moved."""
     try:
         origin = msgspec.json.decode(message.headers[ORIGIN], type=_Origin)
-    except (KeyError, msgspec.MsgspecError):
+    except (KeyError, *_NO_SUCH_JSON):
         return None
     headers = {name: value for name, value in message.headers.items() if name != ORIGIN}
     return replace(

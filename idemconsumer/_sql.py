@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
+import psycopg
 from psycopg import sql
 
 from idemconsumer.errors import ConfigurationError
@@ -33,6 +34,20 @@ def load(schema: str) -> Queries:
 def fill(text: str, schema: str) -> bytes:
     """SQL text of ours with `{schema}` replaced by the quoted identifier."""
     return sql.SQL(text).format(schema=sql.Identifier(schema)).as_bytes(None)
+
+
+def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | None:
+    """An error that says that our tables are not there, or not for this role; None for any other."""
+    if isinstance(
+        error, psycopg.errors.UndefinedTable | psycopg.errors.InvalidSchemaName | psycopg.errors.UndefinedFunction
+    ):
+        return ConfigurationError(f"schema {schema!r} is not there; run `idemconsumer migrate up` first")
+    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        return ConfigurationError(
+            f"the database's role may not work in schema {schema!r} ({error.diag.message_primary}); grant it what "
+            "`idemconsumer check` names"
+        )
+    return None
 
 
 def check_schema(schema: str) -> None:

@@ -11,8 +11,8 @@ import psycopg
 from psycopg.rows import dict_row
 
 from idemconsumer import _headers
-from idemconsumer._sql import load
-from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer._sql import load, misconfigured
+from idemconsumer.errors import StoreUnavailable
 
 _CONNECT_SECONDS = 10
 
@@ -96,9 +96,9 @@ class Admin:
                 self._dsn, autocommit=True, row_factory=dict_row, connect_timeout=_CONNECT_SECONDS
             ) as connection:
                 return await (await connection.execute(load(self._schema)[name], parameters)).fetchall()
-        except psycopg.errors.UndefinedTable:
-            raise ConfigurationError(
-                f"schema {self._schema!r} is not there; run `idemconsumer migrate up` first"
-            ) from None
-        except psycopg.OperationalError as error:
+        except psycopg.Error as error:
+            if (cause := misconfigured(error, self._schema)) is not None:
+                raise cause from error
+            if not isinstance(error, psycopg.OperationalError):
+                raise
             raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error

@@ -10,9 +10,10 @@ from idemconsumer import codecs
 from idemconsumer._engine import Engine, Work
 from idemconsumer._model import Message, Outcome
 from idemconsumer.brokers import connect
+from idemconsumer.brokers import destination as parse_destination
 from idemconsumer.brokers.postgres import enqueue
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.handlers import BoundHandler, Decorate, Handler, Options, idempotent_handler
+from idemconsumer.handlers import BoundHandler, Decorate, Handler, Options, asks_for_key, idempotent_handler
 from idemconsumer.keys import KeySpec
 from idemconsumer.ports import Broker, Observer, Outgoing, Tx
 from idemconsumer.settings import Settings, load
@@ -31,7 +32,8 @@ class App:
     """
 
     def __init__(self, name: str) -> None:
-        if not name or not name.isprintable() or name != name.strip() or name.startswith("~"):
+        given: object = name
+        if not isinstance(given, str) or not name.isprintable() or name != name.strip() or name[:1] in ("", "~"):
             raise ConfigurationError(f"app name {name!r}: write a printable text such as App('shop')")
         self.name = name
         self._handlers: dict[str, Handler[..., Any]] = {}
@@ -45,6 +47,7 @@ class App:
     def handlers(self) -> Mapping[str, Handler[..., Any]]:
         return dict(self._handlers)
 
+    @asks_for_key
     def idempotent_handler(self, source: str, *sources: str, key: KeySpec, **options: Unpack[Options]) -> Decorate:
         """`idemconsumer.idempotent_handler`, and `include` what it makes."""
         decorate = idempotent_handler(source, *sources, key=key, **options)
@@ -59,6 +62,12 @@ class App:
     def include(self, *handlers: Handler[..., Any]) -> None:
         """Add decorated functions. ConfigurationError for a second handler of a name, or on a source."""
         for handler in handlers:
+            given: object = handler
+            if not isinstance(given, Handler):
+                raise ConfigurationError(
+                    f"app {self.name!r}: include({getattr(given, '__name__', repr(given))}) is given no handler; "
+                    'decorate the function with @idempotent_handler("scheme:name", key="…") first'
+                )
             if handler.name in self._handlers:
                 raise ConfigurationError(
                     f"app {self.name!r}: two handlers are named {handler.name!r}, so their keys would be the same; "
@@ -132,7 +141,7 @@ class App:
         transaction commits. `key` is the message id (Kafka: the record key). bytes go out as they are, anything else
         as JSON.
         """
-        scheme, _, name = destination.partition(":")
+        scheme, name = parse_destination(destination)
         encoded = codecs.encode(payload)
         message = Outgoing(b"null" if encoded is None else encoded.body, dict(headers or {}), key)
         settings = load()

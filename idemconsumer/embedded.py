@@ -283,10 +283,7 @@ def _unprivileged_account() -> pwd.struct_passwd | None:
 def _wheel_binaries() -> Path:
     spec = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
-        raise EmbeddedUnavailable(
-            "the embedded Postgres is not installed; write pip install 'idemconsumer[demo]', "
-            "or set IDEMCONSUMER_DSN to the address of a Postgres that runs"
-        )
+        raise EmbeddedUnavailable("the embedded Postgres is not installed; write pip install 'idemconsumer[demo]'")
     return Path(spec.origin).parent / "pginstall18" / "bin"
 
 

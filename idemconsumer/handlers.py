@@ -9,7 +9,7 @@ import difflib
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from functools import update_wrapper
+from functools import update_wrapper, wraps
 from typing import (
     Any,
     Generic,
@@ -25,7 +25,7 @@ from idemconsumer import codecs, keys
 from idemconsumer._model import Message, Subscription
 from idemconsumer._options import Backoff, Duration, Options, Resolved, check_known, parse_duration, resolve
 from idemconsumer._signature import Signature, read_signature
-from idemconsumer.errors import BadMessage, HandlerError
+from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.keys import KeySpec
 from idemconsumer.ports import Claim, Tx
 from idemconsumer.settings import Settings
@@ -40,6 +40,7 @@ __all__ = [
     "HandlerPlan",
     "Options",
     "Resolved",
+    "asks_for_key",
     "idempotent_handler",
     "parse_duration",
 ]
@@ -86,6 +87,24 @@ class Decorate(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> Handler[P, R]: ...
 
 
+def asks_for_key(decorator: Callable[P, R]) -> Callable[P, R]:
+    """Raise ConfigurationError where Python's TypeError would not say what to write."""
+
+    @wraps(decorator)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        given = [each for each in args if isinstance(each, str)]
+        if not given or "key" not in options:
+            what = "no key is given" if given else "no source is given"
+            raise ConfigurationError(
+                f'@idempotent_handler: {what}; write @idempotent_handler("{given[0] if given else "kafka:orders"}", '
+                'key="order_id"), where key says what identifies a message'
+            )
+        return decorator(*args, **options)
+
+    return checked
+
+
+@asks_for_key
 def idempotent_handler(source: str, *sources: str, key: KeySpec, **options: Unpack[Options]) -> Decorate:
     """Make a function the handler of one or more sources (`kafka:topic`, `rabbitmq:queue`, `postgres:queue`).
 
@@ -234,6 +253,9 @@ def _name(fn: Callable[..., Any], given: Options) -> str:
 
 
 def _check_sources(handler: str, sources: tuple[str, ...]) -> None:
+    given: tuple[object, ...] = sources
+    if wrong := [source for source in given if not isinstance(source, str)]:
+        raise HandlerError(handler, f"source {wrong[0]!r} is not a text", _write_source(""))
     for source in sources:
         scheme, colon, name = source.partition(":")
         if scheme == "sqs" and colon:

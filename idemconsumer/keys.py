@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -30,6 +30,7 @@ _ABSENT = 0xFFFFFFFF  # a length that no part has, so an absent tenant differs f
 _CLOUDEVENT_PREFIXES = ("ce_", "cloudEvents:", "cloudEvents_", "ce-")
 
 Kind = Literal["header", "message_id", "cloudevent", "payload", "offset", "all", "first"]
+_METHODS: tuple[Kind, ...] = get_args(Kind)
 Extract: TypeAlias = Callable[[Message, object], str]
 _Read: TypeAlias = Callable[[Message, object], object]
 
@@ -188,6 +189,9 @@ def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Rea
     if isinstance(spec, Key):
         match spec.kind:
             case "header":
+                named: object = spec.name
+                if not isinstance(named, str) or not named.strip():
+                    raise HandlerError(handler, f"`{option}` is Key.header({named!r})", 'name it: Key.header("Id")')
                 return _header(spec.name, f"{option} ({describe(spec)})")
             case "message_id":
                 return lambda message, _: message.message_id
@@ -203,6 +207,8 @@ def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Rea
             case "first":
                 return _first([_reader(part, payload_type, handler, option) for part in spec.specs])
     given: object = spec  # whatever was really written there
+    if (method := next((m for m in _METHODS if given is getattr(Key, m)), None)) is not None:
+        raise HandlerError(handler, f"`{option}` is Key.{method} itself, not called", f"write Key.{method}(…)")
     if callable(given) and not inspect.iscoroutinefunction(given):
         return _called(spec, f"{option} ({describe(spec)})")
     raise HandlerError(

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
 
 from idemconsumer.errors import ConfigurationError
 
 PREFIX = "IDEMCONSUMER_"
+FORMATS: Final = ("auto", "json", "console")
+LEVELS: Final = ("debug", "info", "warning", "error")
+
+# Variables of our own that are no settings: between a parent and its workers, of the demo, of the tests.
+_INTERNAL: Final = {"WORKER", "LIFELINE", "DEMO_PAUSE", "TEST_CACHE"}
+# What Kubernetes and Docker put into every container for a service of the name idemconsumer or idemconsumer-….
+_OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
+_LEAST: Final = {
+    "workers": 1, "concurrency": 1, "room": 1, "max_uncommitted": 1, "max_message_bytes": 1, "max_restarts": 0,
+}  # fmt: skip
+_ABOVE_ZERO: Final = ("drain_timeout", "prune_every", "kafka_session_timeout")
+_CHOICES: Final = {"log_format": FORMATS, "log_level": LEVELS}
+_BOOLEANS: Final = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that can be set from outside. Each field `x_y` is the variable IDEMCONSUMER_X_Y.
 
     Times are seconds, sizes bytes. `dsn`, `kafka` and `rabbitmq` have no default: a worker that needs one and has none
-    says so at its start.
+    says so at its start. ConfigurationError for a value out of its range.
     """
 
     dsn: str | None = None
@@ -48,9 +75,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     drain_timeout: float = 20.0
     max_restarts: int = 10
     until_empty: bool = False
+    reload: bool = False
     log_format: str = "auto"
     log_level: str = "info"
-    log_keys: bool = False
 
     room: int = 1_000
     max_uncommitted: int = 10_000
@@ -58,25 +85,56 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prune_every: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("workers", "concurrency", "room", "max_uncommitted", "max_message_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1")
+        for name in self.__struct_fields__:
+            _check(f"settings: `{name}`", name, getattr(self, name))
 
 
 def load(environ: Mapping[str, str] | None = None, directory: Path | None = None, **flags: Any) -> Settings:
-    """Merge all layers. A flag that is None is not given. Raises ConfigurationError naming the variable or file."""
+    """Merge all layers. A flag that is None is not given, nor is an empty variable.
+
+    Raises ConfigurationError naming the flag, variable or line, for a value that cannot be and for a name that looks
+    like a misspelt one.
+    """
     environ = os.environ if environ is None else environ
-    values: dict[str, Any] = _pyproject((directory or Path.cwd()) / "pyproject.toml")
-    for name in Settings.__struct_fields__:
-        if (value := environ.get(PREFIX + name.upper())) is not None and value != "":
-            values[name] = value
-    values.update({name: value for name, value in flags.items() if value is not None})
+    path = (directory or Path.cwd()) / "pyproject.toml"
+    given = {name: (f"`{name}` of [tool.idemconsumer] in {path}", value) for name, value in _pyproject(path).items()}
+    for variable, value in environ.items():
+        if variable.startswith(PREFIX) and value != "" and _is_setting(variable):
+            given[variable.removeprefix(PREFIX).lower()] = variable, value
+    for name, value in flags.items():
+        if value is not None:
+            given[name] = f"--{name.replace('_', '-')}", value
+    return Settings(**{name: _read(label, name, value) for name, (label, value) in given.items()})
+
+
+def check_dsn(dsn: str, label: str = "the database's address") -> None:
+    """Raise ConfigurationError for what is no address of a database.
+
+    Nothing of it is quoted, and nothing that the driver says of it: it may hold a password.
+    """
+    instead = "write postgresql://user:password@host:5432/database, with @ : / in a password as %40 %3A %2F"
     try:
-        return msgspec.convert(values, Settings, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(
-            f"settings: {error}; each setting is a variable {PREFIX}NAME, a flag, or a line in [tool.idemconsumer]"
-        ) from None
+        parts = conninfo_to_dict(dsn)
+    except psycopg.Error:
+        raise ConfigurationError(f"{label} cannot be read; {instead}") from None
+    # What libpq takes for host and port of a password with such characters, and would quote when it cannot connect.
+    ports = str(parts.get("port") or "").split(",")
+    if "@" in str(parts.get("host") or "") or not all(port.isdecimal() or not port for port in ports):
+        raise ConfigurationError(f"{label} has a host or port that cannot be one; {instead}")
+
+
+def _is_setting(variable: str) -> bool:
+    name = variable.removeprefix(PREFIX)
+    if name == name.upper() and name.lower() in Settings.__struct_fields__:
+        return True
+    near = None if name in _INTERNAL or _OF_A_SERVICE.fullmatch(name) else _nearest(name.lower())
+    if near is not None:
+        raise ConfigurationError(f"there is no setting {variable}; did you mean {PREFIX}{near.upper()}?")
+    return False
+
+
+def _nearest(name: str) -> str | None:
+    return next(iter(difflib.get_close_matches(name, Settings.__struct_fields__, n=1)), None)
 
 
 def _pyproject(path: Path) -> dict[str, Any]:
@@ -88,4 +146,55 @@ def _pyproject(path: Path) -> dict[str, Any]:
         table = tomllib.loads(text).get("tool", {}).get("idemconsumer", {})
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"settings: {path} is not valid TOML: {error}") from None
-    return {str(name).replace("-", "_"): value for name, value in table.items()}
+    named = {str(name).replace("-", "_"): value for name, value in table.items()}
+    for name in named:
+        if name not in Settings.__struct_fields__:
+            near = _nearest(name)
+            hint = f"did you mean `{near}`?" if near else "see docs/operations.md for those there are"
+            raise ConfigurationError(f"there is no setting `{name}`, in [tool.idemconsumer] of {path}; {hint}")
+    return named
+
+
+def _read(label: str, name: str, value: Any) -> Any:
+    """A value of its field's type, whatever it was written as."""
+    kind = _KINDS[name]
+    if isinstance(value, str):
+        if name in _CHOICES:
+            value = value.lower()
+        if kind is bool:
+            value = _BOOLEANS.get(value.lower(), value)
+    try:
+        value = msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError:
+        raise ConfigurationError(f"{label}: {_quoted(name, value)}write {_allowed(name)}") from None
+    _check(label, name, value)
+    return value
+
+
+def _check(label: str, name: str, value: Any) -> None:
+    if name == "dsn" and value is not None:
+        check_dsn(value, label)
+    if (
+        (name in _LEAST and value < _LEAST[name])
+        or (name in _ABOVE_ZERO and not 0 < value < math.inf)
+        or (name in _CHOICES and value not in _CHOICES[name])
+    ):
+        raise ConfigurationError(f"{label}: {_quoted(name, value)}write {_allowed(name)}")
+
+
+def _allowed(name: str) -> str:
+    if name in _LEAST:
+        return f"a whole number of at least {_LEAST[name]}"
+    if name in _ABOVE_ZERO:
+        return "a number of seconds above 0"
+    if name in _CHOICES:
+        return f"one of {', '.join(_CHOICES[name])}"
+    return "yes or no (true, false, on, off, 1, 0)" if _KINDS[name] is bool else "a text"
+
+
+def _quoted(name: str, value: Any) -> str:
+    """What was written, unless it may be an address or a password: those are texts."""
+    return "" if _KINDS[name] not in (bool, int, float) and name not in _CHOICES else f"{value!r} is not allowed; "
+
+
+_KINDS: Final = {field.name: field.type for field in msgspec.structs.fields(Settings)}

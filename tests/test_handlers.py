@@ -14,6 +14,7 @@ import pytest
 
 from idemconsumer import keys
 from idemconsumer._model import Message, Subscription
+from idemconsumer.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.handlers import Backoff, BoundHandler, Duration, Handler, idempotent_handler, parse_duration
 from idemconsumer.keys import Key
@@ -447,3 +448,48 @@ def test_a_lane_is_chosen_by_entity_record_key_partition_or_key(options: Any, ar
 
 def test_a_message_of_no_entity_is_ordered_by_its_key() -> None:
     assert bound(order_by="shop").call_for(message()).order == "a"
+
+
+# ------------------------------------------------------------------------------- what people write by mistake
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        (Key.message_id, "`key` is Key.message_id itself, not called; write Key.message_id("),
+        (Key.first("order_id", cast(Any, Key.offset)), "`key` is Key.offset itself, not called"),
+        (Key.header(""), "`key` is Key.header(''); name it"),
+    ],
+)
+def test_a_key_method_that_was_not_called_and_a_header_without_a_name_are_refused(key: Any, says: str) -> None:
+    assert says in refusal(key=key)
+
+
+def test_a_decorator_without_key_or_sources_says_how_it_is_written() -> None:
+    app = cast(Any, App("shop"))
+    for decorate in (cast(Any, idempotent_handler), app.idempotent_handler):
+        with pytest.raises(ConfigurationError, match=r'no key is given; write @idempotent_handler\("kafka:x", key='):
+            decorate("kafka:x")
+        with pytest.raises(ConfigurationError, match="no source is given; write @idempotent_handler"):
+            decorate(reserve)
+    with pytest.raises(HandlerError, match="source 5 is not a text; write one of"):
+        app.idempotent_handler("kafka:x", 5, key="order_id")(reserve)
+
+
+def test_an_app_takes_a_name_and_handlers_only() -> None:
+    with pytest.raises(ConfigurationError, match=r"app name 5: write a printable text"):
+        App(cast(Any, 5))
+    with pytest.raises(ConfigurationError, match=r"include\(reserve\) is given no handler; decorate the function"):
+        App("shop").include(cast(Any, reserve))
+
+
+@pytest.mark.parametrize(
+    ("destination", "says"),
+    [
+        ("orders", "write scheme:name"),
+        ("carrier:pigeon", "unknown scheme 'carrier'; write scheme:name"),
+        ("postgres:", "names no postgres source; write postgres:name"),
+        ("postgres:~parked", "reserved"),
+    ],
+)
+async def test_publishing_to_what_is_no_destination_is_refused(destination: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        await App("shop").publish(destination, {})

@@ -17,7 +17,7 @@ import structlog
 
 from idemconsumer import _headers
 from idemconsumer._model import Message, Subscription
-from idemconsumer._sql import load
+from idemconsumer._sql import load, misconfigured
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.ports import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.settings import Settings
@@ -80,6 +80,8 @@ class PostgresBroker:
             async with connection, connection.transaction():
                 await enqueue(connection, self._schema, name, messages)
         except psycopg.Error as error:
+            if (cause := misconfigured(error, self._schema)) is not None:
+                raise cause from error
             raise BrokerUnavailable(f"postgres:{name}: could not publish: {error}") from error
 
     async def check(self, subscription: Subscription) -> list[Finding]:
@@ -89,7 +91,8 @@ class PostgresBroker:
                 cursor = await connection.execute(load(self._schema)["waiting"], {"name": subscription.name})
                 (waiting,) = await cursor.fetchone() or (0,)
         except (BrokerUnavailable, psycopg.Error) as error:
-            return [Finding("error", subscription.source, str(error).strip())]
+            cause = misconfigured(error, self._schema) if isinstance(error, psycopg.Error) else None
+            return [Finding("error", subscription.source, str(cause or error).strip())]
         return [Finding("ok", subscription.source, f"queue readable, {waiting} waiting")]
 
     async def close(self) -> None:
@@ -110,6 +113,7 @@ class PostgresSession:
         self._freed = asyncio.Event()
         self._arrived = asyncio.Event()
         self._stopped = False
+        self._taking = asyncio.Lock()
         self._lost: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -125,10 +129,11 @@ class PostgresSession:
         if limit <= 0:
             return []
         self._arrived.clear()
-        rows = await self._do("take", {"name": self._name, "limit": limit, "visibility": VISIBILITY})
-        if rows and self._stopped:  # a drain began meanwhile
-            await self._do("give_back", {"ids": [row[0] for row in rows], "tokens": [row[1] for row in rows]})
-            return []
+        async with self._taking:
+            rows = await self._do("take", {"name": self._name, "limit": limit, "visibility": VISIBILITY})
+            if rows and self._stopped:  # a drain began meanwhile
+                await self._do("give_back", {"ids": [row[0] for row in rows], "tokens": [row[1] for row in rows]})
+                return []
         if not rows:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_IDLE_SECONDS):
@@ -189,6 +194,11 @@ class PostgresSession:
         self._arrived.set()
 
     async def close(self) -> None:
+        self._stopped = True
+        # What a take under way still brings would stay invisible until its deadline.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2), self._taking:
+                pass
         self._end("closed")
         for task in self._tasks:
             task.cancel()

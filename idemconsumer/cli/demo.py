@@ -92,7 +92,9 @@ def demo(messages: int, kills: int, workers: int, seed: int | None, as_json: boo
 
     --json prints one object. `messages`: payments; `duplicates`: copies published beside them; `deliveries`: how often
     the queue handed one of either to a worker; `applied`: rows in the ledger; `lost`: payments not in it; `twice`:
-    payments in it more than once. The exit code is 1 when `lost` or `twice` is not 0.
+    payments in it more than once.
+
+    Exit code 0: none lost, none twice. 1: some were, or the demo failed on its way. 2: usage, or no Postgres to start.
     """
     seed = random.randrange(1_000_000) if seed is None else seed
     with ExitStack() as stack:

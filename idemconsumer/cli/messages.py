@@ -10,9 +10,11 @@ from typing import Any, BinaryIO
 
 import click
 import msgspec
+import psycopg
 
+from idemconsumer._sql import misconfigured
 from idemconsumer.admin import Admin, DeadLetterDetail
-from idemconsumer.brokers import connect
+from idemconsumer.brokers import connect, destination
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
 from idemconsumer.errors import ConfigurationError
@@ -58,9 +60,9 @@ def publish(
 
 
 async def _publish(source: str, messages: Sequence[Outgoing], settings: Settings) -> None:
-    scheme, _, name = source.partition(":")
-    if not name:
-        raise ConfigurationError(f"{source!r} is not a source; write scheme:name, such as kafka:orders.placed")
+    scheme, name = destination(source)
+    if scheme == "memory":
+        raise ConfigurationError(f"{source!r} lives inside one process, for its tests; nobody else can publish to it")
     broker = connect(scheme, settings)
     try:
         with click.progressbar(length=len(messages), label="publishing", file=sys.stderr) as bar:
@@ -165,7 +167,12 @@ def prune(dry_run: bool, as_json: bool, **flags: Any) -> None:
             bar.length = blocks
             bar.update(done - bar.pos)
 
-        pruned = asyncio.run(prune_once(dsn, settings.schema, dry_run=dry_run, progress=progress))
+        try:
+            pruned = asyncio.run(prune_once(dsn, settings.schema, dry_run=dry_run, progress=progress))
+        except psycopg.Error as error:
+            if (cause := misconfigured(error, settings.schema)) is not None:
+                raise cause from error
+            raise
     if as_json:
         print_json({"pruned": pruned, "dry_run": dry_run})
     elif pruned is None:

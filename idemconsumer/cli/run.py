@@ -18,9 +18,9 @@ from idemconsumer.cli.options import database
 from idemconsumer.cli.target import load_app
 from idemconsumer.embedded import EmbeddedPostgres
 from idemconsumer.errors import IdemConsumerError
-from idemconsumer.observe.logging import FORMATS, LEVELS, configure
+from idemconsumer.observe.logging import configure
 from idemconsumer.process import LIFELINE, WORKER, Exit, launch
-from idemconsumer.settings import PREFIX, Settings, load
+from idemconsumer.settings import FORMATS, LEVELS, PREFIX, Settings, load
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.supervisor import Supervisor, python_changes
 from idemconsumer.worker import Worker
@@ -36,8 +36,8 @@ def _worker_options(command: F) -> F:
             click.option("--concurrency", type=int, metavar="N", help="Lanes in each process.  [default: 8]"),
             click.option("--handlers", metavar="A,B", help="Run only these handlers of the app."),
             click.option("--drain-timeout", type=float, metavar="S", help="Seconds to finish in.  [default: 20]"),
-            click.option("--log-format", type=click.Choice(FORMATS), help="[default: auto]"),
-            click.option("--log-level", type=click.Choice(LEVELS), help="[default: info]"),
+            click.option("--log-format", type=click.Choice(FORMATS, case_sensitive=False), help="[default: auto]"),
+            click.option("--log-level", type=click.Choice(LEVELS, case_sensitive=False), help="[default: info]"),
         )
     ):
         command = option(command)
@@ -49,14 +49,15 @@ def _worker_options(command: F) -> F:
 @_worker_options
 @click.option("--max-restarts", type=int, metavar="N", help="Crashes a worker may have in ten minutes.  [default: 10]")
 @click.option("--until-empty", is_flag=True, default=None, help="Leave when every source is empty.")
-@click.option("--reload", is_flag=True, help="Restart when a .py file below this folder changes.")
-def run(target: str, reload: bool, **flags: Any) -> None:
+@click.option("--reload", is_flag=True, default=None, help="Restart when a .py file below this folder changes.")
+def run(target: str, **flags: Any) -> None:
     """Consume with the handlers of an app until told to stop.
 
     SIGTERM or Ctrl-C drains: nothing new is fetched, what runs is finished, committed and settled. A second one
     stops now; what ran is rolled back and comes again.
     """
-    sys.exit(_run(target, load(**flags), _as_environment(flags), reload=reload))
+    settings = load(**flags)
+    sys.exit(_run(target, settings, _as_environment(flags), reload=settings.reload))
 
 
 @click.command()

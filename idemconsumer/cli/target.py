@@ -40,6 +40,11 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ConfigurationError as error:
         raise ConfigurationError(f"{error} ({_where(error)})") from error
+    except SystemExit as error:
+        raise ConfigurationError(
+            f"{name!r} ends the process when it is imported ({_where(error)}); put that under "
+            'if __name__ == "__main__":'
+        ) from error
     except Exception as error:
         missing = getattr(error, "name", None) or ""
         if isinstance(error, ModuleNotFoundError) and (name == missing or name.startswith(f"{missing}.")):

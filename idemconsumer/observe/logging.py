@@ -15,13 +15,10 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from idemconsumer.errors import ConfigurationError
-
-FORMATS = ("auto", "json", "console")
-LEVELS = ("debug", "info", "warning", "error")
-
 # These say the same thing hundreds of times while a server is away; our adapters say it once.
-_LOUD = ("aiokafka", "aio_pika", "aiormq", "botocore", "psycopg")
+_LOUD = ("aiokafka", "aio_pika", "aiormq", "botocore")
+# Never heard, not at debug either: its pool quotes addresses and statements, and says more than it helps.
+_SILENT = ("psycopg", "psycopg.pool")
 _KEY_DIGITS = 12
 
 
@@ -29,11 +26,8 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> None
     """Send structlog and the standard library's logging to `stream` (default stderr).
 
     `auto` is `console` on a terminal, else `json`, one object a line. A logging configuration of the application's
-    own, made later at its import, wins for the standard library's part. Raises ConfigurationError.
+    own, made later at its import, wins for the standard library's part. The values are those of the settings.
     """
-    for name, value, allowed in (("log format", log_format, FORMATS), ("log level", level, LEVELS)):
-        if value not in allowed:
-            raise ConfigurationError(f"{name} {value!r} is unknown; write one of {', '.join(allowed)}")
     stream = stream or sys.stderr
     number = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Processor] = [
@@ -59,6 +53,8 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> None
     logging.basicConfig(handlers=[handler], level=number, force=True)
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.DEBUG if level == "debug" else logging.CRITICAL)
+    for name in _SILENT:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def is_console(log_format: str, stream: TextIO) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -21,6 +22,7 @@ from psycopg import sql
 
 from idemconsumer._sql import check_schema
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.settings import check_dsn
 
 _FILE = re.compile(r"(\d{4})_(\w+)\.sql")
 _CONNECT_SECONDS = 10
@@ -63,7 +65,7 @@ def migrate(dsn: str, schema: str) -> list[Migration]:
     """
     check_schema(schema)
     done = []
-    with connect(dsn) as connection:
+    with connect(dsn) as connection, _rights(connection, schema):
         while (migration := _apply_next(connection, schema)) is not None:
             done.append(migration)
     return done
@@ -75,7 +77,7 @@ def status(dsn: str, schema: str) -> list[Migration]:
     Raises like `migrate`.
     """
     check_schema(schema)
-    with connect(dsn) as connection:
+    with connect(dsn) as connection, _rights(connection, schema):
         return _compare(files(), _applied(connection, schema), schema)
 
 
@@ -109,7 +111,11 @@ def files() -> tuple[Migration, ...]:
 
 
 def connect(dsn: str) -> psycopg.Connection:
-    """A connection for an administrator's errand: autocommit, nothing prepared. Raises StoreUnavailable."""
+    """A connection for an administrator's errand: autocommit, nothing prepared.
+
+    Raises StoreUnavailable, or ConfigurationError for what is no address.
+    """
+    check_dsn(dsn)
     try:
         return psycopg.connect(
             dsn,
@@ -118,12 +124,20 @@ def connect(dsn: str) -> psycopg.Connection:
             connect_timeout=_CONNECT_SECONDS,
             application_name="idemconsumer",
         )
-    except psycopg.ProgrammingError as error:
-        raise ConfigurationError(
-            f"the DSN cannot be read: {str(error).strip()}; write postgresql://user@host:5432/database"
-        ) from None
     except psycopg.OperationalError as error:
         raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
+
+
+@contextmanager
+def _rights(connection: psycopg.Connection, schema: str) -> Iterator[None]:
+    try:
+        yield
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise ConfigurationError(
+            f"role {connection.info.user!r} may not do this to schema {schema!r} ({error.diag.message_primary}); "
+            "migrate as the schema's owner, who may CREATE in the database, or have that role run what "
+            "`idemconsumer migrate sql` prints"
+        ) from error
 
 
 def _apply_next(connection: psycopg.Connection, schema: str) -> Migration | None:

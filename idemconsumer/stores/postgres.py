@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import psycopg
-from psycopg import pq, sql
+from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
@@ -34,6 +34,7 @@ from idemconsumer.errors import (
 )
 from idemconsumer.ports import Claim, DeadLetter
 from idemconsumer.stores._tx import PostgresTx
+from idemconsumer.stores.checks import check_database
 
 Connection = psycopg.AsyncConnection[Any]
 
@@ -76,7 +77,7 @@ class PostgresStore:
     async def open(cls, dsn: str, schema: str, *, connections: int, longest_run: float) -> PostgresStore:
         """Check and open. `longest_run` is the longest handler timeout, seconds.
 
-        Raises ConfigurationError (not migrated, too old, synchronous_commit off, a standby) or StoreUnavailable.
+        Raises ConfigurationError (see `check_database`) or StoreUnavailable.
         """
         most_locks = await check_database(dsn, schema)
         store = cls(dsn, schema, connections=connections, longest_run=longest_run, most_locks=most_locks)
@@ -342,39 +343,6 @@ def translate(connection: Connection, error: psycopg.Error, *, ours: bool = Fals
     if state in ("IC001", "IC002"):
         return GuardViolated(str(error.diag.message_primary))
     return error
-
-
-async def check_database(dsn: str, schema: str) -> int:
-    """Refuse a database that would break the promise; returns how many locks are ours to take."""
-    try:
-        connection = await psycopg.AsyncConnection.connect(dsn, connect_timeout=5, autocommit=True)
-    except psycopg.Error as error:
-        raise StoreUnavailable(f"no connection to the database: {error}") from error
-    try:
-        async with connection:
-            cursor = await connection.execute(
-                "select current_setting('synchronous_commit'), pg_is_in_recovery(), to_regclass(%s) is not null,"
-                " current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int",
-                (sql.Identifier(schema, "record").as_string(connection),),
-            )
-            row = await cursor.fetchone()
-            version = connection.info.server_version
-    except psycopg.Error as error:
-        raise StoreUnavailable(f"the database does not answer: {error}") from error
-    assert row is not None
-    synchronous_commit, standby, migrated, locks = row
-    if version < 140_000:
-        raise ConfigurationError(f"database: Postgres {version // 10_000} is too old; 14 or newer is needed")
-    if standby:
-        raise ConfigurationError("database: this is a standby, which takes no writes; give the primary's address")
-    if synchronous_commit == "off":
-        raise ConfigurationError(
-            "database: synchronous_commit is off, so a crash would lose what has been acknowledged; set it to on, "
-            "for this role at least: ALTER ROLE … SET synchronous_commit = on"
-        )
-    if not migrated:
-        raise ConfigurationError(f"database: schema {schema!r} is not there; run `idemconsumer migrate up` first")
-    return int(locks) // 10
 
 
 def connection_options(dsn: str, longest_run: float) -> str:

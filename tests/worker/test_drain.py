@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import psycopg
 import pytest
 from structlog.testing import LogCapture
 
@@ -13,7 +14,7 @@ from idemconsumer import App, Message, Tx
 from idemconsumer._model import Subscription
 from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.ports import Bounds
-from tests.worker.conftest import Bench, Item, Lasting, connected, note, times
+from tests.worker.conftest import Bench, Item, Lasting, body, connected, note, times
 
 
 class Gate:
@@ -72,6 +73,24 @@ async def test_a_drain_fetches_nothing_new(bench: Bench) -> None:
         bench.enqueue("q", Item("late"))
         gate.go.set()
     assert bench.effects() == ["running"]
+    assert queue(bench) == [("late", 0, True)]
+
+
+async def test_what_a_fetch_under_way_still_brings_is_given_back_at_once(bench: Bench) -> None:
+    """Its statement waits for a lock while the drain begins, and takes a message once it gets it."""
+    waiting = "select count(*) from pg_stat_activity where application_name = 'idemconsumer-queue' and query like %s"
+    async with bench.running(app_with(Gate(), "postgres:q")) as running:
+        async with await psycopg.AsyncConnection.connect(bench.dsn) as other:
+            await other.execute("lock table idemconsumer.queue in access exclusive mode")
+            await other.execute("select idemconsumer.publish_bytes('q', %s)", (body(Item("late")),))
+            pattern = "%order by id limit%"
+            await running.until(lambda: bench.do(waiting + " and wait_event_type = 'Lock'", pattern)[0][0] == 1)
+            running.worker.drain()
+            await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.draining)
+        async with asyncio.timeout(8):
+            await running.leave()
+    await running.until(lambda: bench.do(waiting + " and state = 'active'", pattern)[0][0] == 0)
+    assert bench.effects() == []
     assert queue(bench) == [("late", 0, True)]
 
 

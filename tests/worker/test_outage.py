@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import psycopg
 import pytest
 from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Tx
+from idemconsumer._model import Point
 from idemconsumer.embedded import EmbeddedPostgres
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.keys import digest
 from tests.conftest import PrivatePostgres
 from tests.worker.conftest import PATIENCE, Bench, Item, connected, note, prepare, times
 
@@ -112,3 +116,124 @@ async def test_a_drain_ends_a_worker_whose_database_is_away(
         async with asyncio.timeout(PATIENCE):
             await running.leave()
     assert len(bench.broker._queue("q").waiting) == 2
+
+
+# ------------------------------------------------------------------------------------------------- other people's locks
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("idemconsumer.stores.postgres._LOCK_TIMEOUT", "100ms")
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_table_that_somebody_locks_is_waited_for_and_costs_nothing(bench: Bench, logged: LogCapture) -> None:
+    """As VACUUM FULL and many migrations do: here while a failed attempt is to be counted."""
+    app = App("outage")
+
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", max_attempts=2, backoff="10ms, 10ms")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+        if item.id == "fails":
+            raise ValueError
+
+    await bench.publish("q", Item("fails", "e"), Item("behind", "e"))
+    async with await psycopg.AsyncConnection.connect(bench.dsn) as other:
+        await other.execute("lock table idemconsumer.attempt in access exclusive mode")
+        async with bench.running(app) as running:
+            await running.until(lambda: times(logged, "store unreachable, waiting") == 1)
+            handled = running.watch.count(Point.ROLLED_BACK)
+            await running.until(lambda: running.watch.count(Point.ROLLED_BACK) > handled)
+            assert (bench.effects(), dict(running.worker.counts)) == ([], {})
+            await other.rollback()
+            await running.until_count(applied=1, dead=1)
+    assert running.worker.counts == {"applied": 1, "dead": 1, "retrying": 1}
+    assert bench.effects() == ["behind"]
+    assert times(logged, "store unreachable, waiting") == 1
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_record_table_that_somebody_locks_while_the_room_looks_is_waited_for(
+    bench: Bench, logged: LogCapture
+) -> None:
+    app = App("outage")
+
+    @app.idempotent_handler("memory:q", key="id", on_busy="defer")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    await bench.publish("q", Item("busy"))
+    async with (
+        bench.rival(digest("outage", None, "handle", "busy")) as let_go,
+        await psycopg.AsyncConnection.connect(bench.dsn) as other,
+        bench.running(app) as running,
+    ):
+        await running.until_count(busy=1)
+        await other.execute("lock table idemconsumer.record in access exclusive mode")
+        await running.until(lambda: times(logged, "store unreachable, waiting") == 1)
+        assert not running.task.done()
+        await let_go()
+        await other.rollback()
+        await running.until_count(applied=1)
+    assert bench.effects() == ["busy"]
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_attempt_that_cannot_be_taken_back_does_not_end_the_worker(bench: Bench, logged: LogCapture) -> None:
+    """A suspect is counted, then found busy; meanwhile somebody locks the counts."""
+    app = App("outage")
+
+    @app.idempotent_handler("postgres:q", key="id", wait="200ms")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    bench.enqueue("q", Item("busy"))
+    bench.do("update idemconsumer.queue set deliveries = 1")
+    async with (
+        bench.rival(digest("outage", None, "handle", "busy")) as let_go,
+        await psycopg.AsyncConnection.connect(bench.dsn) as other,
+        bench.running(app) as running,
+    ):
+        await running.until(lambda: running.watch.count(Point.SUSPECT_COUNTED) == 1)
+        await other.execute("lock table idemconsumer.attempt in access exclusive mode")
+        await running.until(lambda: times(logged, "store unreachable, waiting") == 1)
+        await let_go()
+        await other.rollback()
+        await running.until_count(applied=1)
+    assert (bench.effects(), bench.attempts()) == (["busy"], 0)
+
+
+# ------------------------------------------------------------------------------------------------------- durability off
+async def test_durability_turned_off_under_a_worker_ends_it_and_blames_no_message(
+    bench: Bench, logged: LogCapture
+) -> None:
+    app = App("outage")
+    off = True
+
+    @app.idempotent_handler("memory:q", key="id", max_attempts=1, group_size=4)
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+        if off and item.id == "second":
+            bench.do("alter system set synchronous_commit = off")
+            bench.do("select pg_reload_conf()")
+            async with asyncio.timeout(PATIENCE):
+                while await (await tx.execute("show synchronous_commit")).one() != ("off",):
+                    await asyncio.sleep(0.01)
+
+    await bench.publish("q", *map(Item, ("first", "second", "third")))
+    try:
+        with pytest.raises(ConfigurationError, match=r"synchronous_commit is off.*set it to on"):
+            async with bench.running(app, concurrency=1) as running:
+                await running.until(lambda: False)
+        assert (bench.effects(), bench.attempts()) == ([], 0)
+        assert bench.do("select 1 from idemconsumer.dead_letter") == []
+        with pytest.raises(ConfigurationError, match="synchronous_commit is off"):
+            await bench.until_empty(app)
+    finally:
+        off = False
+        bench.do("alter system reset synchronous_commit")
+        bench.do("select pg_reload_conf()")
+    async with asyncio.timeout(PATIENCE):
+        while bench.do("show synchronous_commit") != [("on",)]:
+            await asyncio.sleep(0.01)
+    await bench.until_empty(app)
+    assert sorted(bench.effects()) == ["first", "second", "third"]
+    assert bench.do("select 1 from idemconsumer.dead_letter") == []

@@ -23,9 +23,10 @@ def outgoing(name: str) -> Outgoing:
 class WornOut(MemoryBroker):
     """Delivers like RabbitMQ's quorum queue: with a count, which is high already."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, message_id: str = "m-1") -> None:
         super().__init__()
         self._count = count
+        self._message_id = message_id
         self.settled: list[str] = []
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> WornOutSession:
@@ -46,7 +47,7 @@ class WornOutSession(MemorySession):
             Delivery(
                 Arrived(
                     source="rabbitmq:rides", body=d.message.body, headers={"x": b"\xff\x00", "y": "1"},
-                    message_id="m-1", position=d.message.position,
+                    message_id=self._broker._message_id, position=d.message.position,
                 ),
                 d.epoch, handle=d.handle, suspect=True, count=self._broker._count,
             )
@@ -84,6 +85,24 @@ async def test_it_is_stored_then_settled_then_run_as_if_it_had_come_from_its_bro
     ]
     assert ran[0].headers == {"x": b"\xff\x00", "y": "1"}
     assert bench.do("select 1 from idemconsumer.queue") == []
+
+
+async def test_an_id_that_no_text_column_takes_is_taken_over_and_comes_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, broker = App("park"), WornOut(PARK_AFTER + 1, message_id="a\0b")
+    connected(bench, monkeypatch, rabbitmq=broker)
+    ran: list[Message] = []
+
+    @app.idempotent_handler("rabbitmq:rides", key="id")
+    async def handle(item: Item, tx: Tx, message: Message) -> None:
+        await note(tx, item)
+        ran.append(message)
+
+    await broker.publish("rides", [outgoing("odd"), outgoing("behind")])
+    await bench.until_empty(app)
+    assert sorted(bench.effects()) == ["behind", "odd"]
+    assert [message.message_id for message in ran] == ["a\0b"] * 2
 
 
 async def test_a_message_below_the_limit_stays_with_its_broker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

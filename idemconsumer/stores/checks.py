@@ -1,0 +1,103 @@
+"""What a database must be before anything runs on it: new enough, durable, migrated, and open to our role."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+
+from idemconsumer._sql import check_schema
+from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.settings import check_dsn
+from idemconsumer.stores.migrations import files
+
+# All from the catalogs, which everybody may read: to_regclass fails without USAGE on the schema.
+_SERVER: Final = """
+select current_setting('synchronous_commit'), pg_is_in_recovery(),
+       exists (select from pg_class c join pg_namespace n on n.oid = c.relnamespace
+               where n.nspname = %(schema)s and c.relname = 'migration'),
+       current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int, current_user
+"""
+# Each lacking right in words. What is not there yet is pending, not forbidden. Identity columns need no right.
+_LACKING: Final = """
+with ours as (select oid, nspname from pg_namespace where nspname = %(schema)s)
+select 'USAGE on the schema' from ours where not has_schema_privilege(oid, 'usage')
+union all
+select upper(privilege) || ' on ' || c.relname
+from ours join pg_class c on c.relnamespace = ours.oid
+join (values ('scope'), ('record'), ('result'), ('attempt'), ('dead_letter'), ('queue')) as t (name)
+     on t.name = c.relname
+cross join (values ('select'), ('insert'), ('update'), ('delete')) as p (privilege)
+where not has_table_privilege(c.oid, privilege)
+union all
+select 'SELECT on migration' from ours join pg_class c on c.relnamespace = ours.oid and c.relname = 'migration'
+where not has_table_privilege(c.oid, 'select')
+union all
+select 'USAGE on queue_token' from ours join pg_class c on c.relnamespace = ours.oid and c.relname = 'queue_token'
+where not has_sequence_privilege(c.oid, 'usage')
+union all
+select 'EXECUTE on ' || f.proname from ours join pg_proc f on f.pronamespace = ours.oid
+where f.proname in ('seal', 'publish_bytes', 'publish') and not has_function_privilege(f.oid, 'execute')
+"""
+_GRANT: Final = (
+    "GRANT USAGE ON SCHEMA {schema} TO {role}; "
+    "GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO {role}; "
+    "GRANT USAGE ON ALL SEQUENCES IN SCHEMA {schema} TO {role}; "
+    "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role}"
+)
+_NAMED: Final = 4  # lacking rights that are named; the statements grant them all
+
+Connection = psycopg.AsyncConnection[Any]
+
+
+async def check_database(dsn: str, schema: str) -> int:
+    """Refuse a database that would break the promise; returns how many locks are ours to take.
+
+    Raises StoreUnavailable, or ConfigurationError with what to do: no address, too old, a standby, synchronous_commit
+    off, not migrated or not wholly, rights that are lacking.
+    """
+    check_dsn(dsn)
+    check_schema(schema)
+    try:
+        connection = await psycopg.AsyncConnection.connect(dsn, connect_timeout=5, autocommit=True)
+    except psycopg.Error as error:
+        raise StoreUnavailable(f"no connection to the database: {error}") from error
+    try:
+        async with connection:
+            return await _check(connection, schema)
+    except psycopg.Error as error:
+        raise StoreUnavailable(f"the database does not answer: {error}") from error
+
+
+async def _check(connection: Connection, schema: str) -> int:
+    version = connection.info.server_version
+    row = await (await connection.execute(_SERVER, {"schema": schema})).fetchone()
+    assert row is not None
+    synchronous_commit, standby, migrated, locks, role = row
+    if version < 140_000:
+        raise ConfigurationError(f"database: Postgres {version // 10_000} is too old; 14 or newer is needed")
+    if standby:
+        raise ConfigurationError("database: this is a standby, which takes no writes; give the primary's address")
+    if synchronous_commit == "off":
+        raise ConfigurationError(
+            "database: synchronous_commit is off, so a crash would lose what has been acknowledged; set it to on, "
+            "for this role at least: ALTER ROLE … SET synchronous_commit = on"
+        )
+    if not migrated:
+        raise ConfigurationError(f"database: schema {schema!r} is not there; run `idemconsumer migrate up` first")
+    lacking = [right for (right,) in await (await connection.execute(_LACKING, {"schema": schema})).fetchall()]
+    if lacking:
+        more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+        names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
+        raise ConfigurationError(
+            f"database: role {role!r} may not work in schema {schema!r}: it lacks {', '.join(lacking[:_NAMED])}{more}; "
+            f"run as the schema's owner: {sql.SQL(_GRANT).format(**names).as_string(None)}"
+        )
+    noted = sql.SQL("select version from {}").format(sql.Identifier(schema, "migration"))
+    applied = {number for (number,) in await (await connection.execute(noted)).fetchall()}
+    if pending := [f"{each.version:04}_{each.name}" for each in files() if each.version not in applied]:
+        raise ConfigurationError(
+            f"database: schema {schema!r} lacks {', '.join(pending)}; run `idemconsumer migrate up` first"
+        )
+    return int(locks) // 10

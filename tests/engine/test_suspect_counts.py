@@ -1,0 +1,108 @@
+"""What is counted before a suspect runs: once for each process that may have died of it, and for nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from idemconsumer import Message, Tx, idempotent_handler
+from idemconsumer._engine import Engine, Work
+from idemconsumer._model import Outcome
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.handlers import Handler
+from idemconsumer.stores.postgres import PostgresStore
+from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, works, write
+
+
+class Cuts:
+    """A handler whose connection breaks under its first runs; it then works, or fails for ever."""
+
+    def __init__(self, cuts: int, *, fails: bool = False, **options: Any) -> None:
+        self.seen: list[int] = []
+
+        @idempotent_handler(SOURCE, key="id", **options)
+        async def handle(order: dict[str, Any], tx: Tx, message: Message) -> None:
+            self.seen.append(message.attempt)
+            await write(tx, order["id"])
+            if len(self.seen) <= cuts:
+                await tx.execute("select pg_terminate_backend(pg_backend_pid())")
+            if fails:
+                raise ValueError
+
+        self.handler: Handler[..., Any] = handle
+
+    def suspect(self) -> Work:
+        return works(self.handler, 1, suspect=True)[0]
+
+
+async def through_outages(engine: Engine, cuts: Cuts, *, redelivered: bool, runs: int) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    given = cuts.suspect()
+    for _ in range(runs):
+        try:
+            outcomes.append(await engine.process(given))
+        except StoreUnavailable:
+            if redelivered:
+                given = cuts.suspect()
+    return outcomes
+
+
+@pytest.mark.parametrize("redelivered", [True, False], ids=["redelivered", "held meanwhile"])
+async def test_a_suspect_that_outages_cut_off_is_counted_once_and_killed_nobody(
+    ledger: Ledger, engine: Engine, redelivered: bool
+) -> None:
+    cuts = Cuts(6, max_attempts=3)
+    outcomes = await through_outages(engine, cuts, redelivered=redelivered, runs=7)
+    assert (kinds(outcomes), cuts.seen) == (["applied"], [1] * 7)
+    assert (ledger.effects, ledger.letters, ledger.attempts) == (["1"], [], [])
+
+
+@pytest.mark.parametrize("redelivered", [True, False], ids=["redelivered", "held meanwhile"])
+async def test_after_an_outage_a_suspect_has_its_attempts_and_no_more(
+    ledger: Ledger, engine: Engine, redelivered: bool
+) -> None:
+    cuts = Cuts(2, fails=True, max_attempts=3)
+    outcomes = await through_outages(engine, cuts, redelivered=redelivered, runs=5)
+    assert cuts.seen == [1, 1, 1, 2, 3]
+    assert kinds(outcomes) == ["retrying", "retrying", "dead"]
+    assert ledger.letters == [("attempts_exhausted", 1)]
+
+
+async def test_another_process_does_count_what_was_cut_off_here(ledger: Ledger, store: PostgresStore) -> None:
+    """It cannot know that the process that counted is alive: for all that it sees, this message killed it."""
+    cuts = Cuts(1, max_attempts=3)
+    with pytest.raises(StoreUnavailable):
+        await Engine(store).process(cuts.suspect())
+    assert (await Engine(store).process(cuts.suspect())).kind == "applied"
+    assert cuts.seen == [1, 2]
+
+
+async def test_a_suspect_that_runs_elsewhere_is_not_buried_while_that_run_may_still_be_taken_back(
+    ledger: Ledger, store: PostgresStore
+) -> None:
+    running, go = asyncio.Event(), asyncio.Event()
+
+    @idempotent_handler(SOURCE, key="id", max_attempts=1, wait="100ms")
+    async def handle(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        running.set()
+        await go.wait()
+
+    elsewhere = await PostgresStore.open(ledger.dsn, SCHEMA, connections=2, longest_run=30.0)
+    theirs = asyncio.create_task(Engine(elsewhere).process(works(handle, 1, suspect=True)[0]))
+    await running.wait()
+    (ours,) = works(handle, 1, suspect=True)
+    engine = Engine(store)
+    meanwhile = [await engine.process(ours) for _ in range(3)]
+    assert not {"dead", "applied"} & set(kinds(meanwhile))
+    assert (ledger.attempts, ledger.letters) == ([1], []), "one run has begun, and that is not ours"
+
+    theirs.cancel()  # as a drain does; it gives its count back
+    await asyncio.gather(theirs, return_exceptions=True)
+    await elsewhere.close()
+    go.set()
+
+    assert (await engine.process(ours)).kind == "applied"
+    assert (ledger.effects, ledger.letters, ledger.attempts) == (["1"], [], [])

@@ -1,0 +1,68 @@
+"""Rows of the Postgres queue that somebody wrote by SQL, and not as we would have."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from idemconsumer import App, Message, Tx
+from idemconsumer._headers import ORIGIN, UNREADABLE
+from tests.worker.conftest import Bench, Item, body, note
+
+
+@pytest.mark.parametrize("headers", ['["a"]', "null", '"x"', "5", "true"])
+@pytest.mark.parametrize("function", ["publish", "publish_bytes"])
+def test_headers_that_are_no_object_are_refused_when_they_are_published(
+    bench: Bench, function: str, headers: str
+) -> None:
+    payload = "'{}'::jsonb" if function == "publish" else "'\\x7b7d'::bytea"
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="headers must be a JSON object"):
+        bench.do(f"select idemconsumer.{function}('q', {payload}, headers => %s)", headers)
+    assert bench.do("select 1 from idemconsumer.queue") == []
+
+
+def test_no_headers_and_null_for_headers_are_none(bench: Bench) -> None:
+    bench.do("select idemconsumer.publish('q', '{}'), idemconsumer.publish('q', '{}', headers => null)")
+    assert bench.do("select convert_from(headers, 'UTF8') from idemconsumer.queue") == [("{}",)] * 2
+
+
+async def test_values_that_are_no_text_reach_the_handler_as_json(bench: Bench) -> None:
+    app, seen = App("rows"), dict[str, str | bytes]()
+
+    @app.idempotent_handler("postgres:q", key="id")
+    async def handle(item: Item, tx: Tx, message: Message) -> None:
+        await note(tx, item)
+        seen.update(message.headers)
+
+    headers = '{"n": 1e400, "a": {"base64": 5}, "b": {"base64": "?"}, "c": null, "d": [1], "e": "v"}'
+    bench.do("select idemconsumer.publish('q', %s, headers => %s)", '{"id": "odd", "entity": ""}', headers)
+    worker = await bench.until_empty(app)
+    assert worker.counts == {"applied": 1}
+    assert seen.pop("n") == "1" + "0" * 400
+    assert seen == {"a": '{"base64": 5}', "b": '{"base64": "?"}', "c": "null", "d": "[1]", "e": "v"}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [b'["a"]', b"null", b'"x"', b"", b"\xff\x00", b'{"a": "\xff"}', b"[" * 100_000,
+     b'{"' + ORIGIN.encode() + b'": "nonsense"}', b'{"' + ORIGIN.encode() + b'": {"base64": "/w=="}}'],
+    ids=lambda value: repr(value)[:30],
+)  # fmt: skip
+async def test_a_row_whose_headers_nobody_can_read_is_run_and_so_is_what_is_behind_it(
+    bench: Bench, found: bytes
+) -> None:
+    app, ran = App("rows"), list[Message]()
+
+    @app.idempotent_handler("postgres:q", key="id")
+    async def handle(item: Item, tx: Tx, message: Message) -> None:
+        await note(tx, item)
+        ran.append(message)
+
+    insert = "insert into idemconsumer.queue (name, body, headers) values ('q', %s, %s)"
+    bench.do(insert, body(Item("odd")), found)
+    bench.enqueue("q", Item("good"))
+    worker = await bench.until_empty(app, concurrency=1)
+    assert (worker.counts, bench.effects()) == ({"applied": 2}, ["odd", "good"])
+    assert ran[0].headers.keys() <= {UNREADABLE, ORIGIN, "a"}
+    assert ran[0].source == "postgres:q"
+    assert bench.do("select 1 from idemconsumer.queue") == []
