@@ -242,7 +242,10 @@ class Engine:
     async def _handle(self, claims: Claims, index: int, work: Work) -> StoredResult | None:
         """Run one handler on the group's transaction. Raises _Failed with whoever is to blame."""
         handler, call = work.handler, work.call
+        task = asyncio.current_task()
         assert call is not None
+        assert task is not None
+        asked_before = task.cancelling()
         try:
             try:
                 async with asyncio.timeout(handler.options.timeout) as limit:
@@ -256,15 +259,18 @@ class Engine:
                     raise _Failed(index, late) from None
                 raise
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
+                if task.cancelling() > asked_before:
                     raise
                 raise HandlerFault("the handler raised CancelledError though nobody cancelled it") from None
+            _uncancel(task, asked_before)
             claims.check()
             result = codecs.encode(value)
         except _Failed:
             raise
         except Exception as error:
+            if task.cancelling() > asked_before and _from_cancellation(error):
+                raise asyncio.CancelledError from error  # made of our cancellation, which is never a failure
+            _uncancel(task, asked_before)
             cause = claims.diagnose(error)
             if isinstance(cause, StoreUnavailable | Contention):
                 raise cause from error
@@ -523,6 +529,22 @@ async def _to_end(act: Coroutine[Any, Any, None]) -> None:
         task.exception()
         raise cancelled
     task.result()
+
+
+def _uncancel(task: asyncio.Task[Any], asked_before: int) -> None:
+    """Before Python 3.13 a TaskGroup with a failed child leaves its task marked as cancelled, for good: the lane would
+    end at its next await that looks."""
+    while task.cancelling() > asked_before:
+        task.uncancel()
+
+
+def _from_cancellation(error: BaseException | None) -> bool:
+    """Whether a handler made this of a cancellation, and not of the group that a TaskGroup raised."""
+    while error is not None and not isinstance(error, BaseExceptionGroup):
+        if isinstance(error, asyncio.CancelledError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _late(limit: asyncio.Timeout) -> bool:

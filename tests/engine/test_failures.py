@@ -467,3 +467,30 @@ async def test_what_the_log_says_of_a_failure_holds_no_payload(engine: Engine) -
         await to_the_end(engine, works(failing(ValueError("card 4111"), max_attempts=2), "order 4111"))
     assert [entry["event"] for entry in logs] == ["handler failed", "handler failed", "dead letter"]
     assert "4111" not in repr(logs)
+
+
+@pytest.mark.parametrize("caught", [False, True], ids=["let pass", "turned into another error"])
+async def test_a_task_group_that_failed_in_a_handler_leaves_the_lane_alive(
+    ledger: Ledger, engine: Engine, caught: bool
+) -> None:
+    """Before Python 3.13 it leaves the task it ran in marked as cancelled."""
+
+    async def fails() -> None:
+        raise RuntimeError
+
+    @idempotent_handler(SOURCE, key="id")
+    async def together(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        if order["id"] == "bad":
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(fails())
+                    group.create_task(asyncio.sleep(60))
+            except ExceptionGroup:
+                if caught:
+                    raise ValueError from None
+                raise
+
+    (failed,) = await engine.run(works(together, "bad"))
+    (applied,) = await engine.run(works(together, "good"))
+    assert (failed.kind, applied.kind, ledger.effects) == ("retrying", "applied", ["good"])
