@@ -22,7 +22,8 @@ import click
 import psycopg
 
 from idemconsumer import App, Message, Tx
-from idemconsumer._engine import Engine, Work
+from idemconsumer._engine import Engine
+from idemconsumer._work import Work
 from idemconsumer.embedded import EmbeddedPostgres
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.stores.postgres import PostgresStore

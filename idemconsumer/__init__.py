@@ -14,7 +14,7 @@ from idemconsumer.errors import (
 )
 from idemconsumer.handlers import Backoff, Handler, idempotent_handler
 from idemconsumer.keys import Key
-from idemconsumer.ports import Rows, Tx
+from idemconsumer.ports import Done, NotDone, Rows, Saga, Step, Tx, Unknown
 
 __all__ = [
     "App",
@@ -22,17 +22,22 @@ __all__ = [
     "BadMessage",
     "BrokerUnavailable",
     "ConfigurationError",
+    "Done",
     "Handler",
     "HandlerError",
     "IdemConsumerError",
     "Key",
     "Message",
+    "NotDone",
     "Outcome",
     "OutcomeKind",
     "Reject",
     "Retry",
     "Rows",
+    "Saga",
+    "Step",
     "StoreUnavailable",
     "Tx",
+    "Unknown",
     "idempotent_handler",
 ]

@@ -9,25 +9,21 @@ rolled-back transaction.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
-import sysconfig
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_delay, wait_exponential, wait_random
 from tenacity.stop import stop_base
 
-from idemconsumer import codecs, keys
+from idemconsumer import codecs
 from idemconsumer._machine import Failure, GroupSize, Verdict, after_failure, group_cap, judge
-from idemconsumer._model import Found, Message, Outcome, OutcomeKind, Point, Record, State, StoredResult
+from idemconsumer._model import Found, Outcome, OutcomeKind, Point, Record, State, StoredResult
 from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
+from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
     BadMessage,
     CommitUnknown,
@@ -38,48 +34,13 @@ from idemconsumer.errors import (
     Retry,
     StoreUnavailable,
 )
-from idemconsumer.handlers import BoundHandler, Call
-from idemconsumer.ports import Claim, Claims, DeadLetter, JoinedStore, Observer, Silent
+from idemconsumer.handlers import BoundHandler
+from idemconsumer.ports import Claim, Claims, JoinedStore, Observer, Silent
 
 log = structlog.get_logger("idemconsumer")
 
-_NOT_THEIRS = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parent)})
 _MOST_OPEN_COUNTS = 10_000
 _FREE_RETRIES = 50  # in a row, about half a minute; after that contention is the handler's failure like any other
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """One delivery on its way through the engine: decoded, or refused before it could be.
-
-    `attempts` were counted so far; `counted` says that the coming run is among them already; `collisions` cost none.
-    `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
-    """
-
-    message: Message
-    handler: BoundHandler
-    call: Call | None = None
-    refusal: BadMessage | None = None
-    suspect: bool = False
-    attempts: int = 0
-    counted: bool = False
-    collisions: int = 0
-    abandoned: Callable[[], bool] = bool
-
-    @classmethod
-    def of(cls, handler: BoundHandler, message: Message, *, suspect: bool = False) -> Work:
-        try:
-            return cls(message, handler, call=handler.call_for(message), suspect=suspect)
-        except BadMessage as refusal:
-            return cls(message, handler, refusal=refusal)
-
-    @property
-    def key(self) -> bytes:
-        return self.call.claim.key if self.call is not None else b""
-
-    @property
-    def attempt(self) -> int:
-        return self.attempts if self.counted else self.attempts + 1
 
 
 class _Failed(Exception):
@@ -131,6 +92,10 @@ class Engine:
         """How many messages the next group of this handler may hold."""
         return self._size(handler).size
 
+    async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
+        """What committed records say."""
+        return await self._store.peek(keys)
+
     async def process(self, work: Work) -> Outcome:
         """One message, to the end of one attempt."""
         return (await self.run([work]))[0]
@@ -156,7 +121,7 @@ class Engine:
         outcomes: list[Outcome | None] = []
         for work, record in zip(works, await self._store.peek([work.key for work in works]), strict=True):
             busy = record is None or judge(record, _claim(work).fingerprint) is Verdict.BUSY
-            outcomes.append(None if record is None or busy else await self._replay(work, record))
+            outcomes.append(None if record is None or busy else await self.replay(work, record))
         return outcomes
 
     # -------------------------------------------------------------------------------------------------------- groups
@@ -231,12 +196,12 @@ class Engine:
         outcomes = []
         for work in works:
             if verdicts[work.key] is not Verdict.RUN:
-                outcomes.append(await self._replay(work, found[work.key]))
+                outcomes.append(await self.replay(work, found[work.key]))
             elif leaders[work.key] is work:
                 outcomes.append(_final(OutcomeKind.APPLIED, work, State.COMPLETED, results.get(work.key)))
             else:
                 left = Record(State.COMPLETED, _claim(leaders[work.key]).fingerprint, results.get(work.key))
-                outcomes.append(await self._replay(work, left))
+                outcomes.append(await self.replay(work, left))
         return outcomes
 
     async def _handle(self, claims: Claims, index: int, work: Work) -> StoredResult | None:
@@ -367,7 +332,7 @@ class Engine:
         self._open_counts[work.key] = work.attempts
 
     # ------------------------------------------------------------------------------------ everything but applied
-    async def _replay(self, work: Work, found: Found) -> Outcome:
+    async def replay(self, work: Work, found: Found) -> Outcome:
         """What a delivery gets whose key somebody else has, or had."""
         match judge(found, _claim(work).fingerprint):
             case Verdict.CONFLICT:
@@ -388,22 +353,21 @@ class Engine:
                 return await self._reject(work, error)
             except TypeError as unencodable:
                 error = unencodable
-        text = _describe(error)
+        text = describe(error)
         if work.counted:
             work.attempts = await self._store.note_error(_claim(work), text)
         else:
             work.attempts = await self._store.count_attempt(_claim(work), text)
         work.counted = False
         self._at(Point.ATTEMPT_COUNTED, work.handler.name, (work.key,))
-        asked = isinstance(error, Retry)
-        retryable = asked or options.retry_on is None or isinstance(error, options.retry_on)
+        retryable = isinstance(error, Retry) or options.retry_on is None or isinstance(error, options.retry_on)
         log.warning(
             "handler failed",
             handler=work.handler.name,
             key=work.key.hex()[:12],
             attempt=work.attempts,
             error=type(error).__name__,
-            where=_where(error),
+            where=where(error),
         )
         if (
             after_failure(retryable=retryable, attempts=work.attempts, max_attempts=options.max_attempts)
@@ -412,7 +376,7 @@ class Engine:
             return await self._bury(work, "attempts_exhausted" if retryable else "not_retryable", text)
         due = options.backoff.delay(work.attempts, self._chance())
         if isinstance(error, Retry) and error.after is not None:
-            due = _asked(error.after, work.handler.name)
+            due = asked(error.after, work.handler.name)
         return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempts, reason="retry", error=type(error).__name__)
 
     def _free_retry(self, work: Work, contention: Contention) -> Outcome:
@@ -424,7 +388,7 @@ class Engine:
         return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempt, reason="contention")
 
     async def _reject(self, work: Work, error: Exception) -> Outcome:
-        code, body = (error.code, error.body) if isinstance(error, Reject) else (type(error).__name__, None)
+        code, body = rejection_of(error)
         rejection = codecs.encode_rejection(code, body)
         self._at(Point.REJECTING, work.handler.name, (work.key,))
         standing = await self._finally(work, lambda: self._store.reject(_claim(work), rejection))
@@ -447,18 +411,7 @@ class Engine:
         """The dead letter is committed before the delivery may be settled. The record is DEAD too, if it is ours."""
         call = work.call
         claim = None if call is None or reason == "conflict" else call.claim
-        letter = DeadLetter(
-            identity=_identity(work, reason),
-            handler=work.handler.name,
-            scope=keys.scope_name(work.handler.app, None, work.handler.name) if call is None else call.claim.scope,
-            source=work.message.source,
-            position=work.message.position,
-            reason=reason,
-            error=error,
-            body=work.message.body,
-            headers=work.message.headers,
-            attempts=work.attempts,
-        )
+        letter = dead_letter(work, reason, error, work.attempts)
         self._at(Point.DEAD_LETTERING, work.handler.name, (work.key,))
         standing = await self._finally(work, lambda: self._store.bury(letter, claim))
         self._at(Point.DEAD_LETTERED, work.handler.name, (work.key,))
@@ -480,7 +433,7 @@ class Engine:
                 continue
             except Contention as contention:
                 return self._free_retry(work, contention)
-            return None if standing is None else await self._replay(work, standing)
+            return None if standing is None else await self.replay(work, standing)
 
     # ---------------------------------------------------------------------------------------------------------- sizes
     def _size(self, handler: BoundHandler) -> GroupSize:
@@ -552,7 +505,7 @@ def _late(limit: asyncio.Timeout) -> bool:
     return limit.expired() or (deadline is not None and asyncio.get_running_loop().time() > deadline)
 
 
-def _asked(after: Duration, handler: str) -> float:
+def asked(after: Duration, handler: str) -> float:
     """What Retry(after=) asked for, bounded: the delivery is held at its lane's head meanwhile."""
     try:
         asked = parse_duration(after)
@@ -562,26 +515,3 @@ def _asked(after: Duration, handler: str) -> float:
     if asked > MAX_INLINE_DELAY:
         log.warning("Retry(after=) shortened", handler=handler, asked=asked, seconds=MAX_INLINE_DELAY)
     return min(asked, MAX_INLINE_DELAY)
-
-
-def _identity(work: Work, reason: str) -> bytes:
-    """What makes two arrivals one dead letter: the key where there is one; for a conflict the body too."""
-    parts = [work.message.source.encode(), reason.encode(), work.key]
-    if not work.key or reason == "conflict":
-        parts.append(work.message.body)
-    return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()
-
-
-def _describe(error: Exception) -> str:
-    """For the database, where the payload lies as well; logs get the type and the place alone."""
-    return f"{''.join(traceback.format_exception_only(error)).strip()[:4000]} ({_where(error)})"
-
-
-def _where(error: BaseException) -> str:
-    """The innermost frame that is neither ours nor a library's: the line that whoever wrote the handler can mend."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return "unknown"
-    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
-    frame = (theirs or frames)[-1]
-    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}"

@@ -17,9 +17,11 @@ from typing import Final
 
 import structlog
 
-from idemconsumer._engine import Engine, Work
+from idemconsumer._engine import Engine
+from idemconsumer._leased import LeasedEngine
 from idemconsumer._machine import Settlement, settle
 from idemconsumer._model import Outcome, OutcomeKind, Point
+from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports import Delivery, Observer, Session
 
@@ -31,16 +33,21 @@ _LOOK_UP: Final = 1.0  # seconds after which a lane that holds a delivery looks 
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A delivery that this process has not settled yet. `due` is when it may run, on the loop's clock."""
+    """A delivery that this process has in hand.
+
+    `due` is when it may run, on the loop's clock. `settled`: the broker has been told, the message being stored.
+    """
 
     work: Work
     delivery: Delivery
     session: Session
     due: float = 0.0
+    settled: bool = False
 
     @property
     def abandoned(self) -> bool:
-        return self.delivery.epoch.retiring
+        """The broker has taken it back. What is stored is ours, whatever becomes of the session."""
+        return self.delivery.epoch.retiring and not self.settled
 
 
 class Outage:
@@ -64,8 +71,11 @@ class Outage:
 class Lanes:
     """All lanes of a worker, the room, and who holds which key."""
 
-    def __init__(self, engine: Engine, observer: Observer, *, count: int, room: int) -> None:
+    def __init__(
+        self, engine: Engine, observer: Observer, *, count: int, room: int, sagas: LeasedEngine | None = None
+    ) -> None:
         self.engine = engine
+        self._sagas = sagas
         self.outage = Outage()
         self.counts: Counter[OutcomeKind] = Counter()
         self.draining = False
@@ -121,9 +131,10 @@ class Lanes:
         for held in helds:
             held.delivery.epoch.start(1)
         try:
-            outcomes = await self.engine.run([held.work for held in helds], defer=defer)
+            outcomes = await self._outcomes(helds, defer=defer)
             self.outage.over()
             await self.finish([h for h, o in zip(helds, outcomes, strict=False) if settle(o) is Settlement.FINISH])
+            self.forget(h for h, o in zip(helds, outcomes, strict=False) if settle(o) is Settlement.FORGET)
             self.counts.update(outcome.kind for outcome in outcomes)
             return outcomes
         except StoreUnavailable as error:
@@ -134,8 +145,27 @@ class Lanes:
         await self.outage.wait(unavailable)
         return []
 
+    async def _outcomes(self, helds: Sequence[Held], *, defer: bool) -> list[Outcome]:
+        head = helds[0]
+        unreadable = head.work.call is None and head.work.holding is None
+        if self._sagas is None or not head.work.handler.leased or unreadable:
+            return await self.engine.run([held.work for held in helds], defer=defer)
+        return [await self._sagas.run(head.work, lambda: self._settle([head]))]
+
+    @property
+    def keys(self) -> list[bytes]:
+        """What this process has in hand."""
+        return list(self._holders)
+
     async def finish(self, helds: Sequence[Held]) -> None:
-        """Settle with the broker, a call a session. Comes after the commit is known (R5)."""
+        """Settle, and let go."""
+        if helds:
+            await self._settle([held for held in helds if not held.settled])
+            self.forget(helds)
+
+    async def _settle(self, helds: Sequence[Held]) -> None:
+        """Tell the broker, a call a session. Comes after the commit is known (R5)."""
+        helds = [held for held in helds if not held.settled]
         if not helds:
             return
         by_session: defaultdict[Session, list[Delivery]] = defaultdict(list)
@@ -146,8 +176,9 @@ class Lanes:
         for session, deliveries in by_session.items():
             await session.settle(deliveries)
             self._settled.add(session)
+            for held in helds:
+                held.settled = True
         self._at(Point.SETTLED, name, keys)
-        self.forget(helds)
 
     def settled(self, session: Session) -> bool:
         """Whether anything of a session that is over was settled; asked once."""
@@ -170,8 +201,10 @@ class Lanes:
             task.cancel()
 
     def drain(self) -> None:
-        """Start nothing new; `work` returns when what runs has been settled."""
+        """Start nothing new; `work` returns when what runs has been settled. Sagas are let go at once."""
         self.draining = True
+        if self._sagas is not None:
+            self._sagas.drain()
         for lane in self._lanes:
             lane.wake.set()
         self.room.drain()

@@ -111,7 +111,12 @@ _SETTLEMENTS: Final = {
 
 
 def settle(outcome: Outcome) -> Settlement:
-    """Only a commit that is known finishes a delivery (R5); nothing is ever negatively acknowledged."""
+    """Only a commit that is known finishes a delivery (R5); nothing is ever negatively acknowledged.
+
+    A saga's message is stored with its claim, so whatever has not ended it yet, the broker is done with it.
+    """
+    if outcome.state in (State.PROCESSING, State.UNDOING):
+        return Settlement.FINISH
     return _SETTLEMENTS[outcome.kind]
 
 

@@ -53,6 +53,38 @@ class Point(StrEnum):
     SETTLED = "settled"
 
 
+class SagaPoint(StrEnum):
+    """As `Point`, for the steps of a saga."""
+
+    STEP_OPENING = "step_opening"
+    STEP_COMMITTING = "step_committing"
+    STEP_COMMITTED = "step_committed"
+    INTENDING = "intending"
+    INTENDED = "intended"
+    CALLED = "called"
+    STEP_RECORDED = "step_recorded"
+    UNDOING = "undoing"
+    UNDONE = "undone"
+    RELEASED = "released"
+
+
+class StepKind(IntEnum):
+    """How a step runs. Stored in `step.kind`."""
+
+    TX = 1  # effect and checkpoint in one transaction
+    CALL = 2  # outside any transaction, between an intent and its outcome
+
+
+class StepState(IntEnum):
+    """What is known of a step. Stored in `step.state`."""
+
+    INTENT = 1  # about to be called, or called with nobody knowing how it ended
+    DONE = 2
+    REJECTED = 3
+    UNDO_INTENT = 4
+    UNDONE = 5
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """What a producer sent, as it arrived.

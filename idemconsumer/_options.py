@@ -18,6 +18,7 @@ Duration: TypeAlias = str | float | timedelta
 
 MAX_GROUP = 128  # keys in one claim; each holds an entry of the shared lock table until the commit
 MAX_INLINE_DELAY = 30.0  # seconds; the lane stands still meanwhile
+MIN_LEASE = 1.0  # seconds; it is renewed three times in that time
 MAX_INLINE_TOTAL = 15 * 60.0  # seconds; RabbitMQ closes a channel that leaves a delivery unacked for 30 minutes
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
@@ -91,6 +92,11 @@ class Options(TypedDict, total=False):
     * `max_attempts`: runs before the message becomes a dead letter. Default 5.
     * `backoff`: a Backoff, (first, cap) or "first, cap". Default half a second, doubling, at most 30 s.
     * `retry`: "inline", the only one in this version.
+    * `lease` (sagas): how long a worker that is gone is waited for. Default "30s"; the shortest of
+      a worker's handlers counts.
+    * `version` (sagas): raise it when the steps change so that what has begun must not go on by itself.
+    * `on_stale` (sagas): "resume" on any worker (the default), or "review": a person decides.
+    * `settle` (sagas): "claimed": the broker is told once the message is stored; "finished": at the end.
     * `fail_on`: exceptions that no further attempt would cure. `retry_on`: the only ones tried again.
     """
 
@@ -107,6 +113,10 @@ class Options(TypedDict, total=False):
     max_attempts: int
     backoff: Backoff | tuple[Duration, Duration] | str
     retry: Literal["inline", "scheduled"]
+    lease: Duration
+    version: str
+    on_stale: Literal["resume", "review"]
+    settle: Literal["claimed", "finished"]
     fail_on: tuple[type[Exception], ...]
     retry_on: tuple[type[Exception], ...]
 
@@ -123,6 +133,10 @@ class Resolved:
     timeout: float = 30.0
     max_attempts: int = 5
     backoff: Backoff = Backoff()
+    lease: float = 30.0
+    version: str | None = None
+    on_stale: Literal["resume", "review"] = "resume"
+    settle: Literal["claimed", "finished"] = "claimed"
     fail_on: tuple[type[Exception], ...] = ()
     retry_on: tuple[type[Exception], ...] | None = None
 
@@ -148,11 +162,15 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
         "group_size": lambda h, o, v: _integer(h, o, v, 1, MAX_GROUP),
         "consumer_group": _text,
         "retain": _positive,
-        "on_busy": _on_busy,
+        "on_busy": lambda h, o, v: _one_of(h, o, v, "wait", "defer"),
         "wait": _seconds,
         "timeout": _positive,
         "max_attempts": lambda h, o, v: _integer(h, o, v, 1, 1_000),
         "backoff": _backoff,
+        "lease": _lease,
+        "version": _text,
+        "settle": lambda h, o, v: _one_of(h, o, v, "claimed", "finished"),
+        "on_stale": lambda h, o, v: _one_of(h, o, v, "resume", "review"),
         "fail_on": _exceptions,
         "retry_on": _exceptions,
     }
@@ -204,9 +222,16 @@ def _positive(handler: str, option: str, value: Any) -> float:
     return seconds
 
 
-def _on_busy(handler: str, option: str, value: Any) -> str:
-    if value not in ("wait", "defer"):
-        raise HandlerError(handler, f"`{option}` is {value!r}", 'write "wait" or "defer"')
+def _lease(handler: str, option: str, value: Any) -> float:
+    seconds = _seconds(handler, option, value)
+    if seconds < MIN_LEASE:
+        raise HandlerError(handler, f"`{option}` is shorter than {MIN_LEASE:g} s", 'write a longer one, e.g. "30s"')
+    return seconds
+
+
+def _one_of(handler: str, option: str, value: Any, *allowed: str) -> str:
+    if value not in allowed:
+        raise HandlerError(handler, f"`{option}` is {value!r}", "write " + " or ".join(f'"{a}"' for a in allowed))
     return str(value)
 
 

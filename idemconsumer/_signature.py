@@ -11,44 +11,52 @@ from typing import Any, TypeAlias, get_origin, get_type_hints
 
 from idemconsumer._model import Message
 from idemconsumer.errors import HandlerError
-from idemconsumer.ports import Tx
+from idemconsumer.ports import Saga, Tx
 
-Invoke: TypeAlias = Callable[[object, Tx | None, Message], Awaitable[object]]
+Invoke: TypeAlias = Callable[[object, Tx | Saga | None, Message, Mapping[type, object]], Awaitable[object]]
 
-_INJECTED = {Tx: "tx", Message: "message"}
-_LATER = ("Saga", "Batch")
+_INJECTED: dict[type, str] = {Tx: "tx", Saga: "saga", Message: "message"}
+_LATER = ("Batch",)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """The plan of a function. `invoke` takes payload, Tx and Message, and passes on what it asks for."""
+    """The plan of a function. `invoke` takes payload, Tx, Message and the resources, and passes on what it asks for.
+
+    `resources` are the parameters that only an app's resources can fill, with their types; whether there are any is
+    known when the app starts.
+    """
 
     payload_type: Any
     needs_tx: bool
+    needs_saga: bool
     needs_message: bool
+    resources: tuple[tuple[str, type], ...]
     invoke: Invoke
 
 
 def read_signature(handler: str, fn: Callable[..., Any]) -> Signature:
-    """Raises HandlerError, naming the parameter, for what cannot be called with payload, Tx and Message."""
-    payload_type, positional, keywords = _parameters(handler, fn)
+    """Raises HandlerError, naming the parameter, for what cannot be called with payload, Tx, Message and resources."""
+    payload_type, positional, keywords, resources = _parameters(handler, fn)
     injected = {*positional, *keywords.values()}
     # A decorator that wraps an async function in a plain one gives back its coroutine: that is async enough.
     is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(inspect.unwrap(fn))
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise HandlerError(handler, "the function yields", "return the result instead")
-    if "tx" in injected and not is_async:
+    if injected & {"tx", "saga"} and not is_async:
         raise HandlerError(
             handler,
-            "a plain function runs in a thread and cannot use Tx, which is asynchronous",
+            "a plain function runs in a thread and cannot use Tx or Saga, which are asynchronous",
             "declare it `async def`",
         )
     invoke = _invoker(fn, positional, keywords, is_async=is_async)
-    return Signature(payload_type, "tx" in injected, "message" in injected, invoke)
+    return Signature(payload_type, "tx" in injected, "saga" in injected, "message" in injected, resources, invoke)
 
 
-def _parameters(handler: str, fn: Callable[..., Any]) -> tuple[Any, tuple[str, ...], dict[str, str]]:
-    """(payload type, what to inject by position, what by keyword)."""
+def _parameters(
+    handler: str, fn: Callable[..., Any]
+) -> tuple[Any, tuple[str | type, ...], dict[str, str | type], tuple[tuple[str, type], ...]]:
+    """(payload type, what to inject by position, what by keyword, which of these are resources)."""
     parameters = list(inspect.signature(fn).parameters.values())
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -65,9 +73,11 @@ def _parameters(handler: str, fn: Callable[..., Any]) -> tuple[Any, tuple[str, .
     hints = _hints(handler, fn, {p.name: p.annotation for p in parameters})
     payload, *rest = parameters
     _check_types(handler, payload.name, hints)
-    positional = tuple(_INJECTED[hints[p.name]] for p in rest if p.kind is not p.KEYWORD_ONLY)
-    keywords = {p.name: _INJECTED[hints[p.name]] for p in rest if p.kind is p.KEYWORD_ONLY}
-    return hints[payload.name], positional, keywords
+    what: dict[str, str | type] = {p.name: _INJECTED.get(hints[p.name], hints[p.name]) for p in rest}
+    positional = tuple(what[p.name] for p in rest if p.kind is not p.KEYWORD_ONLY)
+    keywords = {p.name: what[p.name] for p in rest if p.kind is p.KEYWORD_ONLY}
+    resources = tuple((name, wanted) for name, wanted in what.items() if isinstance(wanted, type))
+    return hints[payload.name], positional, keywords, resources
 
 
 def _hints(handler: str, fn: Callable[..., Any], annotations: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +97,7 @@ def _hints(handler: str, fn: Callable[..., Any], annotations: Mapping[str, Any])
 
 def _check_types(handler: str, payload: str, hints: Mapping[str, Any]) -> None:
     later = [_ours(hint) for hint in hints.values() if _ours(hint) in _LATER]
-    if "Saga" in later and Tx in hints.values():
+    if Saga in hints.values() and Tx in hints.values():
         raise HandlerError(
             handler,
             "it asks for both Tx and Saga",
@@ -104,12 +114,18 @@ def _check_types(handler: str, payload: str, hints: Mapping[str, Any]) -> None:
             f"put the payload first: (payload: dict, {payload}: {hints[payload].__name__})",
         )
     for name, hint in hints.items():
-        if name != payload and not (isinstance(hint, type) and hint in _INJECTED):
-            raise HandlerError(
-                handler,
-                f"parameter `{name}` is of type {getattr(hint, '__name__', hint)}, which nobody can inject",
-                "after the payload there can be Tx and Message",
-            )
+        # A class of somebody's own may be that of a resource, which may be defined later.
+        if name != payload and (not isinstance(hint, type) or hint.__module__ == "builtins"):
+            raise not_injectable(handler, name, hint)
+
+
+def not_injectable(handler: str, name: str, hint: Any, resources: str = "a resource of the app") -> HandlerError:
+    """For a parameter that neither the engine nor a resource can fill."""
+    return HandlerError(
+        handler,
+        f"parameter `{name}` is of type {getattr(hint, '__name__', hint)}, which nobody can inject",
+        f"after the payload there can be Tx or Saga, Message, and {resources} (@app.resource)",
+    )
 
 
 def _ours(hint: Any) -> str:
@@ -119,25 +135,33 @@ def _ours(hint: Any) -> str:
 
 
 def _invoker(
-    fn: Callable[..., Any], positional: tuple[str, ...], keywords: Mapping[str, str], *, is_async: bool
+    fn: Callable[..., Any], positional: tuple[str | type, ...], keywords: Mapping[str, str | type], *, is_async: bool
 ) -> Invoke:
-    take = tuple(0 if what == "tx" else 1 for what in positional)
-    named = tuple((name, 0 if what == "tx" else 1) for name, what in keywords.items())
+    # Tx or Saga: a handler has one of them at most, so they share a place. Behind them come the resources.
+    wanted = [what for what in (*positional, *keywords.values()) if isinstance(what, type)]
+    take = tuple(_place(what, wanted) for what in positional)
+    named = tuple((name, _place(what, wanted)) for name, what in keywords.items())
 
-    def call(payload: object, tx: Tx | None, message: Message) -> Any:
-        given = (tx, message)
+    def call(payload: object, tx: Tx | Saga | None, message: Message, resources: Mapping[type, object]) -> Any:
+        given = (tx, message, *[resources[what] for what in wanted])
         return fn(payload, *[given[i] for i in take], **{name: given[i] for name, i in named})
 
     if is_async:
         return call
 
-    def in_thread(payload: object, tx: Tx | None, message: Message) -> object:
+    def in_thread(payload: object, tx: Tx | Saga | None, message: Message, resources: Mapping[type, object]) -> object:
         try:
-            return call(payload, tx, message)
+            return call(payload, tx, message, resources)
         except StopIteration as error:  # a future refuses to hold it, and would never be done
             raise RuntimeError("the handler raised StopIteration") from error
 
-    async def plain(payload: object, tx: Tx | None, message: Message) -> object:
-        return await asyncio.to_thread(in_thread, payload, tx, message)
+    async def plain(
+        payload: object, tx: Tx | Saga | None, message: Message, resources: Mapping[type, object]
+    ) -> object:
+        return await asyncio.to_thread(in_thread, payload, tx, message, resources)
 
     return plain
+
+
+def _place(what: str | type, wanted: list[type]) -> int:
+    return 2 + wanted.index(what) if isinstance(what, type) else 1 if what == "message" else 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any
 
@@ -25,8 +26,19 @@ _HINTS = {
     "attempts_exhausted": "Every attempt failed. Fix what `error` names, and publish the message under a new key.",
     "not_retryable": "The handler failed in a way that it names as final. Fix it, and publish under a new key.",
     "killed_worker": "Workers died while running it (memory, a crash in C code). Try it alone, outside production.",
+    "saga_changed": "The handler no longer fits the recorded steps. `sagas show` lists them; bring the steps back and "
+    "`sagas resume`, or let it go on as it is now with --accept-version.",
+    "unknown_effect": "A call may or may not have reached its remote. Ask there by the step's key, then `sagas resume` "
+    "or `sagas abandon`.",
+    "undo_failed": "A finished step could not be undone. Fix what `error` names, then `sagas resume`.",
+    "review": "Its worker is gone, and on_stale leaves it to a person: `sagas resume` or `sagas abandon`.",
 }
 _OTHER_HINT = "See `error`."
+
+
+def hint(reason: str) -> str:
+    """What a person may do about a dead letter, or a saga put aside, of this reason."""
+    return _HINTS.get(reason, _OTHER_HINT)
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +58,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def hint(self) -> str:
         """What a person may do about it."""
-        return _HINTS.get(self.reason, _OTHER_HINT)
+        return hint(self.reason)
 
 
 class DeadLetterDetail(DeadLetter, frozen=True, kw_only=True):
@@ -91,14 +103,21 @@ class Admin:
         return [DeadLetterCount(**row) for row in await self._rows("dead_counts", {})]
 
     async def _rows(self, name: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
-        try:
-            async with await psycopg.AsyncConnection.connect(
-                self._dsn, autocommit=True, row_factory=dict_row, connect_timeout=_CONNECT_SECONDS
-            ) as connection:
-                return await (await connection.execute(load(self._schema)[name], parameters)).fetchall()
-        except psycopg.Error as error:
-            if (cause := misconfigured(error, self._schema)) is not None:
-                raise cause from error
-            if not isinstance(error, psycopg.OperationalError):
-                raise
-            raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
+        async with connected(self._dsn, self._schema) as connection:
+            return await (await connection.execute(load(self._schema)[name], parameters)).fetchall()
+
+
+@asynccontextmanager
+async def connected(dsn: str, schema: str) -> AsyncIterator[psycopg.AsyncConnection[dict[str, Any]]]:
+    """A connection of its own, autocommit, rows as dicts. Raises as `Admin` does."""
+    try:
+        async with await psycopg.AsyncConnection.connect(
+            dsn, autocommit=True, row_factory=dict_row, connect_timeout=_CONNECT_SECONDS
+        ) as connection:
+            yield connection
+    except psycopg.Error as error:
+        if (cause := misconfigured(error, schema)) is not None:
+            raise cause from error
+        if not isinstance(error, psycopg.OperationalError):
+            raise
+        raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error

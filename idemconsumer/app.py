@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any, ParamSpec, TypeVar, Unpack
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Concatenate, TypeVar, Unpack
+
+from psycopg import AsyncConnection
 
 from idemconsumer import codecs
-from idemconsumer._engine import Engine, Work
+from idemconsumer._front import Front
 from idemconsumer._model import Message, Outcome
+from idemconsumer._options import Duration, parse_duration
+from idemconsumer._resources import Resource, Resources, read_resource
+from idemconsumer._signature import not_injectable
 from idemconsumer.brokers import connect
 from idemconsumer.brokers import destination as parse_destination
 from idemconsumer.brokers.postgres import enqueue
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.handlers import BoundHandler, Decorate, Handler, Options, asks_for_key, idempotent_handler
+from idemconsumer.handlers import TENANT, BoundHandler, Decorate, Handler, Options, asks_for_key, idempotent_handler
 from idemconsumer.keys import KeySpec
 from idemconsumer.ports import Broker, Observer, Outgoing, Tx
 from idemconsumer.settings import Settings, load
-from idemconsumer.stores.postgres import PostgresStore
 from idemconsumer.worker import Worker
 
-P = ParamSpec("P")
-R = TypeVar("R")
+T = TypeVar("T")
 
 
 class App:
@@ -38,9 +41,9 @@ class App:
         self.name = name
         self._handlers: dict[str, Handler[..., Any]] = {}
         self._opening = asyncio.Lock()
-        self._engine: Engine | None = None
-        self._store: PostgresStore | None = None
-        self._max_message_bytes = 0
+        self._resources: dict[type, Resource] = {}
+        self._made = Resources(())
+        self._front: Front | None = None
         self._brokers: dict[str, Broker] = {}
 
     @property
@@ -81,50 +84,126 @@ class App:
                     )
             self._handlers[handler.name] = handler
 
-    def plans(self, settings: Settings) -> list[BoundHandler]:
-        """The handlers chosen by `settings.handlers`, or all. ConfigurationError for a name that is not there."""
+    def resource(self, fn: Callable[[], AsyncIterator[T]], /) -> Callable[[], AsyncIterator[T]]:
+        """Decorate an async generator function that makes one object a process, such as an HTTP client.
+
+            @app.resource
+            async def gateway() -> AsyncIterator[Gateway]:
+                async with Gateway(…) as client:
+                    yield client
+
+        Handlers ask for it by its type, exactly as written in the annotation; a step gets it as one of its arguments.
+        A worker process makes all of them before its first message, in the order of their definition, and closes
+        them in reverse when it has drained; `process` makes them at its first call. One that cannot be made stops the
+        start with a ConfigurationError. Not guaranteed: that they are closed when the process is killed.
+        """
+        resource = read_resource(fn)
+        if (other := self._resources.get(resource.type)) is not None:
+            raise ConfigurationError(
+                f"app {self.name!r}: resources {other.name!r} and {resource.name!r} both make "
+                f"{resource.type.__name__}, and a handler could not say which; make one of them a class of its own"
+            )
+        self._resources[resource.type] = resource
+        return fn
+
+    def plans(self, settings: Settings, resources: Resources | None = None) -> list[BoundHandler]:
+        """The handlers chosen by `settings.handlers`, or all. ConfigurationError for a name that is not there, and for
+        a parameter that no resource of the app can fill."""
         names = [n.strip() for n in (settings.handlers or "").split(",") if n.strip()] or list(self._handlers)
         if unknown := [name for name in names if name not in self._handlers]:
             raise ConfigurationError(
                 f"app {self.name!r} has no handler {unknown[0]!r}; it has {', '.join(self._handlers) or 'none'}"
             )
-        limit = settings.max_message_bytes
-        return [self._handlers[name].plan.bind(self.name, max_message_bytes=limit) for name in names]
+        return [self._bind(self._handlers[name], settings, resources or Resources(())) for name in names]
 
     def worker(self, settings: Settings, observer: Observer | None = None) -> Worker:
         """A worker for this process; `await worker.run()`."""
-        plans = self.plans(settings)
+        resources = Resources(list(self._resources.values()))
+        plans = self.plans(settings, resources)
         if not plans:
             raise ConfigurationError(f"app {self.name!r} has no handlers; decorate one with @app.idempotent_handler(…)")
-        return Worker(plans, settings, observer)
+        return Worker(plans, settings, observer, resources)
 
     async def process(self, message: Message, *, handler: Handler[..., Any] | None = None) -> Outcome:
         """Run one message through the same engine, for those who own their consumer loop.
 
         The handler is the one on `message.source` unless given. Settle the message yourself, by the outcome, and only
         after this returns; `retrying` and `busy` mean that it is not done. One attempt a call; the first call opens
-        the database named by the settings, `close` closes it. Raises StoreUnavailable when nothing could be decided.
+        the database named by the settings, and makes the resources; `close` closes them. A saga goes on in this call,
+        under a lease of this process; one that another process runs is waited for as its handler says (`on_busy`,
+        `wait`). Not guaranteed: that somebody else goes on with what this process leaves; that takes a worker, or
+        another call. Raises StoreUnavailable when nothing could be decided.
         """
-        engine = self._engine or await self._open_engine()
         chosen = handler or next((h for h in self._handlers.values() if message.source in h.plan.sources), None)
         if chosen is None:
             raise ConfigurationError(f"app {self.name!r}: no handler on {message.source!r}; give handler=")
-        bound = chosen.plan.bind(self.name, max_message_bytes=self._max_message_bytes)
-        return await engine.process(Work.of(bound, message))
+        front = self._front or await self._open_front()
+        return await front.process(self._bind(chosen, front.settings, self._made), message)
 
-    async def _open_engine(self) -> Engine:
+    async def start(
+        self,
+        handler: Handler[Concatenate[T, ...], Any],
+        payload: T,
+        *,
+        key: str,
+        tenant: str | None = None,
+        tx: Tx | AsyncConnection[Any] | None = None,
+    ) -> None:
+        """Begin a saga from code; a worker of this app runs it.
+
+        With `tx` (of a handler, or a psycopg connection of one's own) it begins if and only if that transaction
+        commits; without, it is committed on return. A second start under the same key is a duplicate, or a conflict
+        when its payload differs. `key` stands in for the handler's key rule, and `tenant` for its tenant rule.
+        Raises BadMessage when the handler could not take the payload or the key, and ConfigurationError when it is
+        not a saga of this app.
+        """
+        if self._handlers.get(handler.name) is not handler or not handler.plan.signature.needs_saga:
+            raise ConfigurationError(
+                f"app {self.name!r}: {handler.name!r} is not a saga of this app; start a handler that asks for Saga, "
+                "and publish to the source of any other"
+            )
+        settings = load()
+        bound = self._bind(handler, settings, Resources(()))
+        encoded = codecs.encode(payload)
+        headers = {} if tenant is None else {TENANT: tenant}
+        outgoing = Outgoing(b"null" if encoded is None else encoded.body, headers, key)
+        bound.call_for(Message(bound.own_source, outgoing.body, headers, message_id=key))
+        queue = bound.own_source.partition(":")[2]
+        if tx is not None:
+            connection = tx if isinstance(tx, AsyncConnection) else tx.connection
+            await enqueue(connection, settings.schema, queue, [outgoing])
+        else:
+            await self._broker("postgres", settings).publish(queue, [outgoing])
+
+    async def result(
+        self, handler: Handler[..., Any], *, key: str, tenant: str | None = None, wait: Duration = 0.0
+    ) -> Outcome:
+        """What became of a key, waiting up to `wait` for its end. Runs nothing.
+
+        `duplicate` carries the stored result (state COMPLETED) or the rejection (FAILED); `dead` was put aside for a
+        person; `busy` has not ended: its state is None when nobody has begun it, or nobody knows of it. All callers of
+        a process that wait are answered by one statement at a time, at most a second after the end. Raises
+        StoreUnavailable.
+        """
+        seconds = parse_duration(wait)
+        front = self._front or await self._open_front()
+        return await front.result(self.name, handler.name, tenant, key, seconds)
+
+    async def _open_front(self) -> Front:
         async with self._opening:  # the first messages often come together
-            if self._engine is None:
-                settings = load()
-                if settings.dsn is None:
-                    raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN")
-                longest = max((h.plan.options.timeout for h in self._handlers.values()), default=30.0)
-                self._store = await PostgresStore.open(
-                    settings.dsn, settings.schema, connections=settings.concurrency, longest_run=longest
-                )
-                self._max_message_bytes = settings.max_message_bytes
-                self._engine = Engine(self._store)
-            return self._engine
+            if self._front is None:
+                options = [handler.plan.options for handler in self._handlers.values()]
+                self._made = Resources(list(self._resources.values()))
+                self._front = await Front.open(load(), options, self._made)
+            return self._front
+
+    def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler:
+        for parameter, wanted in handler.plan.signature.resources:
+            if wanted not in self._resources:
+                known = ", ".join(each.__name__ for each in self._resources) or "no resources so far"
+                raise not_injectable(handler.name, parameter, wanted, f"the resources of app {self.name!r}: {known}")
+        limit = settings.max_message_bytes
+        return handler.plan.bind(self.name, max_message_bytes=limit, resources=resources.values)
 
     async def publish(
         self,
@@ -152,15 +231,18 @@ class App:
                 )
             await enqueue(tx.connection, settings.schema, name, [message])
             return
+        await self._broker(scheme, settings).publish(name, [message])
+
+    def _broker(self, scheme: str, settings: Settings) -> Broker:
         if scheme not in self._brokers:
             self._brokers[scheme] = connect(scheme, settings)
-        await self._brokers[scheme].publish(name, [message])
+        return self._brokers[scheme]
 
     async def close(self) -> None:
-        """Close what `process` and `publish` opened."""
+        """Close what `process`, `publish`, `start` and `result` opened, once all of their calls have returned."""
         for broker in self._brokers.values():
             await broker.close()
         self._brokers.clear()
-        if self._store is not None:
-            await self._store.close()
-        self._store = self._engine = None
+        front, self._front = self._front, None
+        if front is not None:
+            await front.close()

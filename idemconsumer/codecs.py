@@ -10,7 +10,7 @@ import msgspec
 from msgspec import inspect as types
 
 from idemconsumer._model import StoredResult
-from idemconsumer.errors import BadMessage
+from idemconsumer.errors import BadMessage, Reject
 
 Decode: TypeAlias = Callable[[bytes], object]
 
@@ -52,6 +52,12 @@ def encode(result: object) -> StoredResult | None:
 def encode_rejection(code: str, body: object) -> StoredResult:
     """A rejection as it is stored and replayed: `{"code": …, "body": …}`."""
     return StoredResult(_json({"code": code, "body": body}))
+
+
+def decode_rejection(stored: StoredResult | None) -> Reject:
+    """The inverse: the Reject that a step ended with before."""
+    rejection = {} if stored is None else msgspec.json.decode(stored.body)
+    return Reject(rejection.get("code", ""), rejection.get("body"))
 
 
 def _json(value: object) -> bytes:

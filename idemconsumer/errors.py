@@ -78,6 +78,32 @@ class Interrupted(IdemConsumerError):
     """The group's transaction ended without a verdict on its messages."""
 
 
+class Fenced(Interrupted):
+    """The saga has another owner, or another phase. Whoever is told so writes nothing and settles nothing."""
+
+
+class SagaParked(IdemConsumerError):
+    """A saga that only a person can go on with. `reason` is its dead letter's reason."""
+
+    reason = ""
+
+
+class SagaChanged(SagaParked):
+    """The handler no longer fits what is recorded of the saga."""
+
+    reason = "saga_changed"
+
+
+class UnknownEffect(SagaParked):
+    """Nobody can tell whether a call had its effect."""
+
+    reason = "unknown_effect"
+
+
+class SagaMisused(IdemConsumerError):
+    """A handler broke its contract with the saga: a step asked for twice, or left in flight."""
+
+
 class CommitUnknown(Interrupted):
     """COMMIT was sent and its answer lost. Only a new claim on a new connection can tell what happened."""
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import update_wrapper, wraps
+from types import MappingProxyType
 from typing import (
     Any,
+    Final,
     Generic,
     ParamSpec,
     Protocol,
@@ -27,7 +29,7 @@ from idemconsumer._options import Backoff, Duration, Options, Resolved, check_kn
 from idemconsumer._signature import Signature, read_signature
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.keys import KeySpec
-from idemconsumer.ports import Claim, Tx
+from idemconsumer.ports import Claim, Saga, Tx
 from idemconsumer.settings import Settings
 
 __all__ = [
@@ -50,6 +52,8 @@ R = TypeVar("R")
 
 SCHEMES = ("kafka", "rabbitmq", "postgres", "memory")
 _DEFAULT_MAX_BYTES = Settings().max_message_bytes
+_NO_RESOURCES: Final[Mapping[type, object]] = MappingProxyType({})
+TENANT: Final = "idemconsumer-tenant"  # header of a saga begun from code
 
 OrderOf: TypeAlias = Callable[[Message, object, str], str | bytes]
 FingerprintOf: TypeAlias = Callable[[Message, object], bytes | None]
@@ -108,9 +112,11 @@ def asks_for_key(decorator: Callable[P, R]) -> Callable[P, R]:
 def idempotent_handler(source: str, *sources: str, key: KeySpec, **options: Unpack[Options]) -> Decorate:
     """Make a function the handler of one or more sources (`kafka:topic`, `rabbitmq:queue`, `postgres:queue`).
 
-    The first parameter is the payload, decoded by its annotation; `Tx` and `Message` are injected by type, in
-    any order. Within `<app>/<tenant>/<name>` the function's effects through Tx are applied once for each key.
-    A plain function runs in a thread, without Tx; what it does is not part of any transaction.
+    The first parameter is the payload, decoded by its annotation; `Tx`, `Message` and the app's resources are
+    injected by type, in any order. Within `<app>/<tenant>/<name>` the function's effects through Tx are applied once
+    for each key.
+    A plain function runs in a thread, without Tx; what it does is not part of any transaction. A function that asks for
+    `Saga` instead runs step by step, and is resumed at its last recovery point.
     Raises HandlerError, when the function is decorated, for whatever can be seen to be wrong by then.
     """
 
@@ -136,9 +142,15 @@ class HandlerPlan:
     order: OrderOf
     fingerprint: FingerprintOf
 
-    def bind(self, app: str, *, max_message_bytes: int = _DEFAULT_MAX_BYTES) -> BoundHandler:
-        """This handler as part of `app`, whose name is part of every key."""
-        return BoundHandler(self, app, max_message_bytes)
+    def bind(
+        self,
+        app: str,
+        *,
+        max_message_bytes: int = _DEFAULT_MAX_BYTES,
+        resources: Mapping[type, object] = _NO_RESOURCES,
+    ) -> BoundHandler:
+        """This handler as part of `app`, whose name is part of every key. `resources` is read at each call."""
+        return BoundHandler(self, app, max_message_bytes, resources)
 
 
 @dataclass(slots=True, eq=False)
@@ -155,17 +167,29 @@ class Call:
 class BoundHandler:
     """A handler of an app: turns messages into calls, and runs them."""
 
-    __slots__ = ("_max_bytes", "_plan", "app", "name", "needs_tx", "options", "subscriptions")
+    __slots__ = (
+        "_max_bytes", "_plan", "_resources", "app", "leased", "name", "needs_tx", "options", "own_source",
+        "subscriptions",
+    )  # fmt: skip
 
-    def __init__(self, plan: HandlerPlan, app: str, max_message_bytes: int) -> None:
+    def __init__(self, plan: HandlerPlan, app: str, max_message_bytes: int, resources: Mapping[type, object]) -> None:
         self._plan = plan
+        self._resources = resources
         self.app = app
         self._max_bytes = max_message_bytes
         self.name = plan.name
         self.options = plan.options
         self.needs_tx = plan.signature.needs_tx
+        self.leased = plan.signature.needs_saga
         group = plan.options.consumer_group or app
         self.subscriptions = tuple(Subscription(source, plan.name, group) for source in plan.sources)
+        # A queue in Postgres: what its own broker would soon drop, and sagas begun from code.
+        self.own_source = f"postgres:~{app}/{plan.name}"
+
+    @property
+    def resources(self) -> tuple[tuple[str, type], ...]:
+        """Parameters that only resources can fill, with their types."""
+        return self._plan.signature.resources
 
     @property
     def key_rule(self) -> str:
@@ -178,8 +202,7 @@ class BoundHandler:
         if len(message.body) > self._max_bytes:
             raise BadMessage("oversized", f"{len(message.body):,} bytes, at most {self._max_bytes:,} are allowed")
         payload = plan.decode(message.body)
-        key = plan.key(message, payload)
-        tenant = None if plan.tenant is None else plan.tenant(message, payload)
+        key, tenant = self._identity(message, payload)
         claim = Claim(
             keys.digest(self.app, tenant, self.name, key),
             keys.scope_name(self.app, tenant, self.name),
@@ -189,14 +212,22 @@ class BoundHandler:
         order = plan.order(message, payload, key)
         return Call(replace(message, key=key, tenant=tenant), payload, claim, order, self)
 
-    async def run(self, call: Call, tx: Tx | None, attempt: int) -> object:
+    def _identity(self, message: Message, payload: object) -> tuple[str, str | None]:
+        plan = self._plan
+        ours = message.source == self.own_source and message.message_id is not None
+        key = (_given_key if ours else plan.key)(message, payload)  # begun from code, which gave the key
+        if ours and (given := message.headers.get(TENANT)) is not None:
+            return key, str(given)
+        return key, None if plan.tenant is None else plan.tenant(message, payload)
+
+    async def run(self, call: Call, tx: Tx | Saga | None, attempt: int) -> object:
         """Run the function; what it raises is raised. Cancelling ends an async function at its next await; a
         plain one goes on in its thread to its end, unheard."""
         message = call.message
         signature = self._plan.signature
         if signature.needs_message and message.attempt != attempt:
             message = replace(message, attempt=attempt)
-        return await signature.invoke(call.payload, tx, message)
+        return await signature.invoke(call.payload, tx, message, self._resources)
 
 
 # ------------------------------------------------------------------------------------------------- planning
@@ -324,3 +355,4 @@ def _fingerprint(handler: str, payload_type: Any, given: Options) -> Fingerprint
 
 
 _WHOLE_BODY = keys.Key.payload()
+_given_key = keys.compile_key(keys.Key.message_id(), Any, handler="app.start")

@@ -52,7 +52,9 @@ async def prune_once(dsn: str, schema: str, *, dry_run: bool = False, progress: 
                 async with connection.transaction():
                     rows = await (await connection.execute(queries["prune"], bounds)).fetchall()
                     if rows:
-                        await connection.execute(queries["prune_results"], {"keys": [key for (key,) in rows]})
+                        keys = {"keys": [key for (key,) in rows]}
+                        await connection.execute(queries["prune_results"], keys)
+                        await connection.execute(queries["prune_steps"], keys)
                 total += len(rows)
             if progress is not None:
                 progress(high, blocks)

@@ -10,19 +10,25 @@ from typing import Final
 
 import structlog
 
-from idemconsumer._engine import Engine, Work
+from idemconsumer._engine import Engine
 from idemconsumer._headers import restored
 from idemconsumer._lanes import Lanes
 from idemconsumer._model import Point, Subscription
+from idemconsumer._resources import Resources
+from idemconsumer._sagas import Sagas
+from idemconsumer._work import Work
 from idemconsumer.brokers import connect
+from idemconsumer.brokers.sagas import SCHEME, SagaBroker
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
 from idemconsumer.handlers import BoundHandler
-from idemconsumer.ports import Bounds, Broker, Delivery, Observer, Session, Silent
+from idemconsumer.ports import Bounds, Broker, Delivery, Holding, Observer, Session, Silent
 from idemconsumer.settings import Settings
 from idemconsumer.stores.postgres import PostgresStore
 from idemconsumer.upkeep import Upkeep
 
 log = structlog.get_logger("idemconsumer")
+
+Planned = tuple[str, Broker, list[Subscription]]  # of one feed
 
 PARK_AFTER: Final = 15  # deliveries; a quorum queue deletes a message at its limit, which is 20 by default since 4.0
 _SPARE_CONNECTIONS: Final = 2  # the room and the feeds, beside one connection a lane
@@ -31,8 +37,15 @@ _SPARE_CONNECTIONS: Final = 2  # the room and the feeds, beside one connection a
 class Worker:
     """Runs the handlers of one app in this process until drained. Not restartable."""
 
-    def __init__(self, plans: Sequence[BoundHandler], settings: Settings, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        plans: Sequence[BoundHandler],
+        settings: Settings,
+        observer: Observer | None = None,
+        resources: Resources | None = None,
+    ) -> None:
         self.plans = plans
+        self._resources = resources or Resources(())
         self._settings = settings
         self._observer = observer or Silent()
         self._brokers: dict[str, Broker] = {}
@@ -57,21 +70,38 @@ class Worker:
     async def run(self) -> None:
         """Returns when drained, or when every source is empty under `until_empty`.
 
-        Raises ConfigurationError for a database or a source that cannot be used as configured. Waits, with backoff,
-        for servers that cannot be reached.
+        Raises ConfigurationError for a database, a source or a resource that cannot be used as configured. Waits,
+        with backoff, for servers that cannot be reached.
         """
         self._main = asyncio.current_task()
-        settings = self._settings
-        if settings.dsn is None:
+        if self._settings.dsn is None:
             raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN, e.g. postgresql://user@host/db")
         planned = self._feeds()  # before anything is open: it raises for a missing driver or address
-        store = await self._open_store(settings.dsn)
+        await self._resources.open()
+        try:
+            await self._run(self._settings, self._settings.dsn, planned)
+        finally:
+            await self._resources.close()
+
+    async def _run(self, settings: Settings, dsn: str, planned: Sequence[Planned]) -> None:
+        store = await self._open_store(dsn)
         if store is None:
             return
         engine = Engine(store, self._observer, lanes=settings.concurrency * settings.workers)
-        lanes = self._lanes = Lanes(engine, self._observer, count=settings.concurrency, room=settings.room)
+        sagas = await self._sagas(engine) if any(plan.leased for plan in self.plans) else None
+        lanes = self._lanes = Lanes(
+            engine,
+            self._observer,
+            count=settings.concurrency,
+            room=settings.room,
+            sagas=None if sagas is None else sagas.engine,
+        )
         feeds = [Feed(name, broker, subs, self, store, lanes) for name, broker, subs in planned]
-        upkeep = asyncio.create_task(Upkeep(settings.dsn, settings.schema, settings.prune_every).run())
+        if sagas is not None:
+            leased = [plan for plan in self.plans if plan.leased]
+            resuming = [Subscription(f"{SCHEME}:{plan.name}", plan.name, plan.app) for plan in leased]
+            feeds.append(Feed(SCHEME, SagaBroker(sagas.leases, lambda: lanes.keys), resuming, self, store, lanes))
+        upkeep = asyncio.create_task(Upkeep(dsn, settings.schema, settings.prune_every).run())
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(lanes.work())
@@ -91,8 +121,23 @@ class Worker:
                 await feed.close()
             for broker in self._brokers.values():
                 await broker.close()
+            if sagas is not None:
+                await sagas.close()
             await store.close()
             log.info("worker left", **self.counts)
+
+    async def _sagas(self, engine: Engine) -> Sagas:
+        settings, leased = self._settings, [plan.options for plan in self.plans if plan.leased]
+        assert settings.dsn is not None
+        return await Sagas.open(
+            settings.dsn,
+            settings.schema,
+            engine,
+            self._observer,
+            connections=settings.concurrency + _SPARE_CONNECTIONS,
+            lease=min(options.lease for options in leased),
+            longest_run=max(options.timeout for options in leased),
+        )
 
     async def _open_store(self, dsn: str) -> PostgresStore | None:
         """None when a drain came before the database did."""
@@ -113,10 +158,10 @@ class Worker:
                 await pause(self._drain, failures)
         return None
 
-    def _feeds(self) -> list[tuple[str, Broker, list[Subscription]]]:
+    def _feeds(self) -> list[Planned]:
         feeds: defaultdict[tuple[str, str], list[Subscription]] = defaultdict(list)
         for plan in self.plans:
-            for subscription in (*plan.subscriptions, *_parking(plan)):
+            for subscription in (*plan.subscriptions, *_own(plan)):
                 scheme = subscription.scheme
                 if scheme not in self._brokers:
                     self._brokers[scheme] = connect(scheme, self._settings)
@@ -236,11 +281,15 @@ class Feed:
 
     async def _dispatch(self, delivery: Delivery, session: Session) -> None:
         message, suspect = delivery.message, delivery.suspect
+        if isinstance(delivery.handle, Holding):
+            plan = self._plans[f"{SCHEME}:{delivery.handle.handler}"]
+            self._lanes.dispatch(Work.of(plan, message, holding=delivery.handle), delivery, session)
+            return
         plan = self._plans[message.source]
         if message.source.startswith("rabbitmq:") and delivery.count > PARK_AFTER:
             await self._park(delivery, session, plan)
             return
-        if message.source == parking_source(plan):
+        if message.source == plan.own_source:
             message, suspect = restored(message) or message, True
         self._lanes.dispatch(Work.of(plan, message, suspect=suspect), delivery, session)
 
@@ -248,7 +297,7 @@ class Feed:
         """Before the broker drops it for having been delivered too often: ours first, then acknowledged."""
         while not delivery.epoch.retiring:
             try:
-                await self._store.park(parking_source(plan).partition(":")[2], delivery.message)
+                await self._store.park(plan.own_source.partition(":")[2], delivery.message)
             except StoreUnavailable as error:
                 await self._lanes.outage.wait(error)
             else:
@@ -274,14 +323,9 @@ class Feed:
             self.task.cancel()  # still trying to open a session
 
 
-def parking_source(plan: BoundHandler) -> str:
-    """The Postgres queue for messages that their own broker would soon drop."""
-    return f"postgres:~{plan.app}/{plan.name}"
-
-
-def _parking(plan: BoundHandler) -> list[Subscription]:
-    if any(sub.scheme == "rabbitmq" for sub in plan.subscriptions):
-        return [Subscription(parking_source(plan), plan.name, plan.app)]
+def _own(plan: BoundHandler) -> list[Subscription]:
+    if plan.leased or any(sub.scheme == "rabbitmq" for sub in plan.subscriptions):
+        return [Subscription(plan.own_source, plan.name, plan.app)]
     return []
 
 

@@ -8,8 +8,9 @@ from typing import Any, LiteralString
 
 import psycopg
 
-from idemconsumer._engine import Engine, Work
+from idemconsumer._engine import Engine
 from idemconsumer._model import Message, Outcome, OutcomeKind, State
+from idemconsumer._work import Work
 from idemconsumer.handlers import BoundHandler, Handler
 from idemconsumer.ports import Tx
 from idemconsumer.stores.migrations import migrate

@@ -18,7 +18,7 @@ from idemconsumer.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.handlers import Backoff, BoundHandler, Duration, Handler, idempotent_handler, parse_duration
 from idemconsumer.keys import Key
-from idemconsumer.ports import Tx
+from idemconsumer.ports import Saga, Tx
 
 T = TypeVar("T")
 TX = cast(Tx, object())
@@ -132,10 +132,6 @@ async def test_an_async_function_wrapped_in_a_plain_one_stays_async() -> None:
     assert await h.run(h.call_for(message()), TX, 1) == 2
 
 
-class Saga:
-    __module__ = "idemconsumer.saga"
-
-
 class Batch(Generic[T]):
     __module__ = "idemconsumer.batch"
 
@@ -151,7 +147,6 @@ async def optional_tx(order: Order, tx: Tx | None) -> None: ...
 async def tx_first(tx: Tx, order: Order) -> None: ...
 async def message_alone(message: Message) -> None: ...
 async def both(order: Order, saga: Saga, tx: Tx) -> None: ...
-async def saga_alone(order: Order, saga: Saga) -> None: ...
 async def batch_alone(orders: Batch[Order], tx: Tx) -> None: ...
 async def unresolved(order: Missing, tx: Tx) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 async def undecodable(order: Handler[..., int], tx: Tx) -> None: ...
@@ -188,14 +183,13 @@ class Service:
             "its first parameter `message` is a Message; put the payload first: (payload: dict, message",
         ),
         (both, "it asks for both Tx and Saga; take Tx for one transaction, or Saga"),
-        (saga_alone, "Saga is not available in this version"),
         (batch_alone, "Batch is not available in this version"),
         (
             unresolved,
             "the annotation 'Missing' cannot be resolved; define or import it at the top of the module",
         ),
         (undecodable, "the payload type cannot be decoded"),
-        (plain_tx, "cannot use Tx, which is asynchronous; declare it `async def`"),
+        (plain_tx, "cannot use Tx or Saga, which are asynchronous; declare it `async def`"),
         (yields, "the function yields; return the result"),
         (yields_async, "the function yields"),
         (Service.method, "parameter `self` has no annotation"),

@@ -13,11 +13,12 @@ from idemconsumer.cli.demo import demo
 from idemconsumer.cli.inspect import check
 from idemconsumer.cli.messages import dead, prune, publish
 from idemconsumer.cli.run import dev, run
+from idemconsumer.cli.sagas import sagas
 from idemconsumer.cli.schema import migrate
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.process import MEANINGS, WORKER, Exit
 
-VERBS: tuple[click.Command, ...] = (demo, run, dev, check, migrate, publish, dead, prune)
+VERBS: tuple[click.Command, ...] = (demo, run, dev, check, migrate, publish, dead, sagas, prune)
 
 _EPILOG = (
     "\b\nExit codes:\n"

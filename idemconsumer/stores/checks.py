@@ -26,7 +26,8 @@ select 'USAGE on the schema' from ours where not has_schema_privilege(oid, 'usag
 union all
 select upper(privilege) || ' on ' || c.relname
 from ours join pg_class c on c.relnamespace = ours.oid
-join (values ('scope'), ('record'), ('result'), ('attempt'), ('dead_letter'), ('queue')) as t (name)
+join (values ('scope'), ('record'), ('result'), ('attempt'), ('dead_letter'), ('queue'), ('saga'),
+             ('step'), ('worker')) as t (name)
      on t.name = c.relname
 cross join (values ('select'), ('insert'), ('update'), ('delete')) as p (privilege)
 where not has_table_privilege(c.oid, privilege)
@@ -34,7 +35,8 @@ union all
 select 'SELECT on migration' from ours join pg_class c on c.relnamespace = ours.oid and c.relname = 'migration'
 where not has_table_privilege(c.oid, 'select')
 union all
-select 'USAGE on queue_token' from ours join pg_class c on c.relnamespace = ours.oid and c.relname = 'queue_token'
+select 'USAGE on ' || c.relname
+from ours join pg_class c on c.relnamespace = ours.oid and c.relname in ('queue_token', 'saga_token')
 where not has_sequence_privilege(c.oid, 'usage')
 union all
 select 'EXECUTE on ' || f.proname from ours join pg_proc f on f.pronamespace = ours.oid

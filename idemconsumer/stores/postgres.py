@@ -56,14 +56,16 @@ def clean(text: str) -> str:
 class PostgresStore:
     """See `ports.JoinedStore`. `open` refuses a database that would lose what it acknowledges."""
 
-    def __init__(self, dsn: str, schema: str, *, connections: int, longest_run: float, most_locks: int = 640) -> None:
+    def __init__(
+        self, dsn: str, schema: str, *, connections: int, longest_run: float, lease: float | None, most_locks: int
+    ) -> None:
         self._queries = load(schema)
         self._scopes: dict[str, int] = {}
         self.most_locks = most_locks
         # Queueing for a connection is no outage, however long it takes; what the pool times out on is one.
         self._free = asyncio.Semaphore(connections)
         self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
-            connection_options(dsn, longest_run),
+            connection_options(dsn, longest_run, lease),
             min_size=0,
             max_size=connections,
             timeout=_ACQUIRE_SECONDS,
@@ -74,13 +76,16 @@ class PostgresStore:
         )
 
     @classmethod
-    async def open(cls, dsn: str, schema: str, *, connections: int, longest_run: float) -> PostgresStore:
-        """Check and open. `longest_run` is the longest handler timeout, seconds.
+    async def open(
+        cls, dsn: str, schema: str, *, connections: int, longest_run: float, lease: float | None = None
+    ) -> PostgresStore:
+        """Check and open. `longest_run` is the longest handler timeout, seconds; with a `lease` no transaction may be
+        idle for longer than that (L5).
 
         Raises ConfigurationError (see `check_database`) or StoreUnavailable.
         """
         most_locks = await check_database(dsn, schema)
-        store = cls(dsn, schema, connections=connections, longest_run=longest_run, most_locks=most_locks)
+        store = cls(dsn, schema, connections=connections, longest_run=longest_run, lease=lease, most_locks=most_locks)
         await store._pool.open()
         return store
 
@@ -121,7 +126,7 @@ class PostgresStore:
             finally:
                 claims.end()
 
-    async def _scope_ids(self, connection: Connection, claims: Sequence[Claim]) -> list[int]:
+    async def scope_ids(self, connection: Connection, claims: Sequence[Claim]) -> list[int]:
         """Ids of the scopes; new ones are committed on the spot, on this same connection (a second could be waited for
         by every lane at once)."""
         for claim in claims:
@@ -144,35 +149,35 @@ class PostgresStore:
                 cause = StoreUnavailable(str(cause))
             raise cause from error
 
-    async def _alone(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+    async def alone(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         async with self._connection() as connection:
             return await self._run(connection, name, params)
 
     # ------------------------------------------------------------------------- transactions of the engine's own
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
-        rows = await self._alone("read", {"keys": list(keys)})
+        rows = await self.alone("read", {"keys": list(keys)})
         found = _records(rows)
         return [found.get(key) for key in keys]
 
     async def count_attempt(self, claim: Claim, error: str | None) -> int:
         async with self._connection() as connection:
-            (scope,) = await self._scope_ids(connection, [claim])
+            (scope,) = await self.scope_ids(connection, [claim])
             params = {"key": claim.key, "scope": scope, "error": None if error is None else clean(error)}
             return int((await self._run(connection, "count_attempt", params))[0][0])
 
     async def uncount_attempt(self, claim: Claim) -> None:
-        await self._alone("uncount_attempt", {"key": claim.key})
+        await self.alone("uncount_attempt", {"key": claim.key})
 
     async def note_error(self, claim: Claim, error: str) -> int:
-        rows = await self._alone("note_error", {"key": claim.key, "error": clean(error)})
+        rows = await self.alone("note_error", {"key": claim.key, "error": clean(error)})
         return int(rows[0][0]) if rows else await self.count_attempt(claim, error)
 
     async def count_dead(self, key: bytes) -> None:
-        await self._alone("count_dead", {"key": key})
+        await self.alone("count_dead", {"key": key})
 
     async def park(self, queue: str, message: Message) -> None:
         headers = _headers.encode(_headers.with_origin(message).headers).decode()
-        await self._alone("enqueue", {"name": queue, "body": message.body, "key": None, "headers": headers})
+        await self.alone("enqueue", {"name": queue, "body": message.body, "key": None, "headers": headers})
 
     async def reject(self, claim: Claim, rejection: StoredResult) -> Record | None:
         return await self._finalise(claim, State.FAILED, rejection, None)
@@ -191,7 +196,7 @@ class PostgresStore:
                 if isinstance(found, Record):
                     return found
             if letter is not None:
-                await claims.write_letter(letter, claim)
+                await claims.write_letter(letter, None if claim is None else claim.key)
             results = [] if claim is None or result is None else [(claim.key, result)]
             await claims.complete(results, [] if claim is None else [claim.key])
             return None
@@ -203,24 +208,28 @@ class PostgresClaims:
     def __init__(self, store: PostgresStore, connection: Connection, group: int) -> None:
         self._store = store
         self._queries = store._queries
-        self._connection = connection
+        self.connection = connection
         self._group = group
         self._token = ""
         self._tx: PostgresTx | None = None
 
-    async def _begin(self) -> None:
+    async def begin(self) -> None:
+        """Open the transaction; `claim` does so by itself."""
         if self._token:
             return
         self._token = secrets.token_hex(8)
         lock_timeout = _GROUP_LOCK_TIMEOUT if self._group > 1 else _LOCK_TIMEOUT
         # Bound by the client, so that BEGIN and the mark are one message. No pipeline: psycopg ends one with a Flush
         # after its Sync, which makes the server forget idle_in_transaction_session_timeout (J6).
-        cursor = psycopg.AsyncClientCursor(self._connection)
+        cursor = psycopg.AsyncClientCursor(self.connection)
         begin = self._queries["begin"] + b"; " + self._queries["open"]
-        await cursor.execute(begin, {"token": self._token, "lock_timeout": lock_timeout})
+        try:
+            await cursor.execute(begin, {"token": self._token, "lock_timeout": lock_timeout})
+        except psycopg.Error as error:
+            raise translate(self.connection, error, ours=True) from error
 
     async def claim(self, claims: Sequence[Claim], *, state: State = State.COMPLETED) -> list[Found]:
-        scopes = await self._store._scope_ids(self._connection, claims)
+        scopes = await self._store.scope_ids(self.connection, claims)
         keys = [claim.key for claim in claims]
         params = {
             "keys": keys,
@@ -230,34 +239,39 @@ class PostgresClaims:
             "state": int(state),
         }
         try:
-            await self._begin()
-            cursor = await self._connection.execute(self._queries["claim"], params)
+            await self.begin()
+            cursor = await self.connection.execute(self._queries["claim"], params)
             claimed = {row[0] for row in await cursor.fetchall()}
             found: dict[bytes, Record] = {}
             if missing := [key for key in keys if key not in claimed]:
-                cursor = await self._connection.execute(self._queries["read"], {"keys": missing})
+                cursor = await self.connection.execute(self._queries["read"], {"keys": missing})
                 found = _records(await cursor.fetchall())
         except psycopg.Error as error:
-            raise translate(self._connection, error, ours=True) from error
+            raise translate(self.connection, error, ours=True) from error
         return [Mark.CLAIMED if key in claimed else found.get(key, Mark.BUSY) for key in keys]
 
-    async def write_letter(self, letter: DeadLetter, claim: Claim | None) -> None:
+    async def send(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """One more statement of the engine's own in this transaction, and its rows."""
+        try:
+            cursor = await self.connection.execute(self._queries[name], params)
+            return await cursor.fetchall() if cursor.description else []
+        except psycopg.Error as error:
+            raise translate(self.connection, error, ours=True) from error
+
+    async def write_letter(self, letter: DeadLetter, key: bytes | None) -> None:
         params = {
             "identity": letter.identity,
-            "key": None if claim is None else claim.key,
+            "key": key,
             "body": letter.body,
             "headers": _headers.encode(letter.headers),
             "attempts": letter.attempts,
         } | {n: clean(getattr(letter, n)) for n in ("handler", "scope", "source", "position", "reason", "error")}
-        try:
-            await self._begin()
-            await self._connection.execute(self._queries["dead_letter"], params)
-        except psycopg.Error as error:
-            raise translate(self._connection, error, ours=True) from error
+        await self.begin()
+        await self.send("dead_letter", params)
 
     def tx(self) -> PostgresTx:
         self.end()
-        self._tx = PostgresTx(self._connection)
+        self._tx = PostgresTx(self.connection)
         return self._tx
 
     def end(self) -> None:
@@ -266,9 +280,9 @@ class PostgresClaims:
             self._tx = None
 
     def check(self) -> None:
-        if self._connection.closed:
+        if self.connection.closed:
             raise StoreUnavailable("the connection broke while the handler ran")
-        status = self._connection.info.transaction_status
+        status = self.connection.info.transaction_status
         if status == pq.TransactionStatus.INERROR:
             raise HandlerFault(
                 "the handler swallowed a database error, so its transaction can only roll back; "
@@ -278,19 +292,26 @@ class PostgresClaims:
             raise GuardViolated("the handler ended the transaction it ran in, or left a statement running")
 
     def diagnose(self, error: Exception) -> Exception:
-        if self._connection.closed:  # the handler's own text is left out: this one is logged
+        if self.connection.closed:  # the handler's own text is left out: this one is logged
             return StoreUnavailable(f"the connection broke while the handler ran ({type(error).__name__})")
         if isinstance(error, psycopg.Error):
-            return translate(self._connection, error)
+            return translate(self.connection, error)
         if isinstance(error.__cause__, psycopg.Error) and not isinstance(error, Reject | Retry):
-            wrapped = translate(self._connection, error.__cause__)  # as SQLAlchemy does
+            wrapped = translate(self.connection, error.__cause__)  # as SQLAlchemy does
             return wrapped if isinstance(wrapped, Contention | StoreUnavailable) else error
         return error
 
-    async def complete(self, results: Sequence[tuple[bytes, StoredResult]], forget: Sequence[bytes]) -> None:
+    async def complete(
+        self,
+        results: Sequence[tuple[bytes, StoredResult]],
+        forget: Sequence[bytes],
+        *,
+        last: tuple[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """See `ports.Claims`. `last` is one more statement, sent with the others."""
         # J4: shield alone would leave the connection busy and commit later, so the caller waits for the end.
         self.end()
-        task = asyncio.create_task(self._complete(results, forget))
+        task = asyncio.create_task(self._complete(results, forget, last))
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
             try:
@@ -302,10 +323,17 @@ class PostgresClaims:
             raise cancelled
         task.result()
 
-    async def _complete(self, results: Sequence[tuple[bytes, StoredResult]], forget: Sequence[bytes]) -> None:
-        connection = self._connection
+    async def _complete(
+        self,
+        results: Sequence[tuple[bytes, StoredResult]],
+        forget: Sequence[bytes],
+        last: tuple[str, dict[str, Any]] | None,
+    ) -> None:
+        connection = self.connection
         try:
             async with connection.pipeline():
+                if last is not None:
+                    await connection.execute(self._queries[last[0]], last[1])
                 if results:
                     await connection.execute(
                         self._queries["store_results"],
@@ -348,11 +376,11 @@ def translate(connection: Connection, error: psycopg.Error, *, ours: bool = Fals
     return error
 
 
-def connection_options(dsn: str, longest_run: float) -> str:
+def connection_options(dsn: str, longest_run: float, lease: float | None = None) -> str:
     """The DSN with the bounds that keep a frozen worker from holding a key for ever (J6)."""
     given = conninfo_to_dict(dsn)
     bounds = {
-        "idle_in_transaction_session_timeout": f"{int((longest_run + 5) * 1000)}ms",
+        "idle_in_transaction_session_timeout": f"{int(min(longest_run + 5, lease or longest_run + 5) * 1000)}ms",
         "statement_timeout": f"{int((longest_run + 5) * 1000)}ms",
         "lock_timeout": _LOCK_TIMEOUT,
         "client_connection_check_interval": "5s",

@@ -143,3 +143,174 @@ select handler, reason, count(*) as letters, sum(arrivals)::bigint as arrivals
 from {schema}.dead_letter
 group by handler, reason
 order by letters desc, handler, reason
+
+-- name: register_worker
+insert into {schema}.worker (name, lease, until)
+values (%(name)s, make_interval(secs => %(lease)s), clock_timestamp() + make_interval(secs => %(lease)s))
+returning id
+
+-- name: renew_worker
+-- Zero rows: the lease was lost, and with it every saga (L5).
+update {schema}.worker set until = clock_timestamp() + lease where id = %(worker)s and until > clock_timestamp()
+returning id
+
+-- name: forget_workers
+delete from {schema}.worker as w where w.id = %(worker)s
+    or (w.until < clock_timestamp() - interval '1 day' and not exists (select from {schema}.saga where worker = w.id))
+
+-- name: begin_saga
+insert into {schema}.saga (key, scope_id, handler, state, token, worker, due, attempt, version, source, position,
+    message_id, body, headers, started_at)
+values (%(key)s, %(scope)s, %(handler)s, 1, nextval('{schema}.saga_token'), %(worker)s, clock_timestamp(), 1,
+    %(version)s, %(source)s, %(position)s, %(message_id)s, %(body)s, %(headers)s, clock_timestamp())
+returning token
+
+-- name: take_sagas
+-- Due and nobody's, or stale: its worker's row is gone, its deadline is over, or lies more than one lease ahead (the
+-- clock stepped back). What is ours and not held was taken by a statement whose answer was lost. SKIP LOCKED passes
+-- over sagas with an open step, whose owner may still be alive (L2). The deadline is read by a subquery: when a rival
+-- has just taken the row, Postgres checks the conditions again on its new version, and a join would then still offer
+-- the old owner's lease, which does not match, so that the rival's saga looked like nobody's.
+with candidate as materialized (
+    select s.key, s.worker is not null as stale from {schema}.saga as s
+    where s.handler = any(%(handlers)s) and s.parked is null
+      and (%(key)s::bytea is null or s.key = %(key)s)
+      and case when s.worker is null then s.due <= clock_timestamp()
+               when s.worker = %(worker)s then not s.key = any(%(held)s)
+               else not exists (select from {schema}.worker as w where w.id = s.worker
+                   and w.until >= clock_timestamp() and w.until <= clock_timestamp() + w.lease) end
+    order by s.due limit %(limit)s for update of s skip locked
+)
+update {schema}.saga as s
+set worker = %(worker)s, token = greatest(s.token + 1, nextval('{schema}.saga_token')),
+    -- A step that finished under the last token makes this the first attempt again; an undo that only began (4) does not.
+    attempt = case when exists (select from {schema}.step
+                                where key = s.key and finished_at is not null and state <> 4 and token = s.token)
+                   then 1 else s.attempt + 1 end
+from candidate as c where s.key = c.key
+returning s.key, s.handler, s.token, s.state, s.attempt, s.version, s.rejection, s.source, s.position, s.message_id,
+    s.body, s.headers, (select name from {schema}.scope where id = s.scope_id), c.stale
+
+-- name: retake_saga
+-- From oneself, after a lost COMMIT. The row lock waits for whatever is still in flight with the old token.
+update {schema}.saga as s
+set token = greatest(s.token + 1, nextval('{schema}.saga_token'))
+where s.key = %(key)s and s.worker = %(worker)s and s.token = coalesce(%(token)s::bigint, s.token)
+returning s.key, s.handler, s.token, s.state, s.attempt, s.version, s.rejection, s.source, s.position, s.message_id,
+    s.body, s.headers, (select name from {schema}.scope where id = s.scope_id), false
+
+-- name: fence
+-- Held to COMMIT, so a takeover waits for an open step, or skips it. No row: fenced (L2).
+select 1 from {schema}.saga
+where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(state)s for share
+
+-- name: own
+-- As `fence`, for what ends or changes the phase: waits for all open steps.
+select 1 from {schema}.saga
+where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(state)s for update
+
+-- name: steps
+select name, kind, state, has_undo, overlapped, position, attempt, output, content_type
+from {schema}.step where key = %(key)s order by position nulls last, started_at
+
+-- name: begin_step
+-- The checkpoint comes first: a COMMIT inside the function then fails at the guard (L3).
+insert into {schema}.step (key, name, kind, state, has_undo, token, started_at)
+values (%(key)s, %(name)s, %(kind)s, %(state)s, %(has_undo)s, %(token)s, clock_timestamp())
+on conflict (key, name) do update
+set state = excluded.state, token = excluded.token, attempt = step.attempt + 1
+returning attempt
+
+-- name: finish_step
+insert into {schema}.step (key, name, kind, state, has_undo, overlapped, position, token, output, content_type,
+    started_at, finished_at)
+values (%(key)s, %(name)s, %(kind)s, %(state)s, %(has_undo)s, %(overlapped)s, nextval('{schema}.saga_token'),
+    %(token)s, %(output)s, %(content_type)s, clock_timestamp(), clock_timestamp())
+on conflict (key, name) do update
+set state = excluded.state, overlapped = excluded.overlapped, position = excluded.position, token = excluded.token,
+    output = excluded.output, content_type = excluded.content_type, finished_at = excluded.finished_at
+
+-- name: finish_undo
+update {schema}.step set state = 5, token = %(token)s, finished_at = clock_timestamp()
+where key = %(key)s and name = %(name)s
+
+-- name: open_intents
+-- In a statement after the row lock: with NOT EXISTS in one statement an intent that was committing passed (L7).
+select count(*) from {schema}.step where key = %(key)s and state = 1
+
+-- name: set_undoing
+update {schema}.saga set state = 2, rejection = %(rejection)s, attempt = 1 where key = %(key)s
+
+-- name: set_record
+update {schema}.record set state = %(state)s, changed_at = clock_timestamp() where key = %(key)s
+
+-- name: end_saga
+delete from {schema}.saga where key = %(key)s
+
+-- name: release_saga
+update {schema}.saga
+set worker = null, due = clock_timestamp() + make_interval(secs => %(delay)s), error = coalesce(%(error)s, error),
+    attempt = attempt - %(back)s
+where key = %(key)s
+
+-- name: park_saga
+update {schema}.saga set worker = null, parked = %(reason)s, error = %(error)s where key = %(key)s
+
+-- name: prune_steps
+delete from {schema}.step where key = any(%(keys)s)
+
+-- name: saga_list
+-- What runs, waits for its next attempt, or waits for a person (dead). Stale: as take_sagas sees it.
+select encode(s.key, 'hex') as key, c.name as scope, s.handler,
+    case when s.parked is not null then 'dead' when s.state = 2 then 'undoing' else 'processing' end as state,
+    s.parked, w.name as owner, s.token, s.attempt, s.due, s.worker is not null and (w.id is null
+        or w.until < clock_timestamp() or w.until > clock_timestamp() + w.lease) as stale,
+    (select name from {schema}.step where key = s.key and position is not null order by position desc limit 1)
+        as recovery_point,
+    s.version, s.error, s.source, s.position, s.message_id, s.started_at
+from {schema}.saga as s
+join {schema}.scope as c on c.id = s.scope_id
+left join {schema}.worker as w on w.id = s.worker
+where (%(handler)s::text is null or s.handler = %(handler)s)
+  and (%(key)s::bytea is null or s.key = %(key)s)
+  and (%(state)s::text is null
+       or %(state)s = case when s.parked is not null then 'dead' when s.state = 2 then 'undoing' else 'processing' end)
+  and (not %(stale)s or s.worker is not null and (w.id is null
+       or w.until < clock_timestamp() or w.until > clock_timestamp() + w.lease))
+order by s.started_at desc limit %(limit)s
+
+-- name: saga_keys
+-- Records by the beginning of their key, as a range of the primary key.
+select r.key from {schema}.record as r where r.key between %(low)s and %(high)s order by r.key limit %(limit)s
+
+-- name: scopes
+select name from {schema}.scope
+
+-- name: saga_record
+select c.name as scope, r.state, r.changed_at, e.body as result
+from {schema}.record as r
+join {schema}.scope as c on c.id = r.scope_id
+left join {schema}.result as e on e.key = r.key
+where r.key = %(key)s
+
+-- name: saga_steps
+select name, kind, state, has_undo, overlapped, token, attempt, output, started_at, finished_at
+from {schema}.step where key = %(key)s order by started_at, position nulls last
+
+-- name: lock_saga
+-- Waits for open steps; from here on nobody takes it. Held: by a worker whose lease is not over.
+select s.state, s.rejection, w.name as owner, s.worker is not null and w.until >= clock_timestamp()
+    and w.until <= clock_timestamp() + w.lease as held
+from {schema}.saga as s left join {schema}.worker as w on w.id = s.worker
+where s.key = %(key)s for update of s
+
+-- name: resume_saga
+-- Nobody's and due now, with all attempts before it again. The token is new: its last owner may only be frozen.
+update {schema}.saga
+set token = greatest(token + 1, nextval('{schema}.saga_token')), parked = null, worker = null, due = clock_timestamp(), attempt = 0, state = %(state)s,
+    version = coalesce(%(version)s, version), rejection = coalesce(rejection, %(rejection)s)
+where key = %(key)s
+
+-- name: forget_dead
+-- A person has decided, so it is put aside no longer.
+delete from {schema}.dead_letter where key = %(key)s

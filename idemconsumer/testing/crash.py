@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Sequence
 
-from idemconsumer._model import Point
+from idemconsumer._model import Point, SagaPoint
 
 
 class CrashAt:
@@ -30,7 +30,7 @@ class CrashAt:
         point, _, nth = text.partition(":")
         return cls(Point(point), int(nth or 1))
 
-    def at(self, point: Point, handler: str, keys: Sequence[bytes]) -> None:
+    def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
         if point is self._point:
             self._left -= 1
             if self._left == 0:

@@ -11,8 +11,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
-from idemconsumer._engine import Engine, Work
+from idemconsumer._engine import Engine
 from idemconsumer._model import State
+from idemconsumer._work import Work
 from idemconsumer.brokers.postgres import enqueue
 from idemconsumer.errors import Interrupted, StoreUnavailable
 from idemconsumer.handlers import Handler

@@ -10,7 +10,7 @@ import pytest
 
 from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer._engine import Engine
-from idemconsumer._model import Point, State
+from idemconsumer._model import Point, SagaPoint, State
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 
@@ -35,9 +35,9 @@ class Points:
     """What the engine said it did, in order."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Point, int]] = []
+        self.seen: list[tuple[Point | SagaPoint, int]] = []
 
-    def at(self, point: Point, handler: str, keys: Sequence[bytes]) -> None:
+    def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
         self.seen.append((point, len(keys)))
 
     def count(self, point: Point) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from idemconsumer import Message, Tx, idempotent_handler
-from idemconsumer._engine import Engine, Work
+from idemconsumer._engine import Engine
 from idemconsumer._model import Outcome
+from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers import Handler
 from idemconsumer.stores.postgres import PostgresStore

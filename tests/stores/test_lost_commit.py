@@ -10,8 +10,9 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import Message, Reject, Tx, idempotent_handler
-from idemconsumer._engine import Engine, Work
-from idemconsumer._model import Outcome, Point, State
+from idemconsumer._engine import Engine
+from idemconsumer._model import Outcome, Point, SagaPoint, State
+from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, work, works
@@ -36,7 +37,7 @@ class CutCommitAt:
     def arm(self, point: Point, cut: Cut) -> None:
         self.point, self.cut = point, cut
 
-    def at(self, point: Point, handler: str, keys: Sequence[bytes]) -> None:
+    def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
         if point is self.point:
             self.point, self.trap = None, self._proxy.cut_at(mode=self.cut)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any, assert_type
 
 import msgspec
 
-from idemconsumer._model import Message
+from idemconsumer._model import Message, Outcome
+from idemconsumer.app import App
 from idemconsumer.handlers import Backoff, Handler, idempotent_handler
 from idemconsumer.keys import Key
-from idemconsumer.ports import Tx
+from idemconsumer.ports import Done, NotDone, Saga, Step, Tx, Unknown
 
 
 class Transfer(msgspec.Struct):
@@ -48,6 +50,67 @@ def send(mail: dict[str, str]) -> None:
 )
 async def multi_tenant(order: Transfer, message: Message, tx: Tx) -> str | None:
     return message.tenant
+
+
+# --------------------------------------------------------------------------------------------------------------- sagas
+class Gateway:
+    async def charge(self, key: str, amount: int) -> str:
+        return key
+
+
+app = App("shop")
+
+
+@app.resource
+async def gateway() -> AsyncIterator[Gateway]:
+    yield Gateway()
+
+
+async def reserve(tx: Tx, order: Transfer) -> int:
+    return order.amount
+
+
+async def unreserve(tx: Tx, reserved: int, order: Transfer) -> None: ...
+
+
+async def charge(step: Step, client: Gateway, amount: int) -> str:
+    return await client.charge(str(step.key), amount)
+
+
+async def refund(step: Step, charged: str, client: Gateway, amount: int) -> None: ...
+
+
+async def find(step: Step, client: Gateway, amount: int) -> Done[str] | NotDone | Unknown:
+    return Done("a") if step.attempt > 1 else NotDone()
+
+
+@app.idempotent_handler("rabbitmq:rides", key="id", lease="10s", on_stale="review", settle="finished", version="2")
+async def book(order: Transfer, saga: Saga, client: Gateway) -> str:
+    assert_type(await saga.tx("reserved", reserve, order, undo=unreserve), int)
+    charged = await saga.call("charged", charge, client, order.amount, undo=refund, reconcile=find)
+    assert_type(charged, str)
+    assert_type(saga.recovery_point, str | None)
+
+    await saga.tx("reserved", reserve)  # type: ignore[arg-type]
+    await saga.tx("reserved", reserve, order.id)  # type: ignore[arg-type]
+    await saga.call("charged", reserve, order)  # type: ignore[arg-type]
+    await saga.tx("reserved", reserve, order, undo=refund)  # type: ignore[arg-type]
+    return charged
+
+
+async def begin(order: Transfer, tx: Tx) -> None:
+    await app.start(book, order, key=order.id, tx=tx)
+    await app.start(book, order, key=order.id, tenant="north")
+    assert_type(await app.result(book, key=order.id, wait="10s"), Outcome)
+
+    await app.start(book, order)  # type: ignore[call-arg]
+    await app.start(book, order.id, key=order.id)  # type: ignore[arg-type]
+    await app.start(order, order, key=order.id)  # type: ignore[arg-type]
+
+
+@app.resource  # type: ignore[arg-type]
+async def no_generator() -> Gateway:
+    return Gateway()
 
 
 async def use(tx: Tx, message: Message, order: Transfer) -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from structlog.testing import LogCapture
 
 from idemconsumer import App, Tx
-from idemconsumer._model import Point
+from idemconsumer._model import Point, SagaPoint
 from idemconsumer.brokers import connect
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.ports import Outgoing
@@ -39,9 +39,9 @@ class Watch:
     """An observer that remembers, and that can be waited for."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Point, str, int]] = []
+        self.seen: list[tuple[Point | SagaPoint, str, int]] = []
 
-    def at(self, point: Point, handler: str, keys: Sequence[bytes]) -> None:
+    def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
         self.seen.append((point, handler, len(keys)))
 
     def count(self, point: Point) -> int:

@@ -1,0 +1,115 @@
+"""An app without a worker: what a process needs to run single messages and to ask for results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from idemconsumer import keys
+from idemconsumer._engine import Engine
+from idemconsumer._model import Message, Outcome, OutcomeKind, Record, State
+from idemconsumer._options import Resolved
+from idemconsumer._resources import Resources
+from idemconsumer._results import Results
+from idemconsumer._sagas import Sagas
+from idemconsumer._work import Work
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.handlers import BoundHandler
+from idemconsumer.ports import Silent
+from idemconsumer.settings import Settings
+from idemconsumer.stores.postgres import PostgresStore
+
+
+class Front:
+    """Made by the first call that needs it. A lease and the resources are opened only for what needs them."""
+
+    def __init__(self, settings: Settings, dsn: str, store: PostgresStore, resources: Resources) -> None:
+        self.settings = settings
+        self._dsn = dsn
+        self._store = store
+        self._engine = Engine(store)
+        self._results = Results(store.peek)
+        self._resources = resources
+        self._opening = asyncio.Lock()
+        self._resourceful = False
+        self._sagas: Sagas | None = None
+
+    @classmethod
+    async def open(cls, settings: Settings, options: Iterable[Resolved], resources: Resources) -> Front:
+        """Raises ConfigurationError or StoreUnavailable."""
+        if settings.dsn is None:
+            raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN")
+        store = await PostgresStore.open(
+            settings.dsn,
+            settings.schema,
+            connections=settings.concurrency,
+            longest_run=max((each.timeout for each in options), default=30.0),
+        )
+        return cls(settings, settings.dsn, store, resources)
+
+    async def close(self) -> None:
+        await self._results.close()
+        if self._sagas is not None:
+            await self._sagas.close()
+        await self._store.close()
+        await self._resources.close()
+
+    async def process(self, handler: BoundHandler, message: Message) -> Outcome:
+        """One message to the end of one attempt. A saga that somebody else runs is waited for, if its handler waits."""
+        async with self._opening:
+            if not self._resourceful:
+                await self._resources.open()
+                self._resourceful = True
+        work = Work.of(handler, message)
+        if not handler.leased or work.call is None:
+            return await self._engine.process(work)
+        sagas = self._sagas or await self._open_sagas(handler.options)
+        outcome = await sagas.engine.run(work, _untold)
+        waits = handler.options.on_busy == "wait" and outcome.kind is OutcomeKind.BUSY
+        if waits and await self._results.over(work.key, handler.options.wait) is not None:
+            (answered,) = await self._engine.answered([work])
+            return answered or outcome
+        return outcome
+
+    async def result(self, app: str, handler: str, tenant: str | None, key: str, wait: float) -> Outcome:
+        """What the key's record says, once it is final or the time is over."""
+        digest = keys.digest(app, tenant, handler, key)
+        record = await self._results.over(digest, wait) if wait else None
+        if record is None:
+            (record,) = await self._store.peek([digest])
+        return _outcome(record)
+
+    async def _open_sagas(self, options: Resolved) -> Sagas:
+        async with self._opening:
+            if self._sagas is None:
+                self._sagas = await Sagas.open(
+                    self._dsn,
+                    self.settings.schema,
+                    self._engine,
+                    Silent(),
+                    connections=self.settings.concurrency,
+                    lease=options.lease,
+                    longest_run=options.timeout,
+                )
+            return self._sagas
+
+
+async def _untold() -> None:
+    """The caller settles by the outcome."""
+
+
+def _outcome(record: Record | None) -> Outcome:
+    if record is None:
+        return Outcome(OutcomeKind.BUSY)
+    if record.state is State.DEAD:
+        return Outcome(OutcomeKind.DEAD, state=record.state)
+    if record.state not in (State.COMPLETED, State.FAILED):
+        return Outcome(OutcomeKind.BUSY, state=record.state)
+    if record.result is None:
+        return Outcome(OutcomeKind.DUPLICATE, state=record.state)
+    return Outcome(
+        OutcomeKind.DUPLICATE,
+        result=record.result.body,
+        content_type=record.result.content_type,
+        state=record.state,
+    )

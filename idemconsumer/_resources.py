@@ -1,0 +1,97 @@
+"""Resources: what a worker process makes once, before its lanes start, and closes when they have ended."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, get_args, get_origin, get_type_hints
+
+import structlog
+
+from idemconsumer._model import Message
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.ports import Saga, Tx
+
+log = structlog.get_logger("idemconsumer")
+
+_OURS: Final = (Tx, Saga, Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """An async generator function that yields one object, and the type by which handlers ask for it."""
+
+    name: str
+    type: type
+    make: Callable[[], AsyncIterator[Any]]
+
+
+def read_resource(fn: Callable[..., Any]) -> Resource:
+    """Raises ConfigurationError, naming the function, for what cannot be made or asked for."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if not inspect.isasyncgenfunction(fn):
+        raise ConfigurationError(
+            f"resource {name!r} is not an async generator; write `async def {name}() -> AsyncIterator[Client]:` "
+            "with one `yield`, and after it what closes the object"
+        )
+    if inspect.signature(fn).parameters:
+        raise ConfigurationError(f"resource {name!r} takes parameters, and nobody gives any; read what it needs inside")
+    try:
+        annotation = get_type_hints(fn).get("return")
+    except NameError as error:
+        raise ConfigurationError(
+            f"resource {name!r}: the annotation {error.name!r} cannot be resolved; import it at the top of the module"
+        ) from None
+    arguments = get_args(annotation)
+    yields = arguments[0] if get_origin(annotation) in (AsyncIterator, AsyncGenerator) else None
+    if not isinstance(yields, type) or yields in _OURS or yields.__module__ == "builtins":
+        raise ConfigurationError(
+            f"resource {name!r} does not say what it makes; annotate it `-> AsyncIterator[Client]`, with a class of "
+            "its own, since handlers ask for it by that type"
+        )
+    return Resource(name, yields, fn)
+
+
+class Resources:
+    """The objects of one process, by type, while they are open."""
+
+    def __init__(self, resources: Sequence[Resource]) -> None:
+        self._resources = resources
+        self._open: list[tuple[Resource, AsyncIterator[Any]]] = []
+        self.values: dict[type, object] = {}
+
+    async def open(self) -> None:
+        """Make them in the order of their definition. Raises ConfigurationError for the first one that fails, after
+        closing those made before it."""
+        try:
+            for resource in self._resources:
+                made = resource.make()
+                try:
+                    self.values[resource.type] = await anext(made)
+                except StopAsyncIteration:
+                    raise ConfigurationError(
+                        f"resource {resource.name!r} ended without a yield; yield the object once"
+                    ) from None
+                except Exception as error:
+                    raise ConfigurationError(
+                        f"resource {resource.name!r} could not be made: {type(error).__name__}: {error}"
+                    ) from error
+                self._open.append((resource, made))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Close them in reverse order, each one even when another fails to."""
+        while self._open:
+            resource, made = self._open.pop()
+            self.values.pop(resource.type, None)
+            try:
+                await anext(made)
+            except StopAsyncIteration:
+                continue
+            except Exception as error:  # noqa: BLE001 - the user's; the others are still to be closed
+                log.warning("resource not closed", resource=resource.name, error=f"{type(error).__name__}: {error}")
+            else:
+                log.warning("resource yielded twice", resource=resource.name)

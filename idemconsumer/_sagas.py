@@ -1,0 +1,50 @@
+"""What a process needs to hold sagas: a store of their own, a lease, and the engine that runs them."""
+
+from __future__ import annotations
+
+from idemconsumer._engine import Engine
+from idemconsumer._leased import LeasedEngine
+from idemconsumer.ports import Observer
+from idemconsumer.stores.heartbeat import Heartbeat
+from idemconsumer.stores.leases import PostgresLeases
+from idemconsumer.stores.postgres import PostgresStore
+
+
+class Sagas:
+    """Open with `open`; `close` gives up the lease, so that others may go on at once."""
+
+    def __init__(
+        self, store: PostgresStore, heartbeat: Heartbeat, leases: PostgresLeases, engine: LeasedEngine
+    ) -> None:
+        self._store = store
+        self._heartbeat = heartbeat
+        self.leases = leases
+        self.engine = engine
+
+    @classmethod
+    async def open(
+        cls,
+        dsn: str,
+        schema: str,
+        engine: Engine,
+        observer: Observer,
+        *,
+        connections: int,
+        lease: float,
+        longest_run: float,
+    ) -> Sagas:
+        """Register the lease and begin to renew it. Raises StoreUnavailable."""
+        store = await PostgresStore.open(dsn, schema, connections=connections, longest_run=longest_run, lease=lease)
+        try:
+            heartbeat = Heartbeat(dsn, schema, lease=lease, patience=longest_run)
+            leases = PostgresLeases(store, heartbeat)
+            sagas = LeasedEngine(engine, leases, observer)
+            await heartbeat.start(sagas.lose)
+        except BaseException:
+            await store.close()
+            raise
+        return cls(store, heartbeat, leases, sagas)
+
+    async def close(self) -> None:
+        await self._heartbeat.stop()
+        await self._store.close()

@@ -1,0 +1,205 @@
+"""`sagas`: what runs, what waits, what happened to one, and what a person decides about it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
+
+import click
+import msgspec
+
+from idemconsumer.admin import hint
+from idemconsumer.admin_sagas import SagaAdmin, SagaDetail, SagaLine, StepLine
+from idemconsumer.cli.banner import table
+from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.settings import load
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SHORT = 12  # hexadecimal digits of a key
+_ERROR_WIDTH = 60
+
+
+def _which(command: F) -> F:
+    """KEY, or --handler and --key."""
+    for option in reversed(
+        (
+            click.argument("prefix", metavar="[KEY]", required=False),
+            click.option("--handler", help="With --key: the handler's name."),
+            click.option("--key", help="With --handler: the key as its text, before it was hashed."),
+        )
+    ):
+        command = option(command)
+    return as_json(database(command))
+
+
+def _admin(flags: dict[str, Any]) -> SagaAdmin:
+    settings = load(**flags)
+    return SagaAdmin(need_dsn(settings), settings.schema)
+
+
+async def _find(admin: SagaAdmin, prefix: str | None, handler: str | None, key: str | None) -> bytes:
+    if (prefix is None) == (handler is None and key is None) or (handler is None) != (key is None):
+        raise click.UsageError("write KEY, the first digits that `sagas list` shows, or --handler NAME --key TEXT")
+    return await admin.find(prefix=prefix, handler=handler, key=key)
+
+
+@click.group()
+def sagas() -> None:
+    """Sagas: multi-step work, while it runs and while it waits for a person."""
+
+
+@sagas.command("list")
+@click.option("--state", type=click.Choice(["processing", "undoing", "dead"]), help="Only in this state.")
+@click.option("--stale", is_flag=True, help="Only those whose worker is gone.")
+@click.option("--handler", help="Only of this handler.")
+@click.option("--limit", type=click.IntRange(1), default=50, help="At most so many, newest first.  [default: 50]")
+@database
+@as_json
+def saga_list(
+    state: Literal["processing", "undoing", "dead"] | None,
+    stale: bool,
+    handler: str | None,
+    limit: int,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """List sagas that have not ended, newest first."""
+    lines = asyncio.run(_admin(flags).sagas(handler=handler, state=state, stale=stale, limit=limit))
+    if as_json:
+        print_json(lines)
+        return
+    rows: list[tuple[str, ...]] = [("key", "begun", "handler", "state", "at", "owner", "attempt", "error")]
+    for line in lines:
+        cells = (line.handler, _state(line), line.recovery_point or "-", _owner(line), str(line.attempt), _error(line))
+        rows.append((line.key[:_SHORT], f"{line.started_at:%Y-%m-%d %H:%M:%S}", *map(printable, cells)))
+    click.echo(table(rows) if lines else "no sagas")
+
+
+@sagas.command("show")
+@_which
+def saga_show(prefix: str | None, handler: str | None, key: str | None, as_json: bool, **flags: Any) -> None:
+    """Show one saga: where it stands, who holds it, and its steps in time."""
+    admin = _admin(flags)
+
+    async def read() -> SagaDetail:
+        return await admin.saga(await _find(admin, prefix, handler, key))
+
+    detail = asyncio.run(read())
+    if as_json:
+        hinted = None if detail.running is None or detail.running.parked is None else hint(detail.running.parked)
+        print_json(msgspec.to_builtins(detail) | {"open_intents": detail.open_intents, "hint": hinted})
+        return
+    for name, value in _facts(detail):
+        click.echo(f"{name:<11} {printable(value)}")
+    if detail.steps:
+        rows: list[tuple[str, ...]] = [("step", "kind", "state", "attempts", "token", "started", "ended", "took")]
+        rows += [tuple(map(printable, _step(step))) for step in detail.steps]
+        click.echo(f"\n{table(rows)}")
+    else:
+        click.echo("\nno step is recorded")
+
+
+@sagas.command("resume")
+@click.option("--accept-version", is_flag=True, help="Even if its handler has another version or other steps now.")
+@_which
+def saga_resume(
+    prefix: str | None, handler: str | None, key: str | None, accept_version: bool, as_json: bool, **flags: Any
+) -> None:
+    """Let a saga that waits go on now, on any worker, with all its attempts before it."""
+    admin = _admin(flags)
+
+    async def resume() -> SagaDetail:
+        found = await _find(admin, prefix, handler, key)
+        await admin.resume(found, accept_version=accept_version)
+        return await admin.saga(found)
+
+    _say(asyncio.run(resume()), "resumed", as_json=as_json)
+
+
+@sagas.command("abandon")
+@click.option("--undo/--no-undo", default=None, help="Undo its finished steps first, or leave them.  [default: asks]")
+@_which
+def saga_abandon(
+    prefix: str | None, handler: str | None, key: str | None, undo: bool | None, as_json: bool, **flags: Any
+) -> None:
+    """End a saga that waits: it becomes failed, with the rejection `abandoned`."""
+    admin = _admin(flags)
+
+    async def read() -> tuple[bytes, SagaDetail]:
+        found = await _find(admin, prefix, handler, key)
+        return found, await admin.saga(found)
+
+    found, detail = asyncio.run(read())
+    for step in detail.open_intents:
+        click.echo(f"warning: nobody knows whether {step!r} was done, and nothing will undo it", err=True)
+    if undo is None:
+        done = [step.name for step in detail.steps if step.state == "done" and step.has_undo]
+        undo = click.confirm(f"undo its finished steps ({', '.join(done) or 'none has an undo'})?", err=True)
+
+    async def abandon() -> SagaDetail:
+        await admin.abandon(found, undo=undo)
+        return await admin.saga(found)
+
+    _say(asyncio.run(abandon()), "abandoned, to be undone by a worker" if undo else "abandoned", as_json=as_json)
+
+
+def _say(detail: SagaDetail, what: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"key": detail.key, "state": detail.state})
+    else:
+        click.echo(f"{what}: {detail.key[:_SHORT]} is {detail.state}")
+
+
+def _facts(detail: SagaDetail) -> Iterator[tuple[str, str]]:
+    yield "key", detail.key
+    yield "scope", detail.scope
+    line = detail.running
+    if line is None:
+        yield "state", f"{detail.state} since {_time(detail.changed_at)}"
+        if detail.result is not None:
+            yield "result", detail.result
+        return
+    yield "state", _state(line)
+    yield "message", f"{line.source} {line.position}" + (f", id {line.message_id}" if line.message_id else "")
+    yield "begun", _time(line.started_at) + (f", version {line.version}" if line.version else "")
+    yield "owner", f"{_owner(line)}, token {line.token}, attempt {line.attempt}"
+    if line.owner is None and line.parked is None:
+        yield "due", _time(line.due)
+    yield "at", line.recovery_point or "no finished step"
+    if line.error is not None:
+        yield "error", line.error
+    if detail.open_intents:
+        yield "unknown", f"whether {', '.join(detail.open_intents)} was done"
+    if line.parked is not None:
+        yield "what to do", hint(line.parked)
+
+
+def _step(step: StepLine) -> Iterator[str]:
+    yield step.name
+    yield step.kind
+    yield step.state + (", overlapped" if step.overlapped else "") + (", has undo" if step.has_undo else "")
+    yield str(step.attempts)
+    yield str(step.token)
+    yield _time(step.started_at)
+    yield "-" if step.finished_at is None else _time(step.finished_at)
+    yield "-" if step.seconds is None else f"{step.seconds * 1000:.0f} ms"
+
+
+def _time(at: Any) -> str:
+    return f"{at:%Y-%m-%d %H:%M:%S}.{at.microsecond // 1000:03}"
+
+
+def _state(line: SagaLine) -> str:
+    return f"{line.state} ({line.parked})" if line.parked else line.state
+
+
+def _owner(line: SagaLine) -> str:
+    if line.owner is None:
+        return "a worker that is gone" if line.stale else "nobody"
+    return f"{line.owner} (gone)" if line.stale else line.owner
+
+
+def _error(line: SagaLine) -> str:
+    return (line.error or "")[:_ERROR_WIDTH]

@@ -1,0 +1,287 @@
+"""One run of a saga's handler: steps by name, checkpointed, replayed, and never completed by accident.
+
+Steps are known by their names. On a resume the handler runs from its start; a step that is recorded returns its
+stored output and is not run. What goes wrong inside a step, other than a Reject, *interrupts* the run: a flag is set
+that no `except`, `gather`, `wait` or `timeout` of user code can clear, each later operation raises again, and the
+engine completes nothing while the flag is set or a step is in flight (L4).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, TypeVar, TypeVarTuple, get_type_hints
+
+from idemconsumer import codecs
+from idemconsumer._model import Point, SagaPoint, State, StepKind, StepState, StoredResult
+from idemconsumer.errors import BadMessage, Reject, SagaChanged, SagaMisused, UnknownEffect
+from idemconsumer.ports import Done, Holding, LeaseStore, NotDone, Step, StepRow, Tx, Unknown
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+_NAMESPACE: Final = uuid.UUID("6f6a0f8e-6f0f-5d1b-9a57-3b1f0a7f7c11")
+
+
+class SagaInterrupted(BaseException):
+    """Raised in a saga's handler by every operation after the run was interrupted. Let it pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """What a `call` step's function is given; see `ports.Step`."""
+
+    key: uuid.UUID
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A step as this run's handler asked for it."""
+
+    kind: StepKind
+    fn: Callable[..., Awaitable[Any]]
+    args: tuple[Any, ...]
+    undo: Callable[..., Awaitable[object]] | None
+
+
+def step_key(scope: str, key: bytes, name: str, *, undo: bool = False) -> uuid.UUID:
+    """The key that a remote is given: the same for every attempt of a step, another one for its undo."""
+    return uuid.uuid5(_NAMESPACE, f"{len(scope)}:{scope}:{key.hex()}:{'undo:' if undo else ''}{name}")
+
+
+class SagaRun:
+    """See `ports.Saga`."""
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        holding: Holding,
+        rows: Sequence[StepRow],
+        *,
+        timeout: float,
+        accepted: bool = False,
+        at: Callable[[Point | SagaPoint, str, Sequence[bytes]], None],
+    ) -> None:
+        self._store = store
+        self._holding = holding
+        self._rows = {row.name: row for row in rows}
+        self._timeout = timeout
+        self._accepted = accepted  # a person lets it go on with a handler that asks for other steps
+        self._at = at
+        self._overlapped: set[str] = set()
+        self._in_flight: dict[str, asyncio.Task[Any] | None] = {}
+        self._unfinished = 0  # steps asked for, begun or not, that have not come to an end
+        self._over = False
+        done = [row for row in rows if row.position is not None]
+        self._finished_last = max(done, key=lambda row: row.position or 0).name if done else None
+        self.asked: dict[str, Asked] = {}
+        self.progressed = False  # a step has finished in this run
+        self.rejected = False  # a step of this run was rejected, now or before
+        self.interruption: BaseException | None = None
+
+    # -------------------------------------------------------------------------------------------- what a handler sees
+    @property
+    def recovery_point(self) -> str | None:
+        return self._finished_last
+
+    def tx(
+        self,
+        name: str,
+        fn: Callable[[Tx, *Ts], Awaitable[R]],
+        /,
+        *args: *Ts,
+        undo: Callable[[Tx, R, *Ts], Awaitable[object]] | None = None,
+    ) -> Coroutine[Any, Any, R]:
+        # Counted when it is asked for and not when it begins: a task may be forgotten before its first step.
+        self._unfinished += 1
+        asked = Asked(StepKind.TX, fn, args, undo)
+        return self._ask(name, asked, lambda: self._tx_step(name, asked))
+
+    def call(
+        self,
+        name: str,
+        fn: Callable[[Step, *Ts], Awaitable[R]],
+        /,
+        *args: *Ts,
+        undo: Callable[[Step, R, *Ts], Awaitable[object]] | None = None,
+        reconcile: Callable[[Step, *Ts], Awaitable[Done[R] | NotDone | Unknown]] | None = None,
+    ) -> Coroutine[Any, Any, R]:
+        self._unfinished += 1
+        asked = Asked(StepKind.CALL, fn, args, undo)
+        return self._ask(name, asked, lambda: self._call_step(name, asked, reconcile))
+
+    # -------------------------------------------------------------------------------------------------------- one step
+    async def _ask(self, name: str, asked: Asked, run: Callable[[], Awaitable[Any]]) -> Any:
+        if self._over or self.interruption is not None:
+            raise SagaInterrupted from self.interruption
+        try:
+            self._meet(name, asked)
+            row = self._rows.get(name)
+            if row is not None and row.state is StepState.REJECTED:
+                raise codecs.decode_rejection(row.output)
+            if row is not None and row.state is not StepState.INTENT:
+                output = decode_output(name, asked.fn, row.output)
+            elif self._holding.state is State.UNDOING:
+                raise Replayed(name)
+            else:
+                self._check_met(finished_only=True)
+                output = await self._run(name, run)
+            self._unfinished -= 1
+            return output
+        except Reject:
+            self._unfinished -= 1
+            self.rejected = True
+            raise
+        except BaseException as error:
+            self.interrupt(error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise SagaInterrupted(f"step {name!r}: {error}") from error
+
+    def _meet(self, name: str, asked: Asked) -> None:
+        if name in self.asked:
+            raise SagaMisused(
+                f"step {name!r} is asked for twice in one run, and a step is known by its name; "
+                'give each one its own, in a loop with a suffix: saga.tx(f"line_{n}", …)'
+            )
+        self.asked[name] = asked
+        row = self._rows.get(name)
+        if row is not None and row.kind is not asked.kind:
+            raise SagaChanged(
+                f"step {name!r} was recorded as {row.kind.name.lower()}, and is now {asked.kind.name.lower()}"
+            )
+
+    def _check_met(self, *, finished_only: bool) -> None:
+        """L6: nothing recorded may be passed over. Steps that overlapped another have no fixed place before the end."""
+        if self._accepted:
+            return
+        for row in self._rows.values():
+            early = row.overlapped or row.state is StepState.INTENT
+            if row.name not in self.asked and not (finished_only and early):
+                raise SagaChanged(f"step {row.name!r} is recorded, and the handler no longer asks for it")
+
+    async def _run(self, name: str, run: Callable[[], Awaitable[Any]]) -> Any:
+        if self._in_flight:
+            self._overlapped |= {name, *self._in_flight}
+        self._in_flight[name] = asyncio.current_task()
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await run()
+        finally:
+            del self._in_flight[name]
+
+    async def _tx_step(self, name: str, asked: Asked) -> Any:
+        holding, has_undo = self._holding, asked.undo is not None
+        self._point(SagaPoint.STEP_OPENING)
+        async with self._store.step(holding, name, has_undo=has_undo, undo=False) as step:
+            try:
+                value = await asked.fn(step.tx(), *asked.args)
+                step.check()
+                output = codecs.encode(value)
+            except Reject as rejection:
+                rejected = rejection
+            except Exception as error:
+                raise step.diagnose(error) from error
+            else:
+                self._point(SagaPoint.STEP_COMMITTING)
+                await step.finish(output, overlapped=name in self._overlapped)
+                self._finish(name)
+                self._point(SagaPoint.STEP_COMMITTED)
+                return value
+        await self._record(
+            name, StepKind.TX, StepState.REJECTED, codecs.encode_rejection(rejected.code, rejected.body), has_undo
+        )
+        raise rejected
+
+    async def _call_step(self, name: str, asked: Asked, reconcile: Callable[..., Awaitable[Any]] | None) -> Any:
+        holding, has_undo = self._holding, asked.undo is not None
+        key = step_key(holding.scope, holding.key, name)
+        row = self._rows.get(name)
+        if row is not None and reconcile is not None:  # an intent without outcome: the remote may have done it
+            found = await reconcile(StepCall(key, row.attempt), *asked.args)
+            if isinstance(found, Done):
+                await self._record(name, StepKind.CALL, StepState.DONE, codecs.encode(found.result), has_undo)
+                return found.result
+            if not isinstance(found, NotDone):
+                raise UnknownEffect(f"step {name!r}: the remote cannot say whether it was done")
+        self._point(SagaPoint.INTENDING)
+        attempt = await self._store.intend(holding, name, has_undo=has_undo, undo=False)
+        self._point(SagaPoint.INTENDED)
+        try:
+            value = await asked.fn(StepCall(key, attempt), *asked.args)
+        except Reject as rejection:
+            body = codecs.encode_rejection(rejection.code, rejection.body)
+            await self._record(name, StepKind.CALL, StepState.REJECTED, body, has_undo)
+            raise
+        self._point(SagaPoint.CALLED)
+        await self._record(name, StepKind.CALL, StepState.DONE, codecs.encode(value), has_undo)
+        return value
+
+    async def _record(
+        self, name: str, kind: StepKind, state: StepState, output: StoredResult | None, has_undo: bool
+    ) -> None:
+        overlapped = name in self._overlapped
+        await self._store.record(self._holding, name, kind, state, output, has_undo=has_undo, overlapped=overlapped)
+        self._finish(name)
+        self._point(SagaPoint.STEP_RECORDED)
+
+    def _finish(self, name: str) -> None:
+        self.progressed, self._finished_last = True, name
+
+    def _point(self, point: SagaPoint) -> None:
+        self._at(point, self._holding.handler, (self._holding.key,))
+
+    # ------------------------------------------------------------------------------------------------ the engine
+    def interrupt(self, error: BaseException) -> None:
+        """End this run. The first cause stays."""
+        if self.interruption is None:
+            self.interruption = error
+
+    async def settle(self) -> None:
+        """The handler has ended: steps that it left in flight interrupt the run, are cancelled and waited for; so do
+        those that it never let begin. What is asked for from now on is refused."""
+        left = [task for task in self._in_flight.values() if task is not None and task is not asyncio.current_task()]
+        if left:
+            self.interrupt(SagaMisused("the handler ended while a step was in flight; await every step"))
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
+        elif self._unfinished:
+            self.interrupt(SagaMisused("the handler ended before a step that it had asked for; await every step"))
+        self._over = True
+
+    async def siblings(self) -> None:
+        """A Reject has left the handler: let the steps beside it come to their own end (L7)."""
+        left = [task for task in self._in_flight.values() if task is not None and task is not asyncio.current_task()]
+        if left:
+            await asyncio.wait(left)
+
+    def check_complete(self) -> None:
+        """Before completion every recorded step must have been asked for."""
+        self._check_met(finished_only=False)
+
+
+class Replayed(Exception):
+    """An undoing saga's handler has been replayed to its first unfinished step."""
+
+
+@lru_cache(maxsize=1024)
+def _decoder(fn: Callable[..., Any]) -> Callable[[bytes], object]:
+    try:
+        annotation = get_type_hints(fn).get("return", Any)
+    except (NameError, TypeError):
+        annotation = Any
+    return codecs.decoder(annotation)
+
+
+def decode_output(name: str, fn: Callable[..., Any], output: StoredResult | None) -> object:
+    if output is None:
+        return None
+    try:
+        return _decoder(fn)(output.body)
+    except (BadMessage, TypeError) as error:
+        raise SagaChanged(f"the stored output of step {name!r} no longer decodes: {error}") from error
