@@ -1,0 +1,165 @@
+"""What the model, and reading the code for it, found in the code: each stays found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from typing import Any, cast
+
+import psycopg
+import pytest
+
+from idemconsumer import Message, Saga, StoreUnavailable, idempotent_handler
+from idemconsumer._engine import Engine
+from idemconsumer._leased import LeasedEngine
+from idemconsumer._machine import Settlement, settle
+from idemconsumer._model import OutcomeKind, State
+from idemconsumer._sql import load
+from idemconsumer._work import Work
+from idemconsumer.errors import CommitUnknown
+from idemconsumer.ports import Claim, Holding, JoinedStore, LeaseStore, StepRow
+from idemconsumer.stores.migrations import migrate
+
+
+async def _book(order: dict[str, Any], saga: Saga) -> str:
+    return "booked"
+
+
+def _work() -> Work:
+    bound = idempotent_handler("memory:orders", name="book", key="id")(_book).plan.bind("shop")
+    return Work.of(bound, Message("memory:orders", json.dumps({"id": "k"}).encode(), position="here"))
+
+
+class _Script:
+    """A LeaseStore that notes what it is asked, and is away when told so."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.away = False
+        self.begun = asyncio.Event()
+        self.answer = asyncio.Event()
+        self.answer.set()
+
+    async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Holding:
+        self.begun.set()
+        await self.answer.wait()
+        return Holding(
+            key=claim.key, scope=claim.scope, handler=handler, token=1, worker=1, state=State.PROCESSING, attempt=1,
+            version=version, rejection=None, stale=False, message=message,
+        )  # fmt: skip
+
+    async def steps(self, key: bytes) -> list[StepRow]:
+        self.asked.append("steps")
+        return []
+
+    async def complete(self, holding: Holding, state: State, result: object) -> None:
+        self.asked.append(f"complete with {holding.token}")
+        if holding.token == 1:
+            self.away = True
+            raise CommitUnknown("lost")
+
+    async def retake(self, key: bytes, token: int | None) -> Holding:
+        self.asked.append(f"retake {token}")
+        if self.away:
+            raise StoreUnavailable("away")
+        work = _work()
+        assert work.call is not None
+        held = await self.begin(work.call.claim, work.message, "book", None)
+        return replace(held, token=2)
+
+
+async def _told() -> None:
+    return
+
+
+async def test_a_lost_commit_is_still_in_doubt_after_the_database_was_away() -> None:
+    """Presented again with the old token, it read the steps beside a COMMIT in flight, and ran one twice."""
+    script, work = _Script(), _work()
+    engine = LeasedEngine(Engine(cast(JoinedStore, None)), cast(LeaseStore, script))
+    with pytest.raises(StoreUnavailable):
+        await engine.run(work, _told)
+    script.away = False
+    outcome = await engine.run(work, _told)
+    assert outcome.kind is OutcomeKind.APPLIED
+    assert script.asked == ["steps", "complete with 1", "retake 1", "retake 1", "steps", "complete with 2"]
+
+
+async def test_a_lease_lost_during_the_claim_leaves_the_message_with_the_broker() -> None:
+    """It was settled as fenced, though nothing had been stored: the message was gone."""
+    script, work = _Script(), _work()
+    script.answer.clear()
+    engine = LeasedEngine(Engine(cast(JoinedStore, None)), cast(LeaseStore, script))
+    running = asyncio.create_task(engine.run(work, _told))
+    await script.begun.wait()
+    engine.lose()
+    outcome = await running
+    assert outcome.kind is OutcomeKind.FENCED
+    assert settle(outcome) is Settlement.HEAD
+
+
+_SAGA = (
+    "insert into idemconsumer.saga (key, scope_id, handler, state, token, worker, due, attempt, source, position, body,"
+    " headers, started_at)"
+    " values ('k', 1, 'book', %s, 5, %s, clock_timestamp(), 3, 's', 'p', '', '', clock_timestamp())"
+)
+_TAKE: dict[str, Any] = {"handlers": ["book"], "limit": 5, "key": None, "held": []}
+
+
+def _worker(connection: psycopg.Connection[Any], until: str) -> int:
+    row = connection.execute(
+        "insert into idemconsumer.worker (name, lease, until)"
+        " values ('w', interval '30 s', clock_timestamp() + %s::interval) returning id",
+        (until,),
+    ).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def _wait_for_waiting(connection: psycopg.Connection[Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not connection.execute("select 1 from pg_locks where locktype = 'advisory' and not granted").fetchone():
+        assert time.monotonic() < deadline, "the second taker never came to the row"
+
+
+@pytest.mark.parametrize("released", [True, False], ids=["due", "stale"])
+async def test_of_two_takers_at_once_one_gets_the_saga(database: str, released: bool) -> None:
+    """The second one's snapshot still shows the old owner; it took the saga from the living first one."""
+    migrate(database, "idemconsumer")
+    take = load("idemconsumer")["take_sagas"]
+    held_up = take.replace(b"where s.handler", b"where pg_advisory_xact_lock(7) is not null and s.handler")
+    assert held_up != take
+    with (
+        psycopg.connect(database, autocommit=True) as first,
+        psycopg.connect(database, autocommit=True) as second,
+    ):
+        dead, one, other = _worker(first, "-1 s"), _worker(first, "30 s"), _worker(first, "30 s")
+        first.execute(_SAGA, (1, None if released else dead))
+        first.execute("select pg_advisory_lock(7)")
+
+        def take_late() -> list[Any]:
+            return second.execute(held_up, _TAKE | {"worker": other}).fetchall()
+
+        late = asyncio.create_task(asyncio.to_thread(take_late))
+        try:
+            await asyncio.to_thread(_wait_for_waiting, first)
+            taken = first.execute(take, _TAKE | {"worker": one}).fetchall()
+        finally:
+            first.execute("select pg_advisory_unlock(7)")
+            taken_late = await late
+        assert (len(taken), taken_late) == (1, [])
+
+
+def test_an_undo_that_only_began_does_not_start_the_attempts_anew(database: str) -> None:
+    """The row of its step is finished, as a step, so an undo that always failed was never given up."""
+    migrate(database, "idemconsumer")
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(_SAGA, (2, None))
+        connection.execute("set session_replication_role = replica")  # the guard wants a sealed transaction
+        connection.execute(
+            "insert into idemconsumer.step (key, name, kind, state, has_undo, token, started_at, finished_at)"
+            " values ('k', 'charged', 2, 4, true, 5, clock_timestamp(), clock_timestamp())"
+        )
+        taken = connection.execute(load("idemconsumer")["take_sagas"], _TAKE | {"worker": 1}).fetchall()
+    assert [row[4] for row in taken] == [4]

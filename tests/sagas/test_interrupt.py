@@ -1,0 +1,363 @@
+"""What goes wrong in a step, other than a Reject, ends the run, whatever the handler makes of the exception (L4)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
+from idemconsumer._model import State, StoredResult
+from idemconsumer.ports import Holding
+from tests.sagas.conftest import Bench, Remote, Station, put, saga, take_back, until
+
+
+class Boom(Exception):
+    """What a step of these tests fails with."""
+
+
+async def explode(tx: Tx) -> None:
+    await put(tx, "exploded")
+    raise Boom
+
+
+async def hang(tx: Tx) -> None:
+    await put(tx, "hung")
+    await asyncio.Event().wait()
+
+
+async def except_base_exception(saga: Saga) -> None:
+    try:
+        await saga.tx("s", explode)
+    except BaseException as error:
+        del error
+
+
+async def return_in_finally(saga: Saga) -> str:
+    try:
+        await saga.tx("s", explode)
+    finally:
+        return "fine"  # noqa: B012 - the mistake under test
+
+
+async def gather_return_exceptions(saga: Saga) -> None:
+    await asyncio.gather(saga.tx("s", explode), return_exceptions=True)
+
+
+async def asyncio_wait(saga: Saga) -> None:
+    await asyncio.wait([asyncio.create_task(saga.tx("s", explode))])
+
+
+async def timeout_around_a_step(saga: Saga) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await saga.tx("s", hang)
+
+
+async def wait_for_around_a_step(saga: Saga) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(saga.tx("s", hang), 0.05)
+
+
+async def task_group(saga: Saga) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(saga.tx("s", explode))
+    except BaseException:
+        pass
+
+
+async def a_forgotten_task(saga: Saga) -> None:
+    begun = asyncio.Event()
+
+    async def hung(tx: Tx) -> None:
+        begun.set()
+        await hang(tx)
+
+    a_forgotten_task.task = asyncio.create_task(saga.tx("s", hung))  # type: ignore[attr-defined]
+    await begun.wait()
+
+
+async def a_task_forgotten_before_it_began(saga: Saga) -> None:
+    a_forgotten_task.task = asyncio.create_task(saga.tx("s", put, "late"))  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+async def a_step_that_nobody_awaits(saga: Saga) -> None:
+    _ = saga.tx("s", put, "never")
+
+
+async def a_cancelled_step(saga: Saga) -> None:
+    begun = asyncio.Event()
+
+    async def hung(tx: Tx) -> None:
+        begun.set()
+        await hang(tx)
+
+    task = asyncio.create_task(saga.tx("s", hung))
+    await begun.wait()
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def a_step_cancelled_before_it_began(saga: Saga) -> None:
+    task = asyncio.create_task(saga.tx("s", put, "cancelled"))
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def a_swallowed_exception_turned_into_a_reject(saga: Saga) -> None:
+    try:
+        await saga.tx("s", explode)
+    except BaseException:
+        raise Reject("gave_up") from None
+
+
+async def steps_after_a_swallowed_exception(saga: Saga) -> None:
+    for name in ("s", "next"):
+        with suppress(BaseException):
+            await saga.tx(name, explode if name == "s" else hang)
+
+
+Swallower = Callable[[Saga], Awaitable[object]]
+SWALLOWERS: list[Swallower] = [
+    except_base_exception,
+    return_in_finally,
+    gather_return_exceptions,
+    asyncio_wait,
+    timeout_around_a_step,
+    wait_for_around_a_step,
+    task_group,
+    a_forgotten_task,
+    a_task_forgotten_before_it_began,
+    a_step_that_nobody_awaits,
+    a_cancelled_step,
+    a_step_cancelled_before_it_began,
+    a_swallowed_exception_turned_into_a_reject,
+    steps_after_a_swallowed_exception,
+]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("swallow", SWALLOWERS, ids=lambda fn: fn.__name__)
+async def test_user_code_cannot_turn_an_interruption_into_completion(
+    bench: Bench, one: Station, two: Station, swallow: Swallower
+) -> None:
+    healed = False
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        if healed:
+            await saga.tx("s", put, "s")
+        else:
+            await swallow(saga)
+        return "complete"
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.RETRYING
+    assert (bench.state, bench.effects, bench.steps) == (State.PROCESSING, [], [])
+    healed = True
+    assert (await two.resume(saga(book))).kind is OutcomeKind.APPLIED
+    assert bench.effects == ["s"]
+
+
+async def test_every_later_operation_raises_again(bench: Bench, one: Station, remote: Remote) -> None:
+    raised: list[str] = []
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        for name, step in (("a", saga.tx("a", explode)), ("b", saga.tx("b", put, "b"))):
+            try:
+                await step
+            except BaseException as error:
+                raised.append(f"{name}:{type(error).__name__}")
+        try:
+            await saga.call("c", remote.charge, "c")
+        except BaseException as error:
+            raised.append(f"c:{type(error).__name__}")
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.RETRYING
+    assert raised == ["a:SagaInterrupted", "b:SagaInterrupted", "c:SagaInterrupted"]
+    assert (bench.effects, remote.calls) == ([], [])
+
+
+async def test_a_task_that_outlives_its_handler_gets_no_step_any_more(bench: Bench, one: Station) -> None:
+    """Also while the completion is on its way, when the fence would still let it through."""
+    over = asyncio.Event()
+    tasks: list[asyncio.Task[None]] = []
+    complete = one.leases.complete
+
+    async def slowly(holding: Holding, state: State, result: StoredResult | None) -> None:
+        over.set()
+        await asyncio.wait(tasks)
+        await complete(holding, state, result)
+
+    one.leases.complete = slowly  # type: ignore[method-assign]
+
+    async def later(saga: Saga) -> None:
+        await over.wait()
+        await saga.tx("late", put, "late")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a")
+        tasks.append(asyncio.create_task(later(saga)))
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.APPLIED
+    (ended,) = await asyncio.gather(*tasks, return_exceptions=True)
+    assert type(ended).__name__ == "SagaInterrupted"
+    assert bench.effects == ["a"]
+
+
+async def test_a_step_that_takes_longer_than_the_timeout_is_rolled_back_and_tried_again(
+    bench: Bench, one: Station
+) -> None:
+    slow = [True]
+
+    async def sometimes(tx: Tx) -> None:
+        await put(tx, "s")
+        if slow.pop() if slow else False:
+            await asyncio.Event().wait()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        with suppress(TimeoutError):
+            await saga.tx("s", sometimes)
+
+    assert (await one.deliver(saga(book, timeout="50ms"))).kind is OutcomeKind.RETRYING
+    assert (await one.resume(saga(book, timeout="10s"))).kind is OutcomeKind.APPLIED
+    assert bench.effects == ["s"]
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+async def test_a_drain_releases_the_saga_at_once_and_at_no_cost(
+    bench: Bench, one: Station, two: Station, swallows: bool
+) -> None:
+    begun, drained = asyncio.Event(), False
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        await saga.tx("a", put, "a")
+        if not drained:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            except BaseException:
+                if not swallows:
+                    raise
+            return "too early"
+        return "done"
+
+    run = asyncio.create_task(one.deliver(saga(book)))
+    await begun.wait()
+    one.engine.drain()
+    outcome = await run
+    drained = True
+    assert (outcome.kind, bench.state) == (OutcomeKind.CANCELLED, State.PROCESSING)
+    assert bench.run("select worker, due <= clock_timestamp() from idemconsumer.saga") == [(None, True)]
+    outcome = await two.resume(saga(book))
+    assert (outcome.kind, outcome.result, bench.effects) == (OutcomeKind.APPLIED, b'"done"', ["a"])
+
+
+async def test_a_lost_lease_cancels_what_runs_and_writes_nothing(bench: Bench, one: Station, two: Station) -> None:
+    begun, hung = asyncio.Event(), [True]
+
+    async def once(tx: Tx) -> None:
+        await put(tx, "b")
+        if hung.pop() if hung else False:
+            begun.set()
+            await asyncio.Event().wait()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a")
+        with suppress(BaseException):
+            await saga.tx("b", once)
+
+    run = asyncio.create_task(one.deliver(saga(book)))
+    await begun.wait()
+    one.engine.lose()
+    assert (await run).kind is OutcomeKind.FENCED
+    assert (bench.effects, bench.steps) == (["a"], ["a"])
+    bench.expire(one)
+    assert (await two.resume(saga(book))).kind is OutcomeKind.APPLIED
+    assert bench.effects == ["a", "b"]
+
+
+async def test_a_reject_in_a_task_group_beside_a_running_step_is_a_rejection(bench: Bench, one: Station) -> None:
+    begun = asyncio.Event()
+
+    async def hung(tx: Tx) -> None:
+        begun.set()
+        await hang(tx)
+
+    async def refuse(step: Step) -> None:
+        await begun.wait()
+        raise Reject("no")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=take_back)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(saga.tx("hung", hung))
+            group.create_task(saga.call("refused", refuse))
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.FAILED
+    assert bench.effects == ["a", "undo:a:out:a"]
+
+
+async def test_a_cancelled_step_beside_a_reject_that_the_handler_swallows_is_no_completion(
+    bench: Bench, one: Station
+) -> None:
+    begun = asyncio.Event()
+
+    async def hung(tx: Tx) -> None:
+        begun.set()
+        await hang(tx)
+
+    async def refuse(step: Step) -> None:
+        await begun.wait()
+        raise Reject("no")
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        with suppress(BaseException):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(saga.tx("hung", hung))
+                group.create_task(saga.call("refused", refuse))
+        return "complete"
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.RETRYING
+    assert (bench.state, bench.effects) == (State.PROCESSING, [])
+
+
+async def test_steps_go_on_after_a_rejection_that_left_a_task_group(bench: Bench, one: Station, remote: Remote) -> None:
+    """Before Python 3.13 such a group leaves its task's `cancelling()` raised, which must not count as a drain."""
+
+    async def refuse(step: Step) -> None:
+        raise Reject("no")
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(saga.call("refused", refuse))
+        except* Reject:
+            pass
+        await saga.tx("instead", put, "instead")
+        return await saga.call("c", remote.charge, "c")
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.APPLIED
+    assert (bench.effects, remote.effects) == (["instead"], ["c"])
+
+
+async def test_an_interrupted_call_keeps_its_key(bench: Bench, one: Station, two: Station, remote: Remote) -> None:
+    fails = [Boom()]
+
+    async def charge(step: Step) -> str:
+        charged = await remote.charge(step, "c")
+        if fails:
+            raise fails.pop()
+        return charged
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        with suppress(BaseException):
+            await saga.call("c", charge)
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.RETRYING
+    assert (await two.resume(saga(book))).kind is OutcomeKind.APPLIED
+    assert (len(remote.calls), remote.effects) == (2, ["c"])
+    await until(lambda: not bench.held, "the saga has ended")

@@ -1,0 +1,349 @@
+"""Undo: only after a known failure, UNDOING first, from the last finished step to the first, each once (L7)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
+from idemconsumer._model import SagaPoint, State, StoredResult
+from idemconsumer._work import Work
+from idemconsumer.ports import Holding
+from tests.sagas.conftest import Bench, Notes, Remote, SagaFn, Station, order, put, saga, take_back, until
+
+NO = b'{"code":"no","body":null}'
+
+
+def refused(remote: Remote) -> SagaFn:
+    """A tx and a call that can be undone, one that cannot, and a refusal."""
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("first", put, "first", undo=take_back)
+        await saga.call("second", remote.charge, "second", undo=remote.refund)
+        await saga.tx("third", put, "third")
+        await saga.tx("fourth", put, "fourth", undo=take_back)
+        raise Reject("no")
+
+    return book
+
+
+async def test_finished_steps_are_undone_in_reverse_and_the_rejection_is_stored(
+    bench: Bench, one: Station, remote: Remote
+) -> None:
+    outcome = await one.deliver(saga(refused(remote)))
+    assert (outcome.kind, outcome.result, bench.state) == (OutcomeKind.FAILED, NO, State.FAILED)
+    assert bench.effects == ["first", "third", "fourth", "undo:fourth:out:fourth", "undo:first:out:first"]
+    assert remote.effects == ["second", "refund:second:charged:second"]
+    again = await one.deliver(saga(refused(remote)))
+    assert (again.kind, again.result) == (OutcomeKind.DUPLICATE, NO)
+
+
+async def test_the_undo_of_a_call_has_a_key_of_its_own(bench: Bench, one: Station, remote: Remote) -> None:
+    await one.deliver(saga(refused(remote)))
+    (charged,), (refunded,) = remote.keys("second"), remote.keys("refund:second:charged:second")
+    assert charged != refunded
+
+
+async def erase(tx: Tx, output: None) -> None:
+    await put(tx, "undone")
+
+
+async def test_a_rejection_without_finished_steps_fails_at_once(bench: Bench, one: Station) -> None:
+    async def refuse(tx: Tx) -> None:
+        await put(tx, "refused")
+        raise Reject("no")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("s", refuse, undo=erase)
+
+    outcome = await one.deliver(saga(book))
+    assert (outcome.kind, outcome.result, bench.effects) == (OutcomeKind.FAILED, NO, [])
+
+
+async def test_an_exception_of_fail_on_in_a_step_is_a_rejection(bench: Bench, one: Station) -> None:
+    async def hopeless(tx: Tx) -> None:
+        await put(tx, "hopeless")
+        raise LookupError
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=take_back)
+        await saga.tx("b", hopeless)
+
+    outcome = await one.deliver(saga(book, fail_on=(LookupError,)))
+    assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, b'{"code":"LookupError","body":null}')
+    assert bench.effects == ["a", "undo:a:out:a"]
+
+
+async def test_attempts_that_run_out_undo_what_was_done(bench: Bench, one: Station) -> None:
+    async def broken(tx: Tx) -> None:
+        raise ValueError("no")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=take_back)
+        await saga.tx("b", broken)
+
+    handler = saga(book, max_attempts=2)
+    kinds = [(await one.deliver(handler)).kind]
+    while kinds[-1] is OutcomeKind.RETRYING:
+        kinds.append((await one.resume(handler)).kind)
+    assert kinds[-1] is OutcomeKind.FAILED
+    assert bench.effects == ["a", "undo:a:out:a"]
+
+
+async def test_a_call_that_never_says_how_it_ended_is_never_undone(bench: Bench, one: Station) -> None:
+    async def lost(step: Step) -> str:
+        raise TimeoutError("no answer")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=take_back)
+        await saga.call("b", lost)
+
+    handler = saga(book, max_attempts=2)
+    outcome = await one.deliver(handler)
+    while outcome.kind is OutcomeKind.RETRYING:
+        outcome = await one.resume(handler)
+    assert (outcome.kind, outcome.reason, bench.effects) == (OutcomeKind.DEAD, "unknown_effect", ["a"])
+
+
+async def test_undoing_is_committed_first_and_a_later_change_of_mind_does_not_count(
+    bench: Bench, one: Station, two: Station, notes: Notes
+) -> None:
+    """Without it a resumed saga would go on over steps that are undone."""
+    refuses, begun, once = [True], asyncio.Event(), [True]
+
+    async def undo(tx: Tx, output: str, name: str) -> None:
+        await take_back(tx, output, name)
+        if once.pop() if once else False:
+            begun.set()
+            await asyncio.Event().wait()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=undo)
+        await saga.tx("b", put, "b", undo=undo)
+        if refuses:
+            raise Reject("no")
+        await saga.tx("c", put, "c")
+
+    run = asyncio.create_task(one.deliver(saga(book)))
+    await begun.wait()
+    refuses.clear()
+    one.engine.drain()
+    assert (await run).kind is OutcomeKind.CANCELLED
+    assert bench.state is State.UNDOING
+    outcome = await two.resume(saga(book))
+    assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, NO)
+    assert bench.effects == ["a", "b", "undo:b:out:b", "undo:a:out:a"]
+
+
+async def test_an_undo_that_fails_is_tried_again_and_finished_ones_are_not(
+    bench: Bench, one: Station, two: Station, remote: Remote
+) -> None:
+    fails = [ValueError("once")]
+
+    async def flaky(tx: Tx, output: str, name: str) -> None:
+        await take_back(tx, output, name)
+        if fails:
+            raise fails.pop()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=flaky)
+        await saga.call("b", remote.charge, "b", undo=remote.refund)
+        raise Reject("no")
+
+    outcome = await one.deliver(saga(book))
+    assert (outcome.kind, outcome.state, bench.state) == (OutcomeKind.RETRYING, State.UNDOING, State.UNDOING)
+    assert (await two.resume(saga(book))).kind is OutcomeKind.FAILED
+    assert bench.effects == ["a", "undo:a:out:a"]
+    assert [name for name, _ in remote.calls] == ["b", "refund:b:charged:b"]
+
+
+@pytest.mark.parametrize("kind", ["tx", "call"])
+async def test_an_undo_that_keeps_failing_is_put_aside(bench: Bench, one: Station, remote: Remote, kind: str) -> None:
+    async def undo_tx(tx: Tx, output: str, name: str) -> None:
+        raise ValueError("no")
+
+    async def undo_call(step: Step, output: str, name: str) -> None:
+        raise ValueError("no")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        if kind == "tx":
+            await saga.tx("a", put, "a", undo=undo_tx)
+        else:
+            await saga.call("a", remote.charge, "a", undo=undo_call)
+        raise Reject("no")
+
+    handler = saga(book, max_attempts=3)
+    outcomes = [await one.deliver(handler)]
+    while outcomes[-1].kind is OutcomeKind.RETRYING and len(outcomes) < 10:
+        outcomes.append(await one.resume(handler))
+    assert len(outcomes) in (3, 4)  # the step that finished under the same token may make the first takeover free
+    assert (outcomes[-1].reason, bench.letters, bench.state) == ("undo_failed", ["undo_failed"], State.DEAD)
+
+
+async def test_an_undo_that_kills_its_workers_is_put_aside(
+    bench: Bench, one: Station, two: Station, remote: Remote
+) -> None:
+    holding = await _undoing(one, remote)
+    handler = saga(refused(remote), max_attempts=2)
+    for _ in range(3):  # the first takeover is free, since steps had finished before it
+        assert await one.leases.intend(holding, "second", has_undo=True, undo=True)
+        bench.expire(one)
+        one.register(bench)
+        taken = await one.take(handler)
+        assert taken is not None
+        holding = taken
+    outcome = await one.run(Work.of(handler, order(), holding=holding))
+    assert (outcome.kind, outcome.reason) == (OutcomeKind.DEAD, "killed_worker")
+
+
+async def _undoing(station: Station, remote: Remote) -> Holding:
+    """A saga whose UNDOING is committed and whose worker did nothing after it."""
+    kept: list[Holding] = []
+    undo = station.leases.undo
+
+    async def committed(holding: Holding, rejection: StoredResult) -> Holding | None:
+        undoing = await undo(holding, rejection)
+        assert undoing is not None
+        kept.append(undoing)
+        raise asyncio.CancelledError
+
+    station.leases.undo = committed  # type: ignore[method-assign]
+    station.engine._release = _stay  # type: ignore[method-assign]
+    with pytest.raises(asyncio.CancelledError):
+        await station.deliver(saga(refused(remote)))
+    station.leases.undo = undo  # type: ignore[method-assign]
+    del station.engine._release
+    return kept[0]
+
+
+async def _stay(work: Work) -> None:
+    return
+
+
+async def test_a_crash_between_a_refund_and_its_checkpoint_repeats_one_key(
+    bench: Bench, one: Station, two: Station, notes: Notes
+) -> None:
+    remote = Remote()
+
+    class Crash(BaseException):
+        pass
+
+    def crash() -> None:
+        raise Crash
+
+    async def refund(step: Step, output: str, name: str) -> None:
+        await remote.refund(step, output, name)
+        notes.on(SagaPoint.CALLED, crash)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.call("b", remote.charge, "b", undo=refund)
+        raise Reject("no")
+
+    with pytest.raises(Crash):
+        await one.deliver(saga(book))
+    bench.expire(one)
+    assert (await two.resume(saga(book))).kind is OutcomeKind.FAILED
+    assert (len(remote.calls), remote.effects) == (3, ["b", "refund:b:charged:b"])
+
+
+# --------------------------------------------------------------------------------------- against what is still running
+async def test_undoing_waits_for_a_siblings_intent_that_is_being_committed_and_then_sees_it(
+    bench: Bench, one: Station
+) -> None:
+    """With the check in the locking statement its snapshot would be that of before the wait."""
+    holding = await _begin(one)
+    async with one.leases._fenced(holding) as claims:
+        params = {"key": holding.key, "name": "s", "kind": 2, "state": 1, "has_undo": False, "token": holding.token}
+        await claims.send("begin_step", params)
+        undo = asyncio.create_task(one.leases.undo(holding, StoredResult(b"{}")))
+        await until(lambda: bench.waiting() == 1, "UNDOING waits for the intent")
+        await claims.complete([], [])
+    assert await undo is None
+    assert bench.state is State.PROCESSING
+
+
+async def _begin(station: Station) -> Holding:
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        return
+
+    call = Work.of(saga(book), order()).call
+    assert call is not None
+    holding = await station.leases.begin(call.claim, order(), "book", None)
+    assert isinstance(holding, Holding)
+    return holding
+
+
+async def test_a_reject_lets_the_calls_beside_it_come_to_their_end_and_undoes_them(
+    bench: Bench, one: Station, remote: Remote
+) -> None:
+    begun, rejected = asyncio.Event(), asyncio.Event()
+
+    async def slow(step: Step, name: str) -> str:
+        begun.set()
+        await rejected.wait()
+        return await remote.charge(step, name)
+
+    async def refuse(tx: Tx) -> None:
+        await begun.wait()
+        raise Reject("no")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        try:
+            await asyncio.gather(saga.call("slow", slow, "slow", undo=remote.refund), saga.tx("refused", refuse))
+        finally:
+            asyncio.get_running_loop().call_later(0.05, rejected.set)
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.FAILED
+    assert remote.effects == ["slow", "refund:slow:charged:slow"]
+
+
+async def test_a_rejection_beside_a_call_of_unknown_outcome_is_put_aside_and_nothing_is_undone(
+    bench: Bench, one: Station
+) -> None:
+    async def lost(step: Step) -> None:
+        raise TimeoutError
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=take_back)
+        if saga.recovery_point == "b":
+            raise Reject("no")
+        await asyncio.gather(saga.call("lost", lost), saga.tx("b", put, "b"), return_exceptions=True)
+
+    handler = saga(book, max_attempts=2)
+    outcome = await one.deliver(handler)
+    assert outcome.kind is OutcomeKind.RETRYING
+    outcome = await one.resume(handler)
+    assert (outcome.kind, outcome.reason) == (OutcomeKind.DEAD, "unknown_effect")
+    assert sorted(bench.effects) == ["a", "b"]
+
+
+# ----------------------------------------------------------------------------------------------------------- reconcile
+@pytest.mark.parametrize("answer", ["done", "not done", "unknown"])
+async def test_reconcile_is_asked_about_an_intent_without_outcome(
+    bench: Bench, one: Station, two: Station, remote: Remote, answer: str
+) -> None:
+    fails = [TimeoutError()]
+
+    async def charge(step: Step, name: str) -> str:
+        if fails:
+            raise fails.pop()
+        return await remote.charge(step, name)
+
+    async def ask(step: Step, name: str) -> Done[str] | NotDone | Unknown:
+        answers: dict[str, Done[str] | NotDone | Unknown] = {"done": Done("found"), "not done": NotDone()}
+        return answers.get(answer, Unknown())
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        return await saga.call("c", charge, "c", reconcile=ask)
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.RETRYING
+    outcome = await two.resume(saga(book))
+    expected = {
+        "done": (OutcomeKind.APPLIED, b'"found"', None),
+        "not done": (OutcomeKind.APPLIED, b'"charged:c"', None),
+        "unknown": (OutcomeKind.DEAD, None, "unknown_effect"),
+    }
+    assert (outcome.kind, outcome.result, outcome.reason) == expected[answer]
+    assert len(remote.calls) == (1 if answer == "not done" else 0)
