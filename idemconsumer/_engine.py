@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import Any
@@ -23,6 +23,7 @@ from idemconsumer import codecs
 from idemconsumer._machine import Failure, GroupSize, Verdict, after_failure, group_cap, judge
 from idemconsumer._model import Found, Outcome, OutcomeKind, Point, Record, State, StoredResult
 from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
+from idemconsumer._shield import to_end
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
     BadMessage,
@@ -286,7 +287,7 @@ class Engine:
         # A run that an outage or a rebalance cut off was counted, and killed nobody: it counts once.
         counted = self._open_counts.pop(work.key, None)
         if not work.counted:
-            await _to_end(self._count(work, counted))
+            await to_end(self._count(work, counted))
             self._at(Point.SUSPECT_COUNTED, work.handler.name, (work.key,))
         if work.attempts > work.handler.options.max_attempts:
             error = f"{work.attempts - 1} attempts began and none of them came to an end"
@@ -318,7 +319,7 @@ class Engine:
     async def _uncount(self, work: Work) -> None:
         if work.counted:
             work.counted = False
-            await _to_end(self._store.uncount_attempt(_claim(work)))
+            await to_end(self._store.uncount_attempt(_claim(work)))
             work.attempts -= 1
 
     async def _count(self, work: Work, counted: int | None) -> None:
@@ -466,22 +467,6 @@ def _final(kind: OutcomeKind, work: Work, state: State, result: StoredResult | N
     if result is None:
         return Outcome(kind, state=state, attempt=work.attempt)
     return Outcome(kind, result=result.body, content_type=result.content_type, state=state, attempt=work.attempt)
-
-
-async def _to_end(act: Coroutine[Any, Any, None]) -> None:
-    """Do it whole, then let a cancellation pass; in a task of its own, since the store gives no connection to one that
-    is being cancelled."""
-    task = asyncio.create_task(act)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        task.exception()
-        raise cancelled
-    task.result()
 
 
 def _uncancel(task: asyncio.Task[Any], asked_before: int) -> None:

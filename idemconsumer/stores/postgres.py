@@ -21,6 +21,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from idemconsumer import _headers
 from idemconsumer._model import Found, Mark, Message, Record, State, StoredResult
+from idemconsumer._shield import to_end
 from idemconsumer._sql import load
 from idemconsumer.errors import (
     CommitUnknown,
@@ -309,19 +310,9 @@ class PostgresClaims:
         last: tuple[str, dict[str, Any]] | None = None,
     ) -> None:
         """See `ports.Claims`. `last` is one more statement, sent with the others."""
-        # J4: shield alone would leave the connection busy and commit later, so the caller waits for the end.
+        # J4: a connection that is given back busy would commit later.
         self.end()
-        task = asyncio.create_task(self._complete(results, forget, last))
-        cancelled: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                await asyncio.wait({task})
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            task.exception()
-            raise cancelled
-        task.result()
+        await to_end(self._complete(results, forget, last))
 
     async def _complete(
         self,
