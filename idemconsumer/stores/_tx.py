@@ -12,6 +12,7 @@ from psycopg.rows import class_row, dict_row, scalar_row, tuple_row
 
 from idemconsumer.errors import HandlerFault
 from idemconsumer.ports import Params
+from idemconsumer.stores._connection import Connection
 
 _LEADING: Final = re.compile(r"(?:\s+|--[^\n]*(?:\n|$)|/\*.*?\*/|;)*", re.DOTALL)
 _CONTROL: Final = re.compile(
@@ -63,19 +64,42 @@ class PostgresRows:
         return await self._cursor.fetchall() if self._cursor.description else []
 
 
+class NoRows:
+    """What a statement leaves that returns none."""
+
+    __slots__ = ("rowcount",)
+
+    def __init__(self, rowcount: int) -> None:
+        self.rowcount = rowcount
+
+    async def first(self) -> None:
+        return None
+
+    async def one(self) -> Any:
+        raise LookupError("one row expected, 0 found")
+
+    async def all(self) -> list[Any]:
+        return []
+
+
 class PostgresTx:
     """The claim's transaction for one handler; refuses to be used once that handler has returned."""
 
     __slots__ = ("_connection",)
 
-    def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        self._connection: psycopg.AsyncConnection[Any] | None = connection
+    def __init__(self, connection: Connection) -> None:
+        self._connection: Connection | None = connection
 
     def end(self) -> None:
         self._connection = None
 
     @property
-    def connection(self) -> psycopg.AsyncConnection[Any]:
+    def connection(self) -> Connection:
+        connection = self._open()
+        connection.spare = None  # types may be registered on it now, which an old cursor does not know
+        return connection
+
+    def _open(self) -> Connection:
         if self._connection is None:
             raise HandlerFault(
                 "tx was used after its handler returned, when its transaction may be over; "
@@ -83,12 +107,20 @@ class PostgresTx:
             )
         return self._connection
 
-    async def execute(self, query: Any, params: Params | None = None, *, into: Any = None) -> PostgresRows:
-        connection = self.connection
+    async def execute(self, query: Any, params: Params | None = None, *, into: Any = None) -> PostgresRows | NoRows:
+        connection = self._open()
         if isinstance(query, str) and controls_transaction(query):
             raise HandlerFault(
                 f"a handler must not run {query.split()[0].upper()}: the engine commits its writes together with the "
                 "message's record; raise Reject or Retry to undo them, or use a SAVEPOINT for a part of them"
             )
-        cursor = connection.cursor(row_factory=_factory(into))
-        return PostgresRows(await cursor.execute(query, params))
+        if into is not None:
+            cursor = connection.cursor(row_factory=_factory(into))
+            return PostgresRows(await cursor.execute(query, params))
+        # A cursor that runs its last statement again has the parameters' types looked up already.
+        cursor, connection.spare = connection.spare or connection.cursor(), None
+        await cursor.execute(query, params)
+        if cursor.description is not None:
+            return PostgresRows(cursor)
+        connection.spare = cursor
+        return NoRows(cursor.rowcount)

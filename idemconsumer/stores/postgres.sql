@@ -5,20 +5,18 @@
 -- The level is asked for whatever the database prefers (R1); connections are read-only outside of this.
 begin isolation level read committed read write
 
+-- name: gate
+-- Groups that take the same rows go one at a time (G3). In a space of its own: keys are locked by one bigint. It comes
+-- before lock_timeout is shortened, since waiting here is what is wanted.
+select pg_advisory_xact_lock(1768186979, %(gate)s)
+
 -- name: open
 -- The transaction's mark, read again by the seal. Local to the transaction: a ROLLBACK erases it.
 select set_config('idemconsumer.open', %(token)s, true), set_config('lock_timeout', %(lock_timeout)s, true)
 
 -- name: claim
--- One atomic insert for a whole group (R3), in its final state (J2). The advisory lock comes first, in the same
--- statement: without it the insert would block behind an uncommitted rival and pin this connection (J1).
-insert into {schema}.record (key, scope_id, state, fingerprint, changed_at)
-select c.key, c.scope_id, %(state)s, c.fingerprint, clock_timestamp()
-from unnest(%(keys)s::bytea[], %(scopes)s::int[], %(fingerprints)s::bytea[], %(locks)s::bigint[])
-     as c (key, scope_id, fingerprint, lock)
-where pg_try_advisory_xact_lock(c.lock)
-on conflict do nothing
-returning key
+-- See the function (migrations/0004). What it returns was not claimed.
+select * from {schema}.claim(E'{{%s}}', '{{%s}}', E'{{%s}}', %d::smallint)
 
 -- name: read
 -- What the claim did not insert, in a statement and so a snapshot of its own (R3). LATERAL … OFFSET 0 keeps this an

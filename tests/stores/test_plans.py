@@ -21,13 +21,6 @@ def params(name: str) -> Mapping[str, Any]:
     keys = [secrets.token_bytes(32) for _ in range(GROUP)]
     many = {"keys": keys}
     each: dict[str, Mapping[str, Any]] = {
-        "claim": {
-            **many,
-            "scopes": [1] * GROUP,
-            "fingerprints": [secrets.token_bytes(32)] * GROUP,
-            "locks": list(range(GROUP)),
-            "state": 3,
-        },
         "read": many,
         "store_results": {**many, "bodies": [b"{}"] * GROUP, "types": ["application/json"] * GROUP},
         "forget_attempts": many,
@@ -40,7 +33,6 @@ def params(name: str) -> Mapping[str, Any]:
 
 
 HOT = [
-    "claim",
     "read",
     "store_results",
     "forget_attempts",
@@ -98,6 +90,43 @@ def test_statements_prepared_on_empty_tables_do_not_scan_full_ones(shared_ledger
             plan = "\n".join(line for (line,) in connection.execute(explain, prepare=False).fetchall())
             assert "Seq Scan" not in plan, f"{name}:\n{plan}"
         connection.rollback()  # at the end alone, since psycopg then drops what it has prepared
+
+
+@pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])
+def test_the_claim_keeps_no_plan_that_scans_a_full_table(shared_ledger: Ledger, mode: str) -> None:
+    claim = (
+        "select * from idemconsumer.claim(%s, array_fill(1, array[cardinality(%s::bytea[])]), "
+        "array_fill(null::bytea, array[cardinality(%s::bytea[])]), 3::smallint)"
+    )
+    with psycopg.connect(shared_ledger.dsn) as connection:
+        for table in ("record", "result"):
+            connection.execute(
+                sql.SQL("alter table idemconsumer.{} set (autovacuum_enabled = off)").format(sql.Identifier(table))
+            )
+        connection.execute(sql.SQL("set plan_cache_mode = {}").format(sql.Literal(mode)))
+        connection.commit()
+        for _ in range(8):  # PL/pgSQL keeps plans as prepared statements do
+            new = [secrets.token_bytes(32) for _ in range(GROUP)]
+            connection.execute(claim, [new] * 3)
+            connection.execute(claim, [new] * 3)  # all of them there: the reading is planned as well
+            connection.rollback()
+
+        with psycopg.connect(shared_ledger.dsn) as other:
+            for statement in FILL.split(";\n")[:4]:
+                other.execute(statement.encode())
+            other.execute(FILL.split(";\n")[-2].encode())
+
+        keys = [secrets.token_bytes(32) for _ in range(GROUP)]
+        there = connection.execute("select key from idemconsumer.record limit 16").fetchall()
+        connection.rollback()
+        scans = "select seq_scan from pg_stat_xact_user_tables where schemaname = 'idemconsumer' and relname = %s"
+        before = {table: connection.execute(scans, [table]).fetchone() for table in ("record", "result")}
+        found = connection.execute(claim, [keys + [key for (key,) in there]] * 3).fetchall()
+        assert {row[0] for row in found} == {key for (key,) in there}
+        assert all(row[1] == 3 and row[3] is not None for row in found)
+        after = {table: connection.execute(scans, [table]).fetchone() for table in ("record", "result")}
+        assert after == before
+        connection.rollback()
 
 
 def ordered(query: bytes, values: Mapping[str, Any]) -> list[Any]:

@@ -1,0 +1,146 @@
+"""The store's connection leaves its socket in the event loop: nothing may be lost, late, or left there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from idemconsumer.stores._connection import Connection
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def loops(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
+    if request.param == "asyncio":
+        return asyncio.new_event_loop
+    uvloop: Any = pytest.importorskip("uvloop")
+    make: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return make
+
+
+def run(loops: Callable[[], asyncio.AbstractEventLoop], main: Any) -> Any:
+    with asyncio.Runner(loop_factory=loops) as runner:
+        return runner.run(main)
+
+
+async def connected(dsn: str) -> Connection:
+    return await Connection.connect(dsn, autocommit=True)
+
+
+async def one(connection: Connection, query: str) -> Any:
+    row = await (await connection.execute(query.encode())).fetchone()
+    assert row is not None
+    return row[0]
+
+
+async def kill(dsn: str, pid: int) -> None:
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as other:
+        await other.execute("select pg_terminate_backend(%s)", [pid])
+
+
+def test_a_cancelled_statement_ends_on_the_server_and_the_connection_goes_on(
+    database: str, loops: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def main() -> None:
+        connection = await connected(database)
+        pid = await one(connection, "select pg_backend_pid()")
+        sleeping = asyncio.create_task(connection.execute("select pg_sleep(60)"))
+        async with await psycopg.AsyncConnection.connect(database, autocommit=True) as other:
+            active = "select count(*) from pg_stat_activity where pid = %s and wait_event = 'PgSleep'"
+            while (await (await other.execute(active, [pid])).fetchone()) != (1,):
+                await asyncio.sleep(0.01)
+        sleeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sleeping
+        async with asyncio.timeout(5):
+            assert await one(connection, "select 1") == 1
+        await connection.close()
+
+    run(loops, main())
+
+
+def test_a_lost_server_ends_the_statement_and_leaves_no_socket_behind(
+    database: str, loops: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def main() -> None:
+        for _ in range(20):  # the next connection gets the number of the last one's socket
+            connection = await connected(database)
+            pid = await one(connection, "select pg_backend_pid()")
+            sleeping = asyncio.create_task(connection.execute("select pg_sleep(60)"))
+            await asyncio.sleep(0)
+            await kill(database, pid)
+            async with asyncio.timeout(5):
+                with pytest.raises(psycopg.OperationalError):
+                    await sleeping
+            assert connection._watched is None
+            again = await connected(database)
+            async with asyncio.timeout(5):
+                assert await one(again, "select 1") == 1
+            await again.close()
+            await connection.close()
+
+    run(loops, main())
+
+
+def test_what_arrives_while_nobody_waits_does_not_keep_the_loop_busy(
+    database: str, loops: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def main() -> None:
+        connection = await connected(database)
+        pid = await one(connection, "select pg_backend_pid()")
+        assert connection._watched is not None
+        await kill(database, pid)
+        async with asyncio.timeout(5):
+            while connection._watched is not None:
+                await asyncio.sleep(0.01)
+        with pytest.raises(psycopg.OperationalError):
+            await connection.execute("select 1")
+        await connection.close()
+
+    run(loops, main())
+
+
+def test_large_answers_copies_and_pipelines_pass_through(
+    database: str, loops: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def main() -> None:
+        connection = await connected(database)
+        assert len(await one(connection, "select repeat('x', 20000000)")) == 20_000_000
+        assert await one(connection, f"select length('{'x' * 20_000_000}')") == 20_000_000  # more than a socket takes
+        await connection.execute("create temp table many (n int)")
+        async with connection.cursor().copy("copy many from stdin") as copy:
+            for n in range(100_000):
+                await copy.write_row((n,))
+        assert await one(connection, "select sum(n)::bigint from many") == sum(range(100_000))
+        async with connection.cursor().copy("copy many to stdout") as copy:
+            assert len([row async for row in copy.rows()]) == 100_000
+        async with connection.pipeline():
+            cursors = [await connection.execute("select %s", [n]) for n in range(50)]
+        assert [(await cursor.fetchall())[0][0] for cursor in cursors] == list(range(50))
+        for _ in range(8):  # prepared from the sixth on
+            assert await one(connection, "select 7") == 7
+        await connection.close()
+        assert connection._watched is None
+
+    run(loops, main())
+
+
+@pytest.fixture
+async def connection(database: str) -> AsyncIterator[Connection]:
+    connection = await connected(database)
+    yield connection
+    await connection.close()
+
+
+async def test_a_bad_statement_raises_where_it_was_awaited(connection: Connection) -> None:
+    with pytest.raises(psycopg.errors.DivisionByZero):
+        await connection.execute("select 1/0")
+    assert await one(connection, "select 1") == 1
+
+
+async def test_two_tasks_may_share_it(connection: Connection) -> None:
+    answers = await asyncio.gather(*(one(connection, f"select {n} from pg_sleep(0.01)") for n in range(10)))
+    assert answers == list(range(10))
