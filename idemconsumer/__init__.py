@@ -14,7 +14,8 @@ from idemconsumer.errors import (
 )
 from idemconsumer.handlers import Backoff, Handler, idempotent_handler
 from idemconsumer.keys import Key
-from idemconsumer.ports import Done, NotDone, Rows, Saga, Step, Tx, Unknown
+from idemconsumer.ports import Rows, Tx
+from idemconsumer.ports_sagas import Done, NotDone, Saga, Step, Unknown
 
 __all__ = [
     "App",

@@ -101,6 +101,9 @@ class Lanes:
             holder, count = self._holders.get(key, (None, 0))
             place = holder or self._lane_of(work.message.source, work.call.order)
             self._holders[key] = (place, count + 1)
+            if work.holding is not None:
+                # Ours already, and out of its order: what waits for its end here, or has its lane, must not delay it.
+                place = min(self._lanes, key=lambda lane: lane.load)
         self.in_flight += 1
         place.add(held)
 
@@ -150,7 +153,12 @@ class Lanes:
         unreadable = head.work.call is None and head.work.holding is None
         if self._sagas is None or not head.work.handler.leased or unreadable:
             return await self.engine.run([held.work for held in helds], defer=defer)
-        return [await self._sagas.run(head.work, lambda: self._settle([head]))]
+        return [await self._sagas.run(head.work, lambda: self._settle([head]), defer=defer)]
+
+    @property
+    def idle(self) -> int:
+        """How many lanes have nothing to do."""
+        return sum(lane.load == 0 for lane in self._lanes)
 
     @property
     def keys(self) -> list[bytes]:
@@ -227,7 +235,13 @@ class Lane:
         self._lanes = lanes
         self._index = index
         self._queue: deque[Held] = deque()
+        self._running = 0
         self.wake = asyncio.Event()
+
+    @property
+    def load(self) -> int:
+        """How many deliveries it has to do with."""
+        return self._running + len(self._queue)
 
     def add(self, held: Held) -> None:
         self._queue.append(held)
@@ -249,11 +263,14 @@ class Lane:
                 await self._pause(min(pause, _LOOK_UP))
             else:
                 group = self._take()
+                self._running = len(group)
                 try:
                     outcomes = await self._lanes.run(group)
                 except asyncio.CancelledError:
                     self._queue.extendleft(reversed(group))  # rolled back, so given back like what never started
                     raise
+                finally:
+                    self._running = 0
                 await self._conclude(group, outcomes)
 
     async def _pause(self, seconds: float) -> None:
@@ -378,7 +395,7 @@ class Room:
                 group = waiting[start : start + size]
                 outcomes = await self._lanes.run(group, defer=True)
                 for held, outcome in zip(group, outcomes, strict=False):
-                    if settle(outcome) is Settlement.FINISH:
+                    if settle(outcome) in (Settlement.FINISH, Settlement.FORGET):
                         self._leave(held)
                     elif settle(outcome) is Settlement.HEAD:
                         held.due = asyncio.get_running_loop().time() + outcome.due

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias, TypedDict
@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from idemconsumer import _machine
 from idemconsumer.errors import ConfigurationError, HandlerError
 from idemconsumer.keys import KeySpec
+from idemconsumer.ports_sagas import Done, NotDone, Unknown
 
 Duration: TypeAlias = str | float | timedelta
 
@@ -96,6 +97,8 @@ class Options(TypedDict, total=False):
       a worker's handlers counts.
     * `version` (sagas): raise it when the steps change so that what has begun must not go on by itself.
     * `on_stale` (sagas): "resume" on any worker (the default), or "review": a person decides.
+    * `reconcile` (sagas): an async function of payload, Tx and the like that is asked before a saga whose worker was
+      lost runs again: `Done(result)` completes it, `NotDone()` runs it, `Unknown()` leaves it to a person.
     * `settle` (sagas): "claimed": the broker is told once the message is stored; "finished": at the end.
     * `fail_on`: exceptions that no further attempt would cure. `retry_on`: the only ones tried again.
     """
@@ -116,6 +119,7 @@ class Options(TypedDict, total=False):
     lease: Duration
     version: str
     on_stale: Literal["resume", "review"]
+    reconcile: Callable[..., Awaitable[Done[Any] | NotDone | Unknown]]
     settle: Literal["claimed", "finished"]
     fail_on: tuple[type[Exception], ...]
     retry_on: tuple[type[Exception], ...]

@@ -11,7 +11,8 @@ import structlog
 
 from idemconsumer._model import Message
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.ports import Saga, Tx
+from idemconsumer.ports import Tx
+from idemconsumer.ports_sagas import Saga
 
 log = structlog.get_logger("idemconsumer")
 

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias, get_origin, get_type_hints
 
 from idemconsumer._model import Message
 from idemconsumer.errors import HandlerError
-from idemconsumer.ports import Saga, Tx
+from idemconsumer.ports import Tx
+from idemconsumer.ports_sagas import Saga
 
 Invoke: TypeAlias = Callable[[object, Tx | Saga | None, Message, Mapping[type, object]], Awaitable[object]]
 

@@ -14,6 +14,7 @@ from idemconsumer.errors import ConfigurationError
 
 _NAME: Final = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 _COMMENT: Final = re.compile(r"^--.*\n?", re.MULTILINE)
+_ARRAYS: Final = re.compile(rb"\bunnest\((.*?)\)(?=\s+as w \()", re.DOTALL)
 
 _MAX_IDENTIFIER_BYTES = 63  # NAMEDATALEN - 1: Postgres cuts longer names silently
 
@@ -22,13 +23,24 @@ Queries = dict[str, bytes]
 
 @lru_cache(maxsize=8)
 def load(schema: str) -> Queries:
-    """All named statements. Raises ConfigurationError for a schema that cannot be written into them."""
+    """All named statements; those over arrays also as `name:one`.
+
+    Raises ConfigurationError for a schema that cannot be written into them.
+    """
     check_schema(schema)
     text = (Path(__file__).parent / "stores" / "postgres.sql").read_text("utf-8")
     parts = _NAME.split(text)[1:]
-    return {
+    queries = {
         name: fill(_COMMENT.sub("", body).strip(), schema) for name, body in zip(parts[::2], parts[1::2], strict=True)
     }
+    return queries | {f"{name}:one": for_one_row(query) for name, query in queries.items() if _ARRAYS.search(query)}
+
+
+def for_one_row(query: bytes) -> bytes:
+    """A statement over arrays, for a single row of plain values: psycopg writes an array in Python, and Postgres plans
+    a statement over short ones anew each time, which together cost as much as a round trip."""
+    one = _ARRAYS.sub(lambda arrays: b"(values (%s))" % arrays[1].replace(b"[]", b""), query)
+    return one.replace(b"= any(array(", b"= ((")
 
 
 def fill(text: str, schema: str) -> bytes:

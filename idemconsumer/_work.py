@@ -13,7 +13,8 @@ from idemconsumer import keys
 from idemconsumer._model import Message
 from idemconsumer.errors import BadMessage, Reject
 from idemconsumer.handlers import BoundHandler, Call
-from idemconsumer.ports import DeadLetter, Holding
+from idemconsumer.ports import DeadLetter
+from idemconsumer.ports_sagas import Holding
 
 _NOT_THEIRS = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parent)})
 
@@ -25,7 +26,8 @@ class Work:
     `attempts` were counted so far; `counted` says that the coming run is among them already; `collisions` cost none.
     `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
     `holding` is the saga that this worker holds for it; `resumed`: it came from the store, not from a broker that waits
-    for its settlement; `doubt`: a write under the holding's token may still be in flight.
+    for its settlement; `doubt`: a write under the holding's token may still be in flight; `known`: the saga's history
+    need not be told of this delivery.
     """
 
     message: Message
@@ -39,6 +41,7 @@ class Work:
     holding: Holding | None = None
     resumed: bool = False
     doubt: bool = False
+    known: bool = False
     abandoned: Callable[[], bool] = bool
 
     @classmethod

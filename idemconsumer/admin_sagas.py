@@ -13,9 +13,10 @@ import msgspec
 import psycopg
 
 from idemconsumer import codecs, keys
-from idemconsumer._leased import ANY_VERSION
+from idemconsumer._attempt import ANY_VERSION
 from idemconsumer._model import State, StepKind, StepState
 from idemconsumer._sql import load
+from idemconsumer._timeline import Event, timeline
 from idemconsumer.admin import connected
 from idemconsumer.errors import ConfigurationError
 
@@ -52,7 +53,8 @@ class SagaLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A recorded step. `token` is of the owner that wrote it last; `seconds` from its first start to its last end.
+    """A recorded step. `token` is of the owner that wrote it last; `attempts` are those of the step and of its undo;
+    `seconds` from its first start to its end, `undo_seconds` the same for its undo.
 
     `intent` and `undo intent` are calls of which nobody knows yet how they ended.
     """
@@ -67,11 +69,12 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     started_at: datetime
     finished_at: datetime | None
     seconds: float | None
+    undo_seconds: float | None
     output: str | None
 
 
 class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """A saga's record, its row while it has not ended, and its steps by their start."""
+    """A saga's record, its row while it has not ended, its steps by their start, and what happened to it in time."""
 
     key: str
     scope: str
@@ -80,6 +83,7 @@ class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
     result: str | None
     running: SagaLine | None
     steps: list[StepLine]
+    timeline: list[Event]
 
     @property
     def open_intents(self) -> list[str]:
@@ -134,15 +138,23 @@ class SagaAdmin:
                 raise ConfigurationError(f"there is no record {key.hex()[:12]}")
             lines = await self._lines(connection, key=key)
             steps = await self._send(connection, "saga_steps", {"key": key})
-        record = rows[0]
+            history = await self._send(connection, "saga_history", {"key": key})
+        record, running = rows[0], lines[0] if lines else None
+        state = _word(State(record["state"]))
         return SagaDetail(
             key=key.hex(),
             scope=record["scope"],
-            state=_word(State(record["state"])),
+            state=state,
             changed_at=record["changed_at"],
             result=_text(record["result"]),
-            running=lines[0] if lines else None,
+            running=running,
             steps=[_step(row) for row in steps],
+            timeline=timeline(
+                None if running is None else msgspec.structs.asdict(running),
+                history,
+                steps,
+                (record["changed_at"], state),
+            ),
         )
 
     async def resume(self, key: bytes, *, accept_version: bool = False) -> None:
@@ -153,6 +165,7 @@ class SagaAdmin:
         async with self._deciding(key) as (connection, saga):
             state = State(saga["state"])
             version = ANY_VERSION if accept_version else None
+            await self._note(connection, key, "resumed", "whatever its handler is now" if accept_version else None)
             await self._free(connection, key, state, version, None)
 
     async def abandon(self, key: bytes, *, undo: bool) -> None:
@@ -160,6 +173,7 @@ class SagaAdmin:
         steps. A call of which nobody knows how it ended is not undone. Refused while a worker runs it."""
         rejection = codecs.encode_rejection(ABANDONED, None)
         async with self._deciding(key) as (connection, saga):
+            await self._note(connection, key, "abandoned", "to be undone" if undo else "as it is")
             if undo:  # the undos come from a replay of the handler as it is now; what it does not meet is parked again
                 await self._free(connection, key, State.UNDOING, ANY_VERSION, rejection.body)
                 return
@@ -195,6 +209,9 @@ class SagaAdmin:
         params = {"key": key, "state": int(state), "version": version, "rejection": rejection}
         await self._send(connection, "resume_saga", params)
         await self._send(connection, "set_record", {"key": key, "state": int(state)})
+
+    async def _note(self, connection: _Connection, key: bytes, what: str, detail: str | None) -> None:
+        await self._send(connection, "note", {"key": key, "what": what, "detail": detail})
 
     async def _lines(
         self,
@@ -237,8 +254,6 @@ def _scope_parts(scope: str) -> tuple[str, str | None, str]:
 
 
 def _step(row: Mapping[str, Any]) -> StepLine:
-    finished = row["finished_at"]
-    seconds = None if finished is None else (finished - row["started_at"]).total_seconds()
     return StepLine(
         name=row["name"],
         kind=_word(StepKind(row["kind"])),
@@ -248,10 +263,15 @@ def _step(row: Mapping[str, Any]) -> StepLine:
         token=row["token"],
         attempts=row["attempt"],
         started_at=row["started_at"],
-        finished_at=finished,
-        seconds=seconds,
+        finished_at=row["finished_at"],
+        seconds=_seconds(row["started_at"], row["finished_at"]),
+        undo_seconds=_seconds(row["undo_at"], row["undone_at"]),
         output=_text(row["output"]),
     )
+
+
+def _seconds(began: datetime | None, ended: datetime | None) -> float | None:
+    return None if began is None or ended is None else (ended - began).total_seconds()
 
 
 def _word(value: State | StepKind | StepState) -> str:

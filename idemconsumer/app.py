@@ -198,7 +198,7 @@ class App:
             return self._front
 
     def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler:
-        for parameter, wanted in handler.plan.signature.resources:
+        for parameter, wanted in handler.plan.resources:
             if wanted not in self._resources:
                 known = ", ".join(each.__name__ for each in self._resources) or "no resources so far"
                 raise not_injectable(handler.name, parameter, wanted, f"the resources of app {self.name!r}: {known}")

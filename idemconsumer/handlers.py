@@ -29,7 +29,8 @@ from idemconsumer._options import Backoff, Duration, Options, Resolved, check_kn
 from idemconsumer._signature import Signature, read_signature
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.keys import KeySpec
-from idemconsumer.ports import Claim, Saga, Tx
+from idemconsumer.ports import Claim, Tx
+from idemconsumer.ports_sagas import Saga
 from idemconsumer.settings import Settings
 
 __all__ = [
@@ -136,6 +137,7 @@ class HandlerPlan:
     options: Resolved
     key_rule: str
     signature: Signature
+    reconcile: Signature | None
     decode: codecs.Decode
     key: keys.Extract
     tenant: keys.Extract | None
@@ -151,6 +153,11 @@ class HandlerPlan:
     ) -> BoundHandler:
         """This handler as part of `app`, whose name is part of every key. `resources` is read at each call."""
         return BoundHandler(self, app, max_message_bytes, resources)
+
+    @property
+    def resources(self) -> tuple[tuple[str, type], ...]:
+        """Parameters, its own and those of its reconcile, that only resources can fill, with their types."""
+        return (*self.signature.resources, *(() if self.reconcile is None else self.reconcile.resources))
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +176,7 @@ class BoundHandler:
 
     __slots__ = (
         "_max_bytes", "_plan", "_resources", "app", "leased", "name", "needs_tx", "options", "own_source",
-        "subscriptions",
+        "reconciles", "subscriptions",
     )  # fmt: skip
 
     def __init__(self, plan: HandlerPlan, app: str, max_message_bytes: int, resources: Mapping[type, object]) -> None:
@@ -181,6 +188,7 @@ class BoundHandler:
         self.options = plan.options
         self.needs_tx = plan.signature.needs_tx
         self.leased = plan.signature.needs_saga
+        self.reconciles = plan.reconcile is not None
         group = plan.options.consumer_group or app
         self.subscriptions = tuple(Subscription(source, plan.name, group) for source in plan.sources)
         # A queue in Postgres: what its own broker would soon drop, and sagas begun from code.
@@ -189,7 +197,7 @@ class BoundHandler:
     @property
     def resources(self) -> tuple[tuple[str, type], ...]:
         """Parameters that only resources can fill, with their types."""
-        return self._plan.signature.resources
+        return self._plan.resources
 
     @property
     def key_rule(self) -> str:
@@ -223,8 +231,15 @@ class BoundHandler:
     async def run(self, call: Call, tx: Tx | Saga | None, attempt: int) -> object:
         """Run the function; what it raises is raised. Cancelling ends an async function at its next await; a
         plain one goes on in its thread to its end, unheard."""
+        return await self._invoke(self._plan.signature, call, tx, attempt)
+
+    async def reconcile(self, call: Call, tx: Tx, attempt: int) -> object:
+        """Ask whether a saga is done already. Only where `reconciles`."""
+        assert self._plan.reconcile is not None
+        return await self._invoke(self._plan.reconcile, call, tx, attempt)
+
+    async def _invoke(self, signature: Signature, call: Call, tx: Tx | Saga | None, attempt: int) -> object:
         message = call.message
-        signature = self._plan.signature
         if signature.needs_message and message.attempt != attempt:
             message = replace(message, attempt=attempt)
         return await signature.invoke(call.payload, tx, message, self._resources)
@@ -261,12 +276,35 @@ def _plan(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec, given:
         options=options,
         key_rule=keys.describe(key),
         signature=signature,
+        reconcile=_reconcile(name, signature, given.get("reconcile")),
         decode=decode,
         key=keys.compile_key(key, payload_type, handler=name),
         tenant=None if tenant is None else keys.compile_key(tenant, payload_type, handler=name, option="tenant"),
         order=_order(name, sources, payload_type, given.get("order_by")),
         fingerprint=_fingerprint(name, payload_type, given),
     )
+
+
+def _reconcile(name: str, handler: Signature, fn: Callable[..., Any] | None) -> Signature | None:
+    if fn is None:
+        return None
+    if not handler.needs_saga:
+        raise HandlerError(
+            name,
+            "`reconcile` is for sagas, and it is none",
+            "leave it out: a lost worker leaves nothing of a single transaction behind; or take saga: Saga",
+        )
+    if not callable(fn):
+        raise HandlerError(name, f"`reconcile` is {fn!r}", "write an async function of the payload and Tx")
+    signature = read_signature(f"{name}, reconcile", fn)
+    if signature.needs_saga:
+        raise HandlerError(name, "`reconcile` asks for Saga", "take Tx: it looks at what is there, and runs no step")
+    if signature.payload_type != handler.payload_type:
+        types = [getattr(each, "__name__", str(each)) for each in (signature.payload_type, handler.payload_type)]
+        raise HandlerError(
+            name, f"`reconcile` takes {types[0]}", f"it gets the handler's payload; annotate it as {types[1]}"
+        )
+    return signature
 
 
 def _name(fn: Callable[..., Any], given: Options) -> str:

@@ -2,34 +2,21 @@
 
 The contract of each seam stands in its docstrings; `idemconsumer.testing` holds a suite that every implementation
 must pass. A port is as wide as its narrowest need: whatever one broker alone must do, it does inside its adapter.
+What sagas need on top stands in `ports_sagas`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, LiteralString, Protocol, TypeVar, TypeVarTuple, overload
-from uuid import UUID
+from typing import Any, Literal, LiteralString, Protocol, TypeVar, overload
 
-from idemconsumer._model import (
-    Found,
-    Message,
-    Point,
-    Record,
-    SagaPoint,
-    State,
-    StepKind,
-    StepState,
-    StoredResult,
-    Subscription,
-)
+from idemconsumer._model import Found, Message, Point, Record, SagaPoint, StoredResult, Subscription
 
 T = TypeVar("T")
 R = TypeVar("R")
-S = TypeVar("S")
-Ts = TypeVarTuple("Ts")
 Params = Sequence[object] | Mapping[str, object]
 
 
@@ -61,69 +48,6 @@ class Tx(Protocol):
     @property
     def connection(self) -> Any:
         """The psycopg.AsyncConnection, for COPY or SQLAlchemy. Ending its transaction undoes the whole group."""
-        ...
-
-
-class Step(Protocol):
-    """What a `call` step's function is given: the key that its remote is to remember, the same for every attempt."""
-
-    @property
-    def key(self) -> UUID: ...
-    @property
-    def attempt(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Done(Generic[T]):
-    """A reconcile's answer: the remote has done it, with this result."""
-
-    result: T
-
-
-@dataclass(frozen=True, slots=True)
-class NotDone:
-    """A reconcile's answer: the remote has not done it; it is called again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """A reconcile's answer: nobody can tell; the saga is put aside for a person."""
-
-
-class Saga(Protocol):
-    """A saga's run, as its handler sees it. A handler that asks for it runs in leased mode.
-
-    A finished step is never run again: it returns its stored output. Only Reject reaches the handler; whatever else
-    goes wrong in a step ends the run, on this worker or any other, to be resumed at the last recovery point.
-    """
-
-    @property
-    def recovery_point(self) -> str | None:
-        """The name of the step that finished last; None before the first."""
-        ...
-
-    async def tx(
-        self,
-        name: str,
-        fn: Callable[[Tx, *Ts], Awaitable[S]],
-        /,
-        *args: *Ts,
-        undo: Callable[[Tx, S, *Ts], Awaitable[object]] | None = None,
-    ) -> S:
-        """Run `fn(tx, *args)`: its effect, its output and the checkpoint are one commit."""
-        ...
-
-    async def call(
-        self,
-        name: str,
-        fn: Callable[[Step, *Ts], Awaitable[S]],
-        /,
-        *args: *Ts,
-        undo: Callable[[Step, S, *Ts], Awaitable[object]] | None = None,
-        reconcile: Callable[[Step, *Ts], Awaitable[Done[S] | NotDone | Unknown]] | None = None,
-    ) -> S:
-        """Run `fn(step, *args)` outside any transaction. It may run more than once, always with the same `step.key`,
-        under which the remote must remember what it did, failures too. `reconcile` asks the remote first."""
         ...
 
 
@@ -243,115 +167,6 @@ class JoinedStore(Protocol):
 
         Returns None when written (or counted once more); the final record that is there when somebody was faster.
         """
-        ...
-
-
-# ------------------------------------------------------------------------------------------------------------- sagas
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """A saga that this worker holds: with which token, in which phase, and the message that began it.
-
-    `attempt` counts takeovers without a finished step in between. `stale`: it was taken from a worker that is gone.
-    """
-
-    key: bytes
-    scope: str
-    handler: str
-    token: int
-    worker: int
-    state: State
-    attempt: int
-    version: str | None
-    rejection: bytes | None
-    stale: bool
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """A checkpointed step. `position` orders by finishing; `overlapped`: another one ran at the same time."""
-
-    name: str
-    kind: StepKind
-    state: StepState
-    has_undo: bool
-    overlapped: bool
-    position: int | None
-    attempt: int
-    output: StoredResult | None
-
-
-class OpenStep(Protocol):
-    """The transaction of a `tx` step: fenced, its checkpoint inserted, not sealed yet."""
-
-    def tx(self) -> Tx: ...
-    def check(self) -> None: ...
-    def diagnose(self, error: Exception) -> Exception: ...
-    async def finish(self, output: StoredResult | None, *, overlapped: bool) -> None:
-        """Output, position, seal and COMMIT as one act. Raises as `Claims.complete`."""
-        ...
-
-
-class LeaseStore(Protocol):
-    """Sagas: claimed in a commit of their own, held by lease and token.
-
-    Every write is fenced: it locks the saga's row FOR SHARE with the holder's token and phase, in the writing
-    transaction, and raises Fenced when there is no such row. CommitUnknown must be answered by `retake`, never by
-    reading again with the old token. Every method raises StoreUnavailable when the database is away.
-    """
-
-    async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | Holding:
-        """Claim the key and store the message with it, committed on return; else what is there."""
-        ...
-
-    async def take(
-        self, handlers: Sequence[str], limit: int, *, held: Sequence[bytes] = (), key: bytes | None = None
-    ) -> list[Holding]:
-        """Take over sagas that are due or stale, each with a new token. Skips those that somebody is writing to.
-
-        `held` are the keys that this process knows it holds: what is ours in the database and not among them is taken
-        too (the answer to an earlier take was lost). With `key`, that saga alone.
-        """
-        ...
-
-    async def retake(self, key: bytes, token: int | None) -> Holding | None:
-        """After CommitUnknown: a new token for what we hold, once whatever is in flight has ended. None: not ours.
-
-        `token` None: that of the claim is not known, since its answer was lost.
-        """
-        ...
-
-    async def steps(self, key: bytes) -> list[StepRow]: ...
-
-    def step(self, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> AbstractAsyncContextManager[OpenStep]:
-        """A `tx` step, or its undo: fence and checkpoint come before the function's first statement (L3)."""
-        ...
-
-    async def intend(self, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> int:
-        """Commit that the remote is about to be called; returns how many times it will have been."""
-        ...
-
-    async def record(
-        self, holding: Holding, name: str, kind: StepKind, state: StepState, output: StoredResult | None,
-        *, has_undo: bool, overlapped: bool,
-    ) -> None:  # fmt: skip
-        """Commit a call's output, a step's rejection, or that a call was undone."""
-        ...
-
-    async def complete(self, holding: Holding, state: State, result: StoredResult | None) -> None:
-        """COMPLETED or FAILED, its result, and the end of the saga's row, in one commit."""
-        ...
-
-    async def undo(self, holding: Holding, rejection: StoredResult) -> Holding | None:
-        """Commit UNDOING; None when an intent is open, so that nobody knows yet what there is to undo (L7)."""
-        ...
-
-    async def release(self, holding: Holding, delay: float, error: str | None, *, count: bool) -> None:
-        """Nobody's, free after `delay` seconds. `count=False` gives the attempt back (a drain)."""
-        ...
-
-    async def park(self, holding: Holding, letter: DeadLetter) -> None:
-        """Record DEAD, dead letter, and the saga's row put aside for a person, in one commit."""
         ...
 
 

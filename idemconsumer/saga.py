@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, TypeVar, TypeVarTuple, get_type_hints
@@ -18,7 +19,8 @@ from typing import Any, Final, TypeVar, TypeVarTuple, get_type_hints
 from idemconsumer import codecs
 from idemconsumer._model import Point, SagaPoint, State, StepKind, StepState, StoredResult
 from idemconsumer.errors import BadMessage, Reject, SagaChanged, SagaMisused, UnknownEffect
-from idemconsumer.ports import Done, Holding, LeaseStore, NotDone, Step, StepRow, Tx, Unknown
+from idemconsumer.ports import Tx
+from idemconsumer.ports_sagas import Done, Holding, LeaseStore, NotDone, Step, StepRow, Unknown
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -32,7 +34,7 @@ class SagaInterrupted(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """What a `call` step's function is given; see `ports.Step`."""
+    """What a `call` step's function is given; see `ports_sagas.Step`."""
 
     key: uuid.UUID
     attempt: int
@@ -46,6 +48,7 @@ class Asked:
     fn: Callable[..., Awaitable[Any]]
     args: tuple[Any, ...]
     undo: Callable[..., Awaitable[object]] | None
+    reconcile: Callable[..., Awaitable[Any]] | None = None
 
 
 def step_key(scope: str, key: bytes, name: str, *, undo: bool = False) -> uuid.UUID:
@@ -54,7 +57,7 @@ def step_key(scope: str, key: bytes, name: str, *, undo: bool = False) -> uuid.U
 
 
 class SagaRun:
-    """See `ports.Saga`."""
+    """See `ports_sagas.Saga`."""
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class SagaRun:
         self._over = False
         done = [row for row in rows if row.position is not None]
         self._finished_last = max(done, key=lambda row: row.position or 0).name if done else None
+        self._calls: dict[str, Asked] = {}  # asked for, begun or not
         self.asked: dict[str, Asked] = {}
         self.progressed = False  # a step has finished in this run
         self.rejected = False  # a step of this run was rejected, now or before
@@ -111,8 +115,8 @@ class SagaRun:
         reconcile: Callable[[Step, *Ts], Awaitable[Done[R] | NotDone | Unknown]] | None = None,
     ) -> Coroutine[Any, Any, R]:
         self._unfinished += 1
-        asked = Asked(StepKind.CALL, fn, args, undo)
-        return self._ask(name, asked, lambda: self._call_step(name, asked, reconcile))
+        asked = self._calls[name] = Asked(StepKind.CALL, fn, args, undo, reconcile)
+        return self._ask(name, asked, lambda: self._call_step(name, asked))
 
     # -------------------------------------------------------------------------------------------------------- one step
     async def _ask(self, name: str, asked: Asked, run: Callable[[], Awaitable[Any]]) -> Any:
@@ -197,12 +201,12 @@ class SagaRun:
         )
         raise rejected
 
-    async def _call_step(self, name: str, asked: Asked, reconcile: Callable[..., Awaitable[Any]] | None) -> Any:
+    async def _call_step(self, name: str, asked: Asked) -> Any:
         holding, has_undo = self._holding, asked.undo is not None
         key = step_key(holding.scope, holding.key, name)
         row = self._rows.get(name)
-        if row is not None and reconcile is not None:  # an intent without outcome: the remote may have done it
-            found = await reconcile(StepCall(key, row.attempt), *asked.args)
+        if row is not None and asked.reconcile is not None:  # an intent without outcome: the remote may have done it
+            found = await asked.reconcile(StepCall(key, row.attempt), *asked.args)
             if isinstance(found, Done):
                 await self._record(name, StepKind.CALL, StepState.DONE, codecs.encode(found.result), has_undo)
                 return found.result
@@ -241,16 +245,17 @@ class SagaRun:
         if self.interruption is None:
             self.interruption = error
 
-    async def settle(self) -> None:
+    async def settle(self, *, rejected: bool = False) -> None:
         """The handler has ended: steps that it left in flight interrupt the run, are cancelled and waited for; so do
-        those that it never let begin. What is asked for from now on is refused."""
+        those that it never let begin, unless it was `rejected`: nothing of them is open then. What is asked for from
+        now on is refused."""
         left = [task for task in self._in_flight.values() if task is not None and task is not asyncio.current_task()]
         if left:
             self.interrupt(SagaMisused("the handler ended while a step was in flight; await every step"))
             for task in left:
                 task.cancel()
             await asyncio.wait(left)
-        elif self._unfinished:
+        elif self._unfinished and not rejected:
             self.interrupt(SagaMisused("the handler ended before a step that it had asked for; await every step"))
         self._over = True
 
@@ -259,6 +264,20 @@ class SagaRun:
         left = [task for task in self._in_flight.values() if task is not None and task is not asyncio.current_task()]
         if left:
             await asyncio.wait(left)
+
+    async def resolve(self, rows: Sequence[StepRow]) -> None:
+        """A rejection cut off calls beside it. Learn how each ended: from its reconcile, or by the same call with the
+        same key (L4). Raises UnknownEffect when that cannot be known, or what the call raises."""
+        self._rows = {row.name: row for row in rows}
+        for name, row in self._rows.items():
+            if row.state is not StepState.INTENT:
+                continue
+            if (asked := self._calls.get(name)) is None:
+                raise UnknownEffect(f"it was rejected while nobody knows how step {name!r} ended")
+            self.asked[name] = asked
+            with suppress(Reject):  # recorded, so that it is known
+                async with asyncio.timeout(self._timeout):
+                    await self._call_step(name, asked)
 
     def check_complete(self) -> None:
         """Before completion every recorded step must have been asked for."""

@@ -21,7 +21,8 @@ from idemconsumer.brokers import connect
 from idemconsumer.brokers.sagas import SCHEME, SagaBroker
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
 from idemconsumer.handlers import BoundHandler
-from idemconsumer.ports import Bounds, Broker, Delivery, Holding, Observer, Session, Silent
+from idemconsumer.ports import Bounds, Broker, Delivery, Observer, Session, Silent
+from idemconsumer.ports_sagas import Holding
 from idemconsumer.settings import Settings
 from idemconsumer.stores.postgres import PostgresStore
 from idemconsumer.upkeep import Upkeep
@@ -100,7 +101,8 @@ class Worker:
         if sagas is not None:
             leased = [plan for plan in self.plans if plan.leased]
             resuming = [Subscription(f"{SCHEME}:{plan.name}", plan.name, plan.app) for plan in leased]
-            feeds.append(Feed(SCHEME, SagaBroker(sagas.leases, lambda: lanes.keys), resuming, self, store, lanes))
+            stored = SagaBroker(sagas.leases, lambda: lanes.keys, lambda: lanes.idle)
+            feeds.append(Feed(SCHEME, stored, resuming, self, store, lanes))
         upkeep = asyncio.create_task(Upkeep(dsn, settings.schema, settings.prune_every).run())
         try:
             async with asyncio.TaskGroup() as group:

@@ -38,7 +38,7 @@ class Ledger:
         """As new, for the next test on the same database."""
         self.run(
             "truncate witness, idemconsumer.record, idemconsumer.result, idemconsumer.attempt,"
-            " idemconsumer.dead_letter, idemconsumer.queue"
+            " idemconsumer.dead_letter, idemconsumer.queue, idemconsumer.saga, idemconsumer.step"
         )
 
     def close(self) -> None:

@@ -192,6 +192,24 @@ def test_one_saga_is_shown_with_its_steps_in_time(parked: Travel) -> None:
     ]
 
 
+def test_what_happened_to_a_saga_is_shown_in_time(parked: Travel) -> None:
+    parked("resume", by_prefix("a"))
+    timeline = parked.json("show", by_prefix("a"))["timeline"]
+    whats = [event["what"] for event in timeline]
+    assert whats[:2] == ["begun", "step reserved done"]
+    assert "step charged called, not known how it ended" in whats
+    assert [what for what in whats if not what.startswith("step")][-3:] == ["taken", "parked", "resumed"]
+    (released,) = [event for event in timeline if event["what"] == "released"]
+    assert released["detail"].startswith("ValueError: gateway on fire")
+    assert (released["token"], released["attempt"]) == (timeline[0]["token"], 1)
+
+    text = parked("show", by_prefix("a"))
+    assert "AT" in text
+    assert "gateway on fire" in text
+    order = [text.index(what) for what in ("begun  ", "released", "taken", "parked", "resumed")]
+    assert order == sorted(order)
+
+
 def test_a_finished_saga_is_still_shown(travel: Travel) -> None:
     travel.run("a")
     text = travel("show", by_prefix("a"))

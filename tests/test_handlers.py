@@ -18,7 +18,8 @@ from idemconsumer.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.handlers import Backoff, BoundHandler, Duration, Handler, idempotent_handler, parse_duration
 from idemconsumer.keys import Key
-from idemconsumer.ports import Saga, Tx
+from idemconsumer.ports import Tx
+from idemconsumer.ports_sagas import Saga
 
 T = TypeVar("T")
 TX = cast(Tx, object())

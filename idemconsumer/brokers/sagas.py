@@ -7,30 +7,33 @@ by the time its outcome is known.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from idemconsumer._model import Subscription
 from idemconsumer.errors import BrokerUnavailable, SessionEnded, StoreUnavailable
-from idemconsumer.ports import Bounds, Delivery, Epoch, Finding, LeaseStore, Outgoing
+from idemconsumer.ports import Bounds, Delivery, Epoch, Finding, Outgoing
+from idemconsumer.ports_sagas import LeaseStore
 
 SCHEME: Final = "saga"
 _EVERY: Final = 0.5  # seconds between two looks; a stale saga is resumed so much after its lease
 
 
 class SagaBroker:
-    """`held`: the keys that this process has in hand, from whatever source."""
+    """`held`: the keys that this process has in hand, of any source; `free`: how many lanes have nothing to do."""
 
-    def __init__(self, leases: LeaseStore, held: Callable[[], Sequence[bytes]]) -> None:
+    def __init__(self, leases: LeaseStore, held: Callable[[], Sequence[bytes]], free: Callable[[], int]) -> None:
         self._leases = leases
         self._held = held
+        self._free = free
 
     def feed(self, subscription: Subscription) -> str:
         return SCHEME
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> SagaSession:
         handlers = [subscription.handler for subscription in subscriptions]
-        return SagaSession(self._leases, self._held, handlers, bounds)
+        return SagaSession(self._leases, self._held, self._free, handlers)
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         raise BrokerUnavailable("saga: is not a destination; start a saga with app.start")
@@ -43,15 +46,22 @@ class SagaBroker:
 
 
 class SagaSession:
-    """See `ports.Session`. Takes a saga only when a lane may be free for it."""
+    """See `ports.Session`. Takes no more sagas than lanes are free; what it leaves, another worker may have at once.
+
+    With all lanes busy it takes one at a time, or else a stream of new messages could keep it from ever taking any.
+    """
 
     def __init__(
-        self, leases: LeaseStore, held: Callable[[], Sequence[bytes]], handlers: Sequence[str], bounds: Bounds
+        self,
+        leases: LeaseStore,
+        held: Callable[[], Sequence[bytes]],
+        free: Callable[[], int],
+        handlers: Sequence[str],
     ) -> None:
         self._leases = leases
         self._held = held
+        self._free = free
         self._handlers = handlers
-        self._lanes = bounds.lanes
         self._outstanding = 0
         self._epoch = Epoch()
         self._stopped = asyncio.Event()
@@ -59,7 +69,7 @@ class SagaSession:
     async def fetch(self) -> Sequence[Delivery]:
         if self._epoch.ended:
             raise SessionEnded("sagas: closed")
-        room = self._lanes - self._outstanding
+        room = self._free() or int(self._outstanding == 0)
         taken = []
         if room > 0 and not self._stopped.is_set():
             try:
@@ -67,13 +77,11 @@ class SagaSession:
             except StoreUnavailable as error:
                 self._epoch.end()
                 raise SessionEnded(f"sagas: {error}") from error
-        if len(taken) < room or room <= 0:
-            try:
+        if not taken:  # what was taken is not kept waiting: its lease was over up to _EVERY ago
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_EVERY):
                     await self._stopped.wait()
-                await asyncio.sleep(_EVERY if not taken else 0)
-            except TimeoutError:
-                pass
+                    await asyncio.sleep(_EVERY)
         self._outstanding += len(taken)
         return [Delivery(holding.message, self._epoch, handle=holding) for holding in taken]
 

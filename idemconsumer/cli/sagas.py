@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import click
 import msgspec
 
+from idemconsumer._timeline import Event
 from idemconsumer.admin import hint
 from idemconsumer.admin_sagas import SagaAdmin, SagaDetail, SagaLine, StepLine
 from idemconsumer.cli.banner import table
@@ -80,7 +81,7 @@ def saga_list(
 @sagas.command("show")
 @_which
 def saga_show(prefix: str | None, handler: str | None, key: str | None, as_json: bool, **flags: Any) -> None:
-    """Show one saga: where it stands, who holds it, and its steps in time."""
+    """Show one saga: where it stands, what happened to it, and its steps."""
     admin = _admin(flags)
 
     async def read() -> SagaDetail:
@@ -93,6 +94,9 @@ def saga_show(prefix: str | None, handler: str | None, key: str | None, as_json:
         return
     for name, value in _facts(detail):
         click.echo(f"{name:<11} {printable(value)}")
+    events: list[tuple[str, ...]] = [("at", "what", "owner", "token", "attempt", "took", "detail")]
+    events += [tuple(map(printable, _event(event))) for event in detail.timeline]
+    click.echo(f"\n{table(events)}")
     if detail.steps:
         rows: list[tuple[str, ...]] = [("step", "kind", "state", "attempts", "token", "started", "ended", "took")]
         rows += [tuple(map(printable, _step(step))) for step in detail.steps]
@@ -185,6 +189,16 @@ def _step(step: StepLine) -> Iterator[str]:
     yield _time(step.started_at)
     yield "-" if step.finished_at is None else _time(step.finished_at)
     yield "-" if step.seconds is None else f"{step.seconds * 1000:.0f} ms"
+
+
+def _event(event: Event) -> Iterator[str]:
+    yield _time(event.at)
+    yield event.what
+    yield event.owner or "-"
+    yield "-" if event.token is None else str(event.token)
+    yield "-" if event.attempt is None else str(event.attempt)
+    yield "-" if event.seconds is None else f"{event.seconds * 1000:.0f} ms"
+    yield event.detail or "-"
 
 
 def _time(at: Any) -> str:

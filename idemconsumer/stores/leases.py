@@ -2,7 +2,8 @@
 
 Each write is one transaction that first locks the saga's row (`fence`, FOR SHARE) with the holder's token, worker and
 phase; takeover and everything that changes the phase lock it FOR UPDATE. So a zombie finds no row, and a takeover waits
-for, or passes over, what is still being written. The transactions are sealed as the joined ones are.
+for, or passes over, what is still being written. The transactions are sealed as the joined ones are. Claims, intents,
+outputs and completions share theirs with those of other sagas (`_shared`); a step's function has one of its own.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-import psycopg
-
 from idemconsumer import _headers
 from idemconsumer._model import Found, Mark, Message, State, StepKind, StepState, StoredResult
 from idemconsumer.errors import Fenced
-from idemconsumer.ports import Claim, DeadLetter, Holding, StepRow
-from idemconsumer.stores.postgres import PostgresClaims, PostgresStore, clean, translate
+from idemconsumer.ports import Claim, DeadLetter
+from idemconsumer.ports_sagas import Holding, StepRow
+from idemconsumer.stores._shared import BEGIN_SAGAS, BEGIN_STEPS, END_SAGAS, FINISH_STEPS, SharedCommits, Write, send
+from idemconsumer.stores.postgres import PostgresClaims, PostgresStore, clean
 
 
 class Lease(Protocol):
@@ -29,39 +30,41 @@ class Lease(Protocol):
 
 
 class PostgresLeases:
-    """See `ports.LeaseStore`."""
+    """See `ports_sagas.LeaseStore`."""
 
     def __init__(self, store: PostgresStore, lease: Lease) -> None:
         self._store = store
         self._lease = lease
+        self._shared = SharedCommits(store)
 
     # -------------------------------------------------------------------------------------------------- who holds what
     async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | Holding:
         worker = self._lease.worker
-        async with self._store.transaction(group=1) as claims:
-            (found,) = await claims.claim([claim], state=State.PROCESSING)
-            if found is not Mark.CLAIMED:
-                return found
-            (scope,) = await self._store.scope_ids(claims.connection, [claim])
-            message_id = None if message.message_id is None else clean(message.message_id)
-            rows = await claims.send(
-                "begin_saga",
-                {
-                    "key": claim.key,
-                    "scope": scope,
-                    "handler": handler,
-                    "worker": worker,
-                    "version": version,
-                    "source": clean(message.source),
-                    "position": clean(message.position),
-                    "message_id": message_id,
-                    "body": message.body,
-                    "headers": _headers.encode(message.headers),
-                },
-            )
-            await claims.complete([], [])
+        row = {
+            "key": claim.key,
+            "scope": claim.scope,
+            "handler": handler,
+            "worker": worker,
+            "version": version,
+            "source": clean(message.source),
+            "position": clean(message.position),
+            "message_id": None if message.message_id is None else clean(message.message_id),
+            "body": message.body,
+            "headers": _headers.encode(message.headers),
+        }
+        write = Write(BEGIN_SAGAS, row, claim=claim)
+        answer = await self._shared.write(write)
+        if answer is None:
+            async with self._store.transaction(group=1) as claims:
+                (found,) = await claims.claim([claim], state=State.PROCESSING)
+                if found is not Mark.CLAIMED:
+                    return found
+                answer = (await send(claims, [write]))[write]
+                await claims.complete([], [])
+        if not isinstance(answer, int):
+            return answer
         return Holding(
-            key=claim.key, scope=claim.scope, handler=handler, token=rows[0][0], worker=worker, state=State.PROCESSING,
+            key=claim.key, scope=claim.scope, handler=handler, token=answer, worker=worker, state=State.PROCESSING,
             attempt=1, version=version, rejection=None, stale=False, message=message,
         )  # fmt: skip
 
@@ -82,51 +85,47 @@ class PostgresLeases:
 
     # ------------------------------------------------------------------------------------------------- fenced writes
     @asynccontextmanager
-    async def _fenced(self, holding: Holding, lock: str = "fence") -> AsyncIterator[PostgresClaims]:
-        """A transaction that begins by locking the saga's row. Fenced when it is not ours any more."""
+    async def _own(self, holding: Holding) -> AsyncIterator[PostgresClaims]:
+        """A transaction that begins by locking the saga's row FOR UPDATE. Fenced when it is not ours any more."""
         async with self._store.transaction(group=1) as claims:
-            try:
-                await claims.begin()
-            except psycopg.Error as error:
-                raise translate(claims.connection, error, ours=True) from error
-            params = {"key": holding.key, "token": holding.token, "worker": holding.worker, "state": int(holding.state)}
-            if not await claims.send(lock, params):
-                raise Fenced("the saga has another owner, or another phase")
+            await claims.begin()
+            await _lock(claims, "own", holding)
             yield claims
 
     @asynccontextmanager
     async def step(self, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> AsyncIterator[PostgresStep]:
-        async with self._fenced(holding) as claims:
-            state = StepState.UNDONE if undo else StepState.DONE
-            await claims.send("begin_step", _step(holding, name, StepKind.TX, state, has_undo))
+        async with self._store.transaction(group=1) as claims:
+            state = StepState.UNDO_INTENT if undo else StepState.DONE
+            await _alone(claims, holding, Write(BEGIN_STEPS, _step(holding, name, StepKind.TX, state, has_undo)))
             yield PostgresStep(claims, holding, name, has_undo=has_undo, undo=undo)
 
     async def intend(self, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> int:
         state = StepState.UNDO_INTENT if undo else StepState.INTENT
-        async with self._fenced(holding) as claims:
-            ((attempt,),) = await claims.send("begin_step", _step(holding, name, StepKind.CALL, state, has_undo))
-            await claims.complete([], [])
-        return int(attempt)
+        return await self._commit(holding, Write(BEGIN_STEPS, _step(holding, name, StepKind.CALL, state, has_undo)))
 
     async def record(
         self, holding: Holding, name: str, kind: StepKind, state: StepState, output: StoredResult | None,
         *, has_undo: bool, overlapped: bool,
     ) -> None:  # fmt: skip
-        async with self._fenced(holding) as claims:
-            if state is StepState.UNDONE:
-                await claims.send("finish_undo", {"key": holding.key, "name": name, "token": holding.token})
-            else:
-                await claims.send("finish_step", _finished(holding, name, kind, state, output, has_undo, overlapped))
-            await claims.complete([], [])
+        row = _finished(holding, name, kind, state, output, has_undo, overlapped)
+        await self._commit(holding, Write(FINISH_STEPS, row))
 
     async def complete(self, holding: Holding, state: State, result: StoredResult | None) -> None:
-        async with self._fenced(holding, "own") as claims:
-            await claims.send("set_record", {"key": holding.key, "state": int(state)})
-            await claims.send("end_saga", {"key": holding.key})
-            await claims.complete([] if result is None else [(holding.key, result)], [])
+        write = Write(END_SAGAS, _owned(holding) | {"final": int(state)}, result=result)
+        await self._commit(holding, write)
+
+    async def _commit(self, holding: Holding, write: Write) -> int:
+        """Together with other sagas' writes, or alone if that did not write it."""
+        answer = await self._shared.write(write)
+        if answer is None:
+            async with self._store.transaction(group=1) as claims:
+                answer = await _alone(claims, holding, write)
+                await claims.complete([] if write.result is None else [(holding.key, write.result)], [])
+        assert isinstance(answer, int)
+        return answer
 
     async def undo(self, holding: Holding, rejection: StoredResult) -> Holding | None:
-        async with self._fenced(holding, "own") as claims:
+        async with self._own(holding) as claims:
             ((open_intents,),) = await claims.send("open_intents", {"key": holding.key})
             if open_intents:
                 return None
@@ -136,22 +135,51 @@ class PostgresLeases:
         return replace(holding, state=State.UNDOING, rejection=rejection.body, attempt=1)
 
     async def release(self, holding: Holding, delay: float, error: str | None, *, count: bool) -> None:
-        async with self._fenced(holding, "own") as claims:
+        async with self._own(holding) as claims:
             error = None if error is None else clean(error)
             params = {"key": holding.key, "delay": delay, "error": error, "back": 0 if count else 1}
-            await claims.send("release_saga", params)
+            await claims.send("release_saga", params | {"worker": holding.worker, "stale": holding.stale})
             await claims.complete([], [])
 
     async def park(self, holding: Holding, letter: DeadLetter) -> None:
-        async with self._fenced(holding, "own") as claims:
-            await claims.send("park_saga", {"key": holding.key, "reason": letter.reason, "error": clean(letter.error)})
+        async with self._own(holding) as claims:
+            params = {"key": holding.key, "reason": letter.reason, "error": clean(letter.error)}
+            await claims.send("park_saga", params | {"worker": holding.worker})
             await claims.send("set_record", {"key": holding.key, "state": int(State.DEAD)})
             await claims.write_letter(letter, holding.key)
             await claims.complete([], [])
 
+    async def note(self, key: bytes, what: str, detail: str | None) -> None:
+        detail = None if detail is None else clean(detail)
+        await self._store.alone("note", {"key": key, "what": what, "detail": detail})
+
+    @asynccontextmanager
+    async def completion(self, holding: Holding) -> AsyncIterator[PostgresCompletion]:
+        async with self._own(holding) as claims:
+            # First, so that a COMMIT inside the function meets the guard.
+            await claims.send("set_record", {"key": holding.key, "state": int(State.COMPLETED)})
+            yield PostgresCompletion(claims, holding)
+
+
+class PostgresCompletion:
+    """See `ports_sagas.OpenCompletion`."""
+
+    def __init__(self, claims: PostgresClaims, holding: Holding) -> None:
+        self._claims = claims
+        self._key = holding.key
+        self.tx = claims.tx
+        self.check = claims.check
+        self.diagnose = claims.diagnose
+
+    async def finish(self, result: StoredResult | None) -> None:
+        self._claims.end()
+        await self._claims.send("note", {"key": self._key, "what": "reconciled", "detail": "done"})
+        await self._claims.send("end_saga", {"key": self._key})
+        await self._claims.complete([] if result is None else [(self._key, result)], [])
+
 
 class PostgresStep:
-    """See `ports.OpenStep`."""
+    """See `ports_sagas.OpenStep`."""
 
     def __init__(self, claims: PostgresClaims, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> None:
         self._claims = claims
@@ -164,20 +192,35 @@ class PostgresStep:
         self.diagnose = claims.diagnose
 
     async def finish(self, output: StoredResult | None, *, overlapped: bool) -> None:
-        holding, name = self._holding, self._name
-        if self._undo:
-            last = "finish_undo", {"key": holding.key, "name": name, "token": holding.token}
-        else:
-            done = _finished(holding, name, StepKind.TX, StepState.DONE, output, self._has_undo, overlapped)
-            last = "finish_step", done
-        await self._claims.complete([], [], last=last)
+        state = StepState.UNDONE if self._undo else StepState.DONE
+        row = _finished(self._holding, self._name, StepKind.TX, state, output, self._has_undo, overlapped)
+        await self._claims.complete([], [], last=(f"{FINISH_STEPS}:one", row))
+
+
+async def _alone(claims: PostgresClaims, holding: Holding, write: Write) -> int:
+    """The first statement of its transaction. Waits for the saga's row if it has to, and tells what is wrong."""
+    await claims.begin()
+    answer = (await send(claims, [write])).get(write)
+    if answer is None:
+        await _lock(claims, "own" if write.statement == END_SAGAS else "fence", holding)
+        answer = (await send(claims, [write])).get(write)
+    if answer is None:
+        raise Fenced("the step has come to its end already, so somebody else has gone on with the saga")
+    return answer
+
+
+async def _lock(claims: PostgresClaims, lock: str, holding: Holding) -> None:
+    params = {"key": holding.key, "token": holding.token, "worker": holding.worker, "state": int(holding.state)}
+    if not await claims.send(lock, params):
+        raise Fenced("the saga has another owner, or another phase")
+
+
+def _owned(holding: Holding) -> dict[str, Any]:
+    return {"key": holding.key, "token": holding.token, "worker": holding.worker, "phase": int(holding.state)}
 
 
 def _step(holding: Holding, name: str, kind: StepKind, state: StepState, has_undo: bool) -> dict[str, Any]:
-    return {
-        "key": holding.key, "name": name, "kind": int(kind), "state": int(state), "has_undo": has_undo,
-        "token": holding.token,
-    }  # fmt: skip
+    return _owned(holding) | {"name": name, "kind": int(kind), "state": int(state), "has_undo": has_undo}
 
 
 def _finished(

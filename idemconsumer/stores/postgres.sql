@@ -156,12 +156,16 @@ returning id
 delete from {schema}.worker as w where w.id = %(worker)s
     or (w.until < clock_timestamp() - interval '1 day' and not exists (select from {schema}.saga where worker = w.id))
 
--- name: begin_saga
+-- name: begin_sagas
+-- Of what `claim` has just inserted.
 insert into {schema}.saga (key, scope_id, handler, state, token, worker, due, attempt, version, source, position,
     message_id, body, headers, started_at)
-values (%(key)s, %(scope)s, %(handler)s, 1, nextval('{schema}.saga_token'), %(worker)s, clock_timestamp(), 1,
-    %(version)s, %(source)s, %(position)s, %(message_id)s, %(body)s, %(headers)s, clock_timestamp())
-returning token
+select key, (select id from {schema}.scope where name = w.scope), handler, 1, nextval('{schema}.saga_token'), worker,
+    clock_timestamp(), 1, version, source, position, message_id, body, headers, clock_timestamp()
+from unnest(%(key)s::bytea[], %(scope)s::text[], %(handler)s::text[], %(worker)s::bigint[], %(version)s::text[],
+    %(source)s::text[], %(position)s::text[], %(message_id)s::text[], %(body)s::bytea[], %(headers)s::bytea[])
+    as w (key, scope, handler, worker, version, source, position, message_id, body, headers)
+returning key, '', token
 
 -- name: take_sagas
 -- Due and nobody's, or stale: its worker's row is gone, its deadline is over, or lies more than one lease ahead (the
@@ -170,7 +174,7 @@ returning token
 -- has just taken the row, Postgres checks the conditions again on its new version, and a join would then still offer
 -- the old owner's lease, which does not match, so that the rival's saga looked like nobody's.
 with candidate as materialized (
-    select s.key, s.worker is not null as stale from {schema}.saga as s
+    select s.key, s.worker, s.token, s.attempt, s.stale or s.worker is not null as stale from {schema}.saga as s
     where s.handler = any(%(handlers)s) and s.parked is null
       and (%(key)s::bytea is null or s.key = %(key)s)
       and case when s.worker is null then s.due <= clock_timestamp()
@@ -178,24 +182,42 @@ with candidate as materialized (
                else not exists (select from {schema}.worker as w where w.id = s.worker
                    and w.until >= clock_timestamp() and w.until <= clock_timestamp() + w.lease) end
     order by s.due limit %(limit)s for update of s skip locked
+), taken as (
+    update {schema}.saga as s
+    set worker = %(worker)s, stale = c.stale, token = greatest(s.token + 1, nextval('{schema}.saga_token')),
+        -- A step that finished under the last token makes this the first attempt again; an undo that only began (4)
+        -- does not.
+        attempt = case when exists (select from {schema}.step
+                                    where key = s.key and finished_at is not null and state <> 4 and token = s.token)
+                       then 1 else s.attempt + 1 end
+    from candidate as c where s.key = c.key
+    returning s.*
+), noted as (
+    insert into {schema}.history (key, at, what, owner, token, attempt)
+    select key, clock_timestamp(), what, (select name from {schema}.worker where id = e.worker), token, attempt from (
+        select key, 'lost' as what, worker, token, attempt from candidate where worker is not null
+        union all select key, 'taken', worker, token, attempt from taken
+    ) as e order by token
 )
-update {schema}.saga as s
-set worker = %(worker)s, token = greatest(s.token + 1, nextval('{schema}.saga_token')),
-    -- A step that finished under the last token makes this the first attempt again; an undo that only began (4) does not.
-    attempt = case when exists (select from {schema}.step
-                                where key = s.key and finished_at is not null and state <> 4 and token = s.token)
-                   then 1 else s.attempt + 1 end
-from candidate as c where s.key = c.key
-returning s.key, s.handler, s.token, s.state, s.attempt, s.version, s.rejection, s.source, s.position, s.message_id,
-    s.body, s.headers, (select name from {schema}.scope where id = s.scope_id), c.stale
+select s.key, s.handler, s.token, s.state, s.attempt, s.version, s.rejection, s.source, s.position, s.message_id,
+    s.body, s.headers, (select name from {schema}.scope where id = s.scope_id), s.stale
+from taken as s
 
 -- name: retake_saga
 -- From oneself, after a lost COMMIT. The row lock waits for whatever is still in flight with the old token.
-update {schema}.saga as s
-set token = greatest(s.token + 1, nextval('{schema}.saga_token'))
-where s.key = %(key)s and s.worker = %(worker)s and s.token = coalesce(%(token)s::bigint, s.token)
-returning s.key, s.handler, s.token, s.state, s.attempt, s.version, s.rejection, s.source, s.position, s.message_id,
-    s.body, s.headers, (select name from {schema}.scope where id = s.scope_id), false
+with taken as (
+    update {schema}.saga as s
+    set token = greatest(s.token + 1, nextval('{schema}.saga_token'))
+    where s.key = %(key)s and s.worker = %(worker)s and s.token = coalesce(%(token)s::bigint, s.token)
+    returning s.*
+), noted as (
+    insert into {schema}.history (key, at, what, owner, token, attempt)
+    select key, clock_timestamp(), 'retaken', (select name from {schema}.worker where id = %(worker)s), token, attempt
+    from taken
+)
+select s.key, s.handler, s.token, s.state, s.attempt, s.version, s.rejection, s.source, s.position, s.message_id,
+    s.body, s.headers, (select name from {schema}.scope where id = s.scope_id), s.stale
+from taken as s
 
 -- name: fence
 -- Held to COMMIT, so a takeover waits for an open step, or skips it. No row: fenced (L2).
@@ -211,50 +233,126 @@ where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(
 select name, kind, state, has_undo, overlapped, position, attempt, output, content_type
 from {schema}.step where key = %(key)s order by position nulls last, started_at
 
--- name: begin_step
--- The checkpoint comes first: a COMMIT inside the function then fails at the guard (L3).
+-- name: begin_steps
+-- Each row is fenced by itself, and writes nothing without its saga's row (L2). It is locked by its key in LATERAL …
+-- OFFSET 0, an index lookup whatever the plan was made on (G5), and passed over when somebody has locked it: a shared
+-- commit waits for no one saga. A checkpoint comes before its function, so that a COMMIT inside fails at the guard (L3).
+-- What has come to its end is not begun again, whoever asks.
 insert into {schema}.step (key, name, kind, state, has_undo, token, started_at)
-values (%(key)s, %(name)s, %(kind)s, %(state)s, %(has_undo)s, %(token)s, clock_timestamp())
+select w.key, w.name, w.kind, w.state, w.has_undo, w.token, clock_timestamp()
+from unnest(%(key)s::bytea[], %(token)s::bigint[], %(worker)s::bigint[], %(phase)s::smallint[], %(name)s::text[],
+    %(kind)s::smallint[], %(state)s::smallint[], %(has_undo)s::boolean[])
+    as w (key, token, worker, phase, name, kind, state, has_undo)
+cross join lateral (
+    select 1 from {schema}.saga where key = w.key and token = w.token and worker = w.worker and state = w.phase
+    offset 0 for share skip locked
+) as fence
 on conflict (key, name) do update
-set state = excluded.state, token = excluded.token, attempt = step.attempt + 1
-returning attempt
+set state = excluded.state, token = excluded.token, attempt = step.attempt + 1,
+    undo_at = case when excluded.state = 4 then coalesce(step.undo_at, excluded.started_at) end
+where (step.state, excluded.state) in ((1, 1), (2, 4), (4, 4))
+returning key, name, attempt
 
--- name: finish_step
+-- name: finish_steps
+-- Fenced as `begin_steps`. Forward, only what has no end yet; backward (5), only what is being undone.
 insert into {schema}.step (key, name, kind, state, has_undo, overlapped, position, token, output, content_type,
     started_at, finished_at)
-values (%(key)s, %(name)s, %(kind)s, %(state)s, %(has_undo)s, %(overlapped)s, nextval('{schema}.saga_token'),
-    %(token)s, %(output)s, %(content_type)s, clock_timestamp(), clock_timestamp())
+select w.key, w.name, w.kind, w.state, w.has_undo, w.overlapped, nextval('{schema}.saga_token'), w.token, w.output,
+    w.content_type, clock_timestamp(), clock_timestamp()
+from unnest(%(key)s::bytea[], %(token)s::bigint[], %(worker)s::bigint[], %(phase)s::smallint[], %(name)s::text[],
+    %(kind)s::smallint[], %(state)s::smallint[], %(has_undo)s::boolean[], %(overlapped)s::boolean[],
+    %(output)s::bytea[], %(content_type)s::text[])
+    as w (key, token, worker, phase, name, kind, state, has_undo, overlapped, output, content_type)
+cross join lateral (
+    select 1 from {schema}.saga where key = w.key and token = w.token and worker = w.worker and state = w.phase
+    offset 0 for share skip locked
+) as fence
 on conflict (key, name) do update
-set state = excluded.state, overlapped = excluded.overlapped, position = excluded.position, token = excluded.token,
-    output = excluded.output, content_type = excluded.content_type, finished_at = excluded.finished_at
-
--- name: finish_undo
-update {schema}.step set state = 5, token = %(token)s, finished_at = clock_timestamp()
-where key = %(key)s and name = %(name)s
+set state = excluded.state, overlapped = step.overlapped or excluded.overlapped,
+    position = coalesce(step.position, excluded.position), token = excluded.token,
+    output = coalesce(step.output, excluded.output), content_type = coalesce(step.content_type, excluded.content_type),
+    finished_at = coalesce(step.finished_at, excluded.finished_at),
+    undone_at = case when excluded.state = 5 then excluded.finished_at end
+where case when excluded.state = 5 then step.state = 4 else step.position is null end
+returning key, name, attempt
 
 -- name: open_intents
 -- In a statement after the row lock: with NOT EXISTS in one statement an intent that was committing passed (L7).
 select count(*) from {schema}.step where key = %(key)s and state = 1
 
 -- name: set_undoing
-update {schema}.saga set state = 2, rejection = %(rejection)s, attempt = 1 where key = %(key)s
+with undoing as (
+    update {schema}.saga set state = 2, rejection = %(rejection)s, attempt = 1 where key = %(key)s
+    returning key, worker, token
+)
+insert into {schema}.history (key, at, what, owner, token, detail)
+select key, clock_timestamp(), 'undoing', (select name from {schema}.worker where id = u.worker), token,
+    convert_from(%(rejection)s, 'utf8')
+from undoing as u
 
 -- name: set_record
 update {schema}.record set state = %(state)s, changed_at = clock_timestamp() where key = %(key)s
 
+-- name: no_scans
+-- Sent before `end_sagas`, for the rest of a transaction in which no handler runs: neither UPDATE nor DELETE can find its
+-- rows in LATERAL, and planned on empty tables they would read all of them for ever (G5).
+select set_config('enable_seqscan', 'off', true)
+
+-- name: end_sagas
+-- Fenced as `begin_steps`, but FOR UPDATE: a saga with an open step is passed over.
+with own as materialized (
+    select w.key, w.final
+    from unnest(%(key)s::bytea[], %(token)s::bigint[], %(worker)s::bigint[], %(phase)s::smallint[],
+        %(final)s::smallint[]) as w (key, token, worker, phase, final)
+    cross join lateral (
+        select 1 from {schema}.saga where key = w.key and token = w.token and worker = w.worker and state = w.phase
+        offset 0 for update skip locked
+    ) as fence
+), ended as (
+    update {schema}.record as r
+    set state = (select final from own where own.key = r.key), changed_at = clock_timestamp()
+    where r.key = any(array(select key from own))
+)
+delete from {schema}.saga as s where s.key = any(array(select key from own))
+returning s.key, '', s.attempt
+
 -- name: end_saga
+-- Of a saga whose row is locked already.
 delete from {schema}.saga where key = %(key)s
 
 -- name: release_saga
-update {schema}.saga
-set worker = null, due = clock_timestamp() + make_interval(secs => %(delay)s), error = coalesce(%(error)s, error),
-    attempt = attempt - %(back)s
-where key = %(key)s
+with released as (
+    update {schema}.saga
+    set worker = null, due = clock_timestamp() + make_interval(secs => %(delay)s), error = coalesce(%(error)s, error),
+        attempt = attempt - %(back)s, stale = %(stale)s
+    where key = %(key)s
+    returning key, token, attempt + %(back)s as attempt
+)
+insert into {schema}.history (key, at, what, owner, token, attempt, detail)
+select key, clock_timestamp(), 'released', (select name from {schema}.worker where id = %(worker)s), token, attempt,
+    %(error)s
+from released
 
 -- name: park_saga
-update {schema}.saga set worker = null, parked = %(reason)s, error = %(error)s where key = %(key)s
+with parked as (
+    update {schema}.saga set worker = null, parked = %(reason)s, error = %(error)s where key = %(key)s
+    returning key, token, attempt
+)
+insert into {schema}.history (key, at, what, owner, token, attempt, detail)
+select key, clock_timestamp(), 'parked', (select name from {schema}.worker where id = %(worker)s), token, attempt,
+    %(reason)s || ': ' || %(error)s
+from parked
+
+-- name: note
+-- Of a saga that has not ended. What was noted last is not noted again: a redelivery may ask many times.
+insert into {schema}.history (key, at, what, detail)
+select %(key)s, clock_timestamp(), %(what)s::text, %(detail)s::text
+where exists (select from {schema}.saga where key = %(key)s)
+  and not exists (select from (select what, detail from {schema}.history where key = %(key)s order by id desc limit 1)
+                      as last where last.what = %(what)s::text and last.detail is not distinct from %(detail)s::text)
 
 -- name: prune_steps
+with history as (delete from {schema}.history where key = any(%(keys)s))
 delete from {schema}.step where key = any(%(keys)s)
 
 -- name: saga_list
@@ -292,8 +390,11 @@ left join {schema}.result as e on e.key = r.key
 where r.key = %(key)s
 
 -- name: saga_steps
-select name, kind, state, has_undo, overlapped, token, attempt, output, started_at, finished_at
+select name, kind, state, has_undo, overlapped, token, attempt, output, started_at, finished_at, undo_at, undone_at
 from {schema}.step where key = %(key)s order by started_at, position nulls last
+
+-- name: saga_history
+select at, what, owner, token, attempt, detail from {schema}.history where key = %(key)s order by id
 
 -- name: lock_saga
 -- Waits for open steps; from here on nobody takes it. Held: by a worker whose lease is not over.
@@ -305,8 +406,9 @@ where s.key = %(key)s for update of s
 -- name: resume_saga
 -- Nobody's and due now, with all attempts before it again. The token is new: its last owner may only be frozen.
 update {schema}.saga
-set token = greatest(token + 1, nextval('{schema}.saga_token')), parked = null, worker = null, due = clock_timestamp(), attempt = 0, state = %(state)s,
-    version = coalesce(%(version)s, version), rejection = coalesce(rejection, %(rejection)s)
+set token = greatest(token + 1, nextval('{schema}.saga_token')), parked = null, worker = null, stale = false,
+    due = clock_timestamp(), attempt = 0, state = %(state)s, version = coalesce(%(version)s, version),
+    rejection = coalesce(rejection, %(rejection)s)
 where key = %(key)s
 
 -- name: forget_dead

@@ -19,7 +19,8 @@ from idemconsumer._model import OutcomeKind, State
 from idemconsumer._sql import load
 from idemconsumer._work import Work
 from idemconsumer.errors import CommitUnknown
-from idemconsumer.ports import Claim, Holding, JoinedStore, LeaseStore, StepRow
+from idemconsumer.ports import Claim, JoinedStore
+from idemconsumer.ports_sagas import Holding, LeaseStore, StepRow
 from idemconsumer.stores.migrations import migrate
 
 

@@ -23,7 +23,8 @@ from idemconsumer._model import Point, SagaPoint, State
 from idemconsumer._options import Options
 from idemconsumer._work import Work
 from idemconsumer.handlers import BoundHandler
-from idemconsumer.ports import Holding, Observer, Saga, Step
+from idemconsumer.ports import Observer
+from idemconsumer.ports_sagas import Holding, Saga, Step
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.stores.postgres import PostgresStore
@@ -149,10 +150,15 @@ class Bench:
         cursor = self._connection.execute(query, params or None)
         return cursor.fetchall() if cursor.description else []
 
+    def script(self, text: str) -> list[tuple[Any, ...]]:
+        """Statements that are put together, without parameters."""
+        cursor = self._connection.execute(text.encode())
+        return cursor.fetchall() if cursor.description else []
+
     def clear(self) -> None:
         self.run(
             "truncate effect, idemconsumer.record, idemconsumer.result, idemconsumer.saga, idemconsumer.step,"
-            " idemconsumer.worker, idemconsumer.dead_letter"
+            " idemconsumer.worker, idemconsumer.dead_letter, idemconsumer.history"
         )
 
     def close(self) -> None:

@@ -10,6 +10,9 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx, idempotent_handler
 from idemconsumer._model import State
+from idemconsumer.errors import CommitUnknown
+from idemconsumer.ports import DeadLetter
+from idemconsumer.ports_sagas import Holding
 from tests.sagas.conftest import Bench, Remote, SagaFn, Station, put, saga, take_back
 
 
@@ -182,6 +185,25 @@ async def test_a_message_that_no_longer_decodes_is_put_aside(
     await one.deliver(saga(old))
     outcome = await two.resume(handler)
     assert (outcome.kind, outcome.reason, remote.calls) == (OutcomeKind.DEAD, "saga_changed", [])
+
+
+async def test_a_lost_answer_when_an_unreadable_message_is_put_aside_is_found_out(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    async def typed(order: Numbered, saga: Saga) -> None:
+        return
+
+    park = two.leases.park
+
+    async def losing(holding: Holding, letter: DeadLetter) -> None:
+        await park(holding, letter)
+        raise CommitUnknown("lost")
+
+    two.leases.park = losing  # type: ignore[method-assign]
+    handler = idempotent_handler("memory:orders", key="id", name="book")(typed).plan.bind("shop")
+    await one.deliver(saga(old))
+    outcome = await two.resume(handler)
+    assert (outcome.kind, outcome.state, bench.letters) == (OutcomeKind.DEAD, State.DEAD, ["saga_changed"])
 
 
 # ------------------------------------------------------------------------------------------------------ stale (L8)

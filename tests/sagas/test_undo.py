@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import psycopg
 import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
-from idemconsumer._model import SagaPoint, State, StoredResult
+from idemconsumer._model import SagaPoint, State, StepKind, StepState, StoredResult
 from idemconsumer._work import Work
-from idemconsumer.ports import Holding
+from idemconsumer.ports_sagas import Holding
+from idemconsumer.stores._shared import BEGIN_STEPS, Write, send
+from idemconsumer.stores.leases import _step
 from tests.sagas.conftest import Bench, Notes, Remote, SagaFn, Station, order, put, saga, take_back, until
 
 NO = b'{"code":"no","body":null}'
@@ -254,9 +257,10 @@ async def test_undoing_waits_for_a_siblings_intent_that_is_being_committed_and_t
 ) -> None:
     """With the check in the locking statement its snapshot would be that of before the wait."""
     holding = await _begin(one)
-    async with one.leases._fenced(holding) as claims:
-        params = {"key": holding.key, "name": "s", "kind": 2, "state": 1, "has_undo": False, "token": holding.token}
-        await claims.send("begin_step", params)
+    async with one.store.transaction(group=1) as claims:
+        await claims.begin()
+        row = _step(holding, "s", StepKind.CALL, StepState.INTENT, False)
+        assert await send(claims, [Write(BEGIN_STEPS, row)])
         undo = asyncio.create_task(one.leases.undo(holding, StoredResult(b"{}")))
         await until(lambda: bench.waiting() == 1, "UNDOING waits for the intent")
         await claims.complete([], [])
@@ -317,6 +321,212 @@ async def test_a_rejection_beside_a_call_of_unknown_outcome_is_put_aside_and_not
     outcome = await one.resume(handler)
     assert (outcome.kind, outcome.reason) == (OutcomeKind.DEAD, "unknown_effect")
     assert sorted(bench.effects) == ["a", "b"]
+
+
+# -------------------------------------------------------------------------------- calls that a rejection cut off (L7)
+class CutOff:
+    """A call that hangs in its remote, once, beside one that is refused: a TaskGroup cancels it."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._hangs = [True]
+        self._begun = asyncio.Event()
+        self.then: list[Exception] = []
+
+    async def charge(self, step: Step, name: str) -> str:
+        if self._hangs.pop() if self._hangs else False:
+            await self._remote.charge(step, name)
+            self._begun.set()
+            await asyncio.Event().wait()
+        if self.then:
+            raise self.then.pop(0)
+        return await self._remote.charge(step, name)
+
+    async def refuse(self, step: Step) -> None:
+        await self._begun.wait()
+        raise Reject("no")
+
+    def book(self, ask: Any = None) -> SagaFn:
+        async def book(order: dict[str, Any], saga: Saga) -> None:
+            await saga.tx("a", put, "a", undo=take_back)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(saga.call("cut", self.charge, "cut", undo=self._remote.refund, reconcile=ask))
+                group.create_task(saga.call("refused", self.refuse))
+
+        return book
+
+
+async def test_a_call_that_a_rejection_cut_off_is_called_again_with_its_key_and_undone(
+    bench: Bench, one: Station, remote: Remote
+) -> None:
+    outcome = await one.deliver(saga(CutOff(remote).book()))
+    assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, NO)
+    assert bench.effects == ["a", "undo:a:out:a"]
+    assert [name for name, _ in remote.calls] == ["cut", "cut", "refund:cut:charged:cut"]
+    assert len(remote.keys("cut")) == 1
+
+
+async def test_a_call_that_a_rejection_cut_off_and_that_is_refused_has_nothing_to_undo(
+    bench: Bench, one: Station, remote: Remote
+) -> None:
+    cut = CutOff(remote)
+    cut.then = [Reject("no as well")]
+    outcome = await one.deliver(saga(cut.book()))
+    assert (outcome.kind, outcome.result, remote.effects) == (OutcomeKind.FAILED, NO, ["cut"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "calls"), [("done", ["cut", "refund:cut:found"]), ("not done", None), ("unknown", ["cut"])]
+)
+async def test_the_reconcile_of_a_call_that_a_rejection_cut_off_is_asked_first(
+    bench: Bench, one: Station, remote: Remote, answer: str, calls: list[str] | None
+) -> None:
+    answers: dict[str, Any] = {"done": Done("found"), "not done": NotDone(), "unknown": Unknown()}
+
+    async def ask(step: Step, name: str) -> Any:
+        return answers[answer]
+
+    outcome = await one.deliver(saga(CutOff(remote).book(ask)))
+    assert outcome.reason == ("unknown_effect" if answer == "unknown" else None)
+    assert [name for name, _ in remote.calls] == (calls or ["cut", "cut", "refund:cut:charged:cut"])
+    assert bench.effects == (["a"] if answer == "unknown" else ["a", "undo:a:out:a"])
+
+
+async def test_a_call_that_a_rejection_cut_off_is_tried_until_its_end_is_known(
+    bench: Bench, one: Station, two: Station, remote: Remote
+) -> None:
+    cut = CutOff(remote)
+    cut.then = [TimeoutError(), TimeoutError()]
+    handler = saga(cut.book())
+    kinds = [(await one.deliver(handler)).kind]
+    while kinds[-1] is OutcomeKind.RETRYING:
+        assert bench.state is State.PROCESSING
+        kinds.append((await two.resume(handler)).kind)
+    assert kinds == [OutcomeKind.RETRYING, OutcomeKind.RETRYING, OutcomeKind.FAILED]
+    assert remote.effects == ["cut", "refund:cut:charged:cut"]
+
+
+async def test_a_call_that_a_rejection_cut_off_and_that_never_ends_is_put_aside(
+    bench: Bench, one: Station, two: Station, remote: Remote
+) -> None:
+    cut = CutOff(remote)
+    cut.then = [TimeoutError() for _ in range(9)]
+    handler = saga(cut.book(), max_attempts=2)
+    outcome = await one.deliver(handler)
+    while outcome.kind is OutcomeKind.RETRYING:
+        outcome = await two.resume(handler)
+    assert (outcome.reason, bench.effects, remote.effects) == ("unknown_effect", ["a"], ["cut"])
+
+
+async def test_a_step_that_a_rejection_never_let_begin_is_left_undone(bench: Bench, one: Station) -> None:
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=take_back)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(saga.tx("b", put, "b"))
+            raise Reject("no")
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.FAILED
+    assert bench.effects == ["a", "undo:a:out:a"]
+
+
+# ------------------------------------------------------------------------------------------ failures that are no undo's
+async def test_a_collision_in_an_undo_costs_no_attempt(bench: Bench, one: Station, two: Station) -> None:
+    collides: list[Exception] = [psycopg.errors.DeadlockDetected("deadlock detected") for _ in range(4)]
+
+    async def undo(tx: Tx, output: str, name: str) -> None:
+        if collides:
+            raise collides.pop()
+        await take_back(tx, output, name)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=undo)
+        raise Reject("no")
+
+    handler = saga(book, max_attempts=1)
+    outcomes = [await one.deliver(handler)]
+    while outcomes[-1].kind is OutcomeKind.RETRYING and len(outcomes) < 9:
+        outcomes.append(await two.resume(handler))
+    assert (outcomes[-1].kind, len(outcomes)) == (OutcomeKind.FAILED, 5)
+    assert bench.effects == ["a", "undo:a:out:a"]
+
+
+def stumbling(*errors: Exception, undo_fails: list[Exception]) -> SagaFn:
+    """Its undo fails once; then the handler does, before it has asked for the step that is to be undone."""
+    left = list(errors)
+
+    async def undo(tx: Tx, output: str, name: str) -> None:
+        if undo_fails:
+            raise undo_fails.pop()
+        await take_back(tx, output, name)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=undo)
+        if not undo_fails and left:
+            raise left.pop(0)
+        await saga.tx("b", put, "b", undo=undo)
+        raise Reject("no")
+
+    return book
+
+
+async def test_a_handler_that_fails_on_its_way_to_an_undo_is_tried_again(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    handler = saga(stumbling(ValueError("once"), LookupError("twice"), undo_fails=[ValueError("first")]))
+    outcome = await one.deliver(handler)
+    while outcome.kind is OutcomeKind.RETRYING:
+        assert bench.state is State.UNDOING
+        outcome = await two.resume(handler)
+    assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, NO)
+    assert bench.effects == ["a", "b", "undo:b:out:b", "undo:a:out:a"]
+
+
+async def test_a_handler_that_keeps_failing_on_its_way_to_an_undo_is_put_aside(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    errors = [ValueError("again") for _ in range(9)]
+    handler = saga(stumbling(*errors, undo_fails=[ValueError("first")]), max_attempts=3)
+    outcome = await one.deliver(handler)
+    runs = 1
+    while outcome.kind is OutcomeKind.RETRYING:
+        outcome = await two.resume(handler)
+        runs += 1
+    assert (outcome.reason, bench.effects, runs <= 4) == ("undo_failed", ["a", "b"], True)
+    assert "the handler, before step 'b': ValueError: again" in bench.letter
+
+
+async def test_attempts_that_run_out_before_a_finished_step_was_met_still_undo_it(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    fails = [ValueError("last step"), ValueError("before b")]
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=take_back)
+        if len(fails) == 1:
+            raise fails.pop()
+        await saga.tx("b", put, "b", undo=take_back)
+        if fails:
+            raise fails.pop(0)
+
+    handler = saga(book, max_attempts=1)
+    outcome = await one.deliver(handler)
+    while outcome.kind is OutcomeKind.RETRYING:
+        outcome = await two.resume(handler)
+    assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, b'{"code":"attempts_exhausted","body":"ValueError"}')
+    assert bench.effects == ["a", "b", "undo:b:out:b", "undo:a:out:a"]
+
+
+async def test_an_undoing_handler_that_returns_without_a_finished_step_is_put_aside_at_once(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    undo_fails: list[Exception] = [ValueError("first")]
+
+    async def shorter(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=take_back)
+
+    assert (await one.deliver(saga(stumbling(undo_fails=undo_fails)))).kind is OutcomeKind.RETRYING
+    outcome = await two.resume(saga(shorter))
+    assert (outcome.kind, outcome.reason, bench.effects) == (OutcomeKind.DEAD, "saga_changed", ["a", "b"])
 
 
 # ----------------------------------------------------------------------------------------------------------- reconcile

@@ -11,7 +11,8 @@ from idemconsumer._model import Message, Outcome
 from idemconsumer.app import App
 from idemconsumer.handlers import Backoff, Handler, idempotent_handler
 from idemconsumer.keys import Key
-from idemconsumer.ports import Done, NotDone, Saga, Step, Tx, Unknown
+from idemconsumer.ports import Tx
+from idemconsumer.ports_sagas import Done, NotDone, Saga, Step, Unknown
 
 
 class Transfer(msgspec.Struct):
@@ -96,6 +97,23 @@ async def book(order: Transfer, saga: Saga, client: Gateway) -> str:
     await saga.call("charged", reserve, order)  # type: ignore[arg-type]
     await saga.tx("reserved", reserve, order, undo=refund)  # type: ignore[arg-type]
     return charged
+
+
+async def look(order: Transfer, tx: Tx, client: Gateway) -> Done[str] | NotDone:
+    return NotDone()
+
+
+async def no_answer(order: Transfer, tx: Tx) -> str:
+    return order.id
+
+
+def not_async(order: Transfer) -> Unknown:
+    return Unknown()
+
+
+app.idempotent_handler("rabbitmq:looked", key="id", name="looked", reconcile=look)(book)
+app.idempotent_handler("rabbitmq:a", key="id", reconcile=no_answer)  # type: ignore[arg-type]
+app.idempotent_handler("rabbitmq:b", key="id", reconcile=not_async)  # type: ignore[arg-type]
 
 
 async def begin(order: Transfer, tx: Tx) -> None:

@@ -1,0 +1,341 @@
+"""One attempt of a saga that this worker holds: run its handler, and bring what comes of it to an end.
+
+An attempt ends completed, rejected and undone, released to its next one, or put aside for a person. Whatever is not
+known to have ended is never completed or undone on a guess.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import structlog
+
+from idemconsumer import codecs
+from idemconsumer._engine import asked
+from idemconsumer._machine import Event, move
+from idemconsumer._model import Outcome, OutcomeKind, Point, SagaPoint, State, StepKind, StepState, StoredResult
+from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
+from idemconsumer.errors import (
+    CommitUnknown,
+    Contention,
+    Fenced,
+    Reject,
+    Retry,
+    SagaChanged,
+    SagaMisused,
+    StoreUnavailable,
+    UnknownEffect,
+)
+from idemconsumer.handlers import Call
+from idemconsumer.ports_sagas import Done, Holding, LeaseStore, NotDone, StepRow, Unknown
+from idemconsumer.saga import Asked, Replayed, SagaRun, StepCall, decode_output, step_key
+
+log = structlog.get_logger("idemconsumer")
+
+ANY_VERSION: Final = "*"  # a person has decided that the saga may go on with whatever the handler is now
+_UNDECIDED: Final = (Fenced, StoreUnavailable, CommitUnknown, Contention)
+At = Callable[[Point | SagaPoint, str, Sequence[bytes]], None]
+
+
+class Attempt:
+    """Owns what `work` holds until `go` ends. `work.holding` follows the saga's phase meanwhile; `run` is there once
+    the handler runs."""
+
+    def __init__(self, work: Work, leases: LeaseStore, at: At, chance: Callable[[], float]) -> None:
+        self._work = work
+        self._handler = work.handler
+        self._options = work.handler.options
+        self._leases = leases
+        self._tell = at
+        self._chance = chance
+        self.run: SagaRun | None = None
+
+    async def go(self) -> Outcome:
+        """Raises Fenced, StoreUnavailable and CommitUnknown: nothing is decided, then."""
+        try:
+            return await self._go()
+        except (SagaChanged, UnknownEffect) as error:
+            return await self._park(error.reason, str(error))
+        except Contention as collision:
+            # The saga waits instead of its lane, which would take this for an outage.
+            return await self._again(collision, self._pause(1), count=False)
+
+    @property
+    def _holding(self) -> Holding:
+        assert self._work.holding is not None
+        return self._work.holding
+
+    async def _go(self) -> Outcome:
+        holding, options, call = self._holding, self._options, self._work.call
+        if call is None:
+            raise SagaChanged(str(self._work.refusal or "it cannot be decoded any more"))
+        # What an undoing saga is to come to is known, so nothing is asked about it.
+        asks = holding.stale and holding.state is State.PROCESSING and self._handler.reconciles
+        if holding.stale and options.on_stale == "review" and not asks:
+            return await self._park("review", "its worker is gone, and on_stale says that a person decides")
+        if holding.attempt > options.max_attempts:
+            return await self._park("killed_worker", f"{holding.attempt - 1} workers ended while it ran")
+        if holding.version not in (options.version, ANY_VERSION):
+            raise SagaChanged(
+                f"it began with version {holding.version!r}, and the handler is version {options.version!r}"
+            )
+        if asks and (end := await self._reconcile(call)) is not None:
+            return end
+        holding = self._work.holding = replace(holding, stale=False)
+        run = self.run = SagaRun(
+            self._leases,
+            holding,
+            await self._leases.steps(holding.key),
+            timeout=options.timeout,
+            accepted=holding.version == ANY_VERSION,
+            at=self._tell,
+        )
+        try:
+            value, error = await _ended(asyncio.create_task(self._handler.run(call, run, holding.attempt)))
+        except asyncio.CancelledError:
+            await run.settle()
+            raise
+        if isinstance(error, ExceptionGroup):
+            error = _one_rejection(error, (Reject, *options.fail_on)) or error
+        if isinstance(error, Reject):
+            await run.siblings()
+        await run.settle(rejected=isinstance(error, Reject))
+        cause = run.interruption or error
+        if isinstance(cause, (*_UNDECIDED, SagaChanged, UnknownEffect)):
+            raise cause
+        if holding.state is State.UNDOING:
+            return await self._undo(run, cause)
+        if cause is None:
+            run.check_complete()
+            try:
+                return await self._end(OutcomeKind.APPLIED, Event.COMPLETE, codecs.encode(value))
+            except TypeError as unencodable:
+                return await self._failed(run, unencodable)
+        # A TaskGroup cancels the steps beside a rejected one. It stays a rejection, and what they did not end is open.
+        beside = run.rejected and isinstance(run.interruption, asyncio.CancelledError)
+        refusal = error if beside and isinstance(error, Reject) else cause
+        if isinstance(refusal, (Reject, *options.fail_on)):
+            return await self._reject(run, rejection_of(refusal), refusal)
+        return await self._failed(run, cause)
+
+    # ----------------------------------------------------------------------------------------------------------- ends
+    async def _end(self, kind: OutcomeKind, event: Event, result: StoredResult | None) -> Outcome:
+        holding = self._holding
+        after = move(holding.state, event)
+        self._at(Point.SEALING)
+        await self._leases.complete(holding, after, result)
+        self._at(Point.COMMITTED)
+        return _outcome(kind, holding, after, result)
+
+    async def _failed(self, run: SagaRun, error: BaseException) -> Outcome:
+        """Another attempt, or the end of all attempts. A finished step since the last one makes it the first again."""
+        options, attempt = self._options, self._holding.attempt
+        self._warn("saga failed", error, recovery_point=run.recovery_point)
+        retryable = isinstance(error, Retry) or options.retry_on is None or isinstance(error, options.retry_on)
+        if retryable and (run.progressed or attempt < options.max_attempts):
+            return await self._again(error, self._pause(1 if run.progressed else attempt))
+        rows = await self._leases.steps(self._holding.key)
+        if any(row.state is StepState.INTENT for row in rows):
+            return await self._park(UnknownEffect.reason, describe(error))
+        if any(row.has_undo and row.state is StepState.DONE for row in rows):
+            return await self._reject(run, ("attempts_exhausted", type(error).__name__), error)
+        return await self._park("attempts_exhausted", describe(error))
+
+    async def _again(self, error: BaseException, delay: float, *, count: bool = True) -> Outcome:
+        """Another attempt, by whoever takes the saga after `delay` seconds, or as long as the error asks for."""
+        holding = self._holding
+        if isinstance(error, Retry) and error.after is not None:
+            delay = asked(error.after, self._handler.name)
+        await self._leases.release(holding, delay, describe(error), count=count)
+        self._at(SagaPoint.RELEASED)
+        kind = type(error).__name__
+        return Outcome(OutcomeKind.RETRYING, state=holding.state, due=delay, attempt=holding.attempt, error=kind)
+
+    async def _park(self, reason: str, error: str) -> Outcome:
+        """For a person: never completed, undone or run again by itself."""
+        holding = self._holding
+        self._at(Point.DEAD_LETTERING)
+        await self._leases.park(holding, dead_letter(self._work, reason, error, holding.attempt))
+        self._at(Point.DEAD_LETTERED)
+        log.error("dead letter", reason=reason, **self._named())
+        return Outcome(OutcomeKind.DEAD, state=State.DEAD, attempt=holding.attempt, reason=reason, error=error)
+
+    # -------------------------------------------------------------------------------------------- after a lost worker
+    async def _reconcile(self, call: Call) -> Outcome | None:
+        """Ask the handler's `reconcile` what the lost worker has left behind. None: not done, so it is to run again.
+
+        Asked in the transaction that completes the saga, so that nobody else can go on with it meanwhile.
+        """
+        holding = self._holding
+        try:
+            async with self._leases.completion(holding) as opened:
+                try:
+                    async with asyncio.timeout(self._options.timeout):
+                        asking = self._handler.reconcile(call, opened.tx(), holding.attempt)
+                        answer = _answer(*await _ended(asyncio.create_task(asking)))
+                    opened.check()
+                except Exception as error:
+                    raise opened.diagnose(error) from error
+                if isinstance(answer, Done):
+                    result = codecs.encode(answer.result)
+                    self._at(Point.SEALING)
+                    await opened.finish(result)
+                    self._at(Point.COMMITTED)
+                    return _outcome(OutcomeKind.APPLIED, holding, State.COMPLETED, result)
+        except _UNDECIDED:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it raises, nobody knows the answer yet
+            self._warn("reconcile failed", error)
+            if holding.attempt < self._options.max_attempts:
+                return await self._again(error, self._pause(holding.attempt))
+            return await self._park(UnknownEffect.reason, f"reconcile: {describe(error)}")
+        if isinstance(answer, NotDone):
+            await self._leases.note(holding.key, "reconciled", "not done")
+            return None
+        reason = "review" if self._options.on_stale == "review" else UnknownEffect.reason
+        return await self._park(reason, "its worker is gone, and reconcile cannot say whether it was done")
+
+    # ------------------------------------------------------------------------------------------------ rejection, undo
+    async def _reject(self, run: SagaRun, code_and_body: tuple[str, object], cause: BaseException) -> Outcome:
+        """UNDOING first, once it is known how every call has ended (L7)."""
+        holding, rejection = self._holding, codecs.encode_rejection(*code_and_body)
+        self._at(Point.REJECTING)
+        undoing = await self._leases.undo(holding, rejection)
+        if undoing is None:
+            resolving = asyncio.create_task(run.resolve(await self._leases.steps(holding.key)))
+            if (error := (await _ended(resolving))[1]) is not None:
+                if isinstance(error, (*_UNDECIDED, SagaChanged, UnknownEffect)):
+                    raise error
+                return await self._failed(run, error)
+            undoing = await self._leases.undo(holding, rejection)
+        self._at(Point.REJECTED)
+        if undoing is None:
+            raise UnknownEffect("it was rejected while a call's outcome is unknown")
+        self._work.holding = undoing
+        return await self._undo(run, cause, fresh=True)
+
+    async def _undo(self, run: SagaRun, cause: BaseException | None, *, fresh: bool = False) -> Outcome:
+        """Undo the finished steps from the last to the first, each checkpointed, then FAILED (L7).
+
+        `cause` is what ended the run that tells how to undo them; `fresh`: it was not yet run for that.
+        """
+        holding = self._holding
+        rows = [row for row in await self._leases.steps(holding.key) if row.has_undo]
+        todo = [row for row in rows if row.state in (StepState.DONE, StepState.UNDO_INTENT)]
+        steps = {name: step for name, step in run.asked.items() if step.undo is not None}
+        if lost := [row.name for row in todo if row.name not in steps]:
+            said_all = cause is None or isinstance(cause, (Replayed, Reject, *self._options.fail_on))
+            if said_all or lost[0] in run.asked:
+                raise SagaChanged(f"step {lost[0]!r} has to be undone, and the handler no longer says how")
+            assert cause is not None
+            if fresh:
+                return await self._again(cause, self._pause(1), count=False)
+            return await self._not_undone(f"the handler, before step {lost[0]!r}", cause)
+        progressed = False
+        for row in sorted(todo, key=lambda row: row.position or 0, reverse=True):
+            try:
+                await self._undo_step(row, steps[row.name])
+            except _UNDECIDED:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever an undo raises is retried like a step
+                return await self._not_undone(f"undo of {row.name!r}", error, progressed=progressed)
+            progressed = True
+        assert holding.rejection is not None
+        return await self._end(OutcomeKind.FAILED, Event.UNDONE, StoredResult(holding.rejection))
+
+    async def _not_undone(self, what: str, error: BaseException, *, progressed: bool = False) -> Outcome:
+        attempt = self._holding.attempt
+        self._warn("undo failed", error)
+        if not progressed and attempt >= self._options.max_attempts:
+            return await self._park("undo_failed", f"{what}: {describe(error)}")
+        return await self._again(error, self._pause(attempt))
+
+    async def _undo_step(self, row: StepRow, step: Asked) -> None:
+        assert step.undo is not None
+        holding, timeout = self._holding, self._options.timeout
+        output = decode_output(row.name, step.fn, row.output)
+        self._at(SagaPoint.UNDOING)
+        if row.kind is StepKind.TX:
+            async with self._leases.step(holding, row.name, has_undo=True, undo=True) as opened:
+                try:
+                    async with asyncio.timeout(timeout):
+                        await step.undo(opened.tx(), output, *step.args)
+                    opened.check()
+                except Exception as error:
+                    raise opened.diagnose(error) from error
+                await opened.finish(None, overlapped=False)
+        else:
+            attempt = await self._leases.intend(holding, row.name, has_undo=True, undo=True)
+            key = step_key(holding.scope, holding.key, row.name, undo=True)
+            async with asyncio.timeout(timeout):
+                await step.undo(StepCall(key, attempt), output, *step.args)
+            self._at(SagaPoint.CALLED)
+            await self._leases.record(
+                holding, row.name, row.kind, StepState.UNDONE, None, has_undo=True, overlapped=row.overlapped
+            )
+        self._at(SagaPoint.UNDONE)
+
+    # -------------------------------------------------------------------------------------------------------- helpers
+    def _pause(self, attempt: int) -> float:
+        return self._options.backoff.delay(attempt, self._chance())
+
+    def _at(self, point: Point | SagaPoint) -> None:
+        self._tell(point, self._handler.name, (self._holding.key,))
+
+    def _named(self) -> dict[str, object]:
+        holding = self._holding
+        return {"handler": self._handler.name, "key": holding.key.hex()[:12], "attempt": holding.attempt}
+
+    def _warn(self, event: str, error: BaseException, **more: object) -> None:
+        log.warning(event, error=type(error).__name__, where=where(error), **self._named(), **more)
+
+
+def _answer(answer: object, error: BaseException | None) -> Done[object] | NotDone | Unknown:
+    """What a reconcile has said. Raises what it raised, and SagaMisused for what is no answer."""
+    if isinstance(error, Exception):
+        raise error
+    if isinstance(answer, Done | NotDone | Unknown):
+        return answer
+    said = f"returned {type(answer).__name__}" if error is None else f"ended by {type(error).__name__}"
+    raise SagaMisused(f"reconcile {said}; return Done(result), NotDone() or Unknown()")
+
+
+def _outcome(kind: OutcomeKind, holding: Holding, state: State, result: StoredResult | None) -> Outcome:
+    return Outcome(
+        kind,
+        result=None if result is None else result.body,
+        content_type=None if result is None else result.content_type,
+        state=state,
+        attempt=holding.attempt,
+    )
+
+
+async def _ended(handler: asyncio.Task[object]) -> tuple[object, BaseException | None]:
+    """What the handler returned or raised. A cancellation of the caller is passed on, and raised whatever the handler
+    makes of it.
+
+    The handler has a task of its own, since what user code does to its task must end with it: before Python 3.13 a
+    TaskGroup with a failed child leaves `cancelling()` raised for good.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not handler.done():
+        try:
+            await asyncio.wait([handler])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            handler.cancel()
+    raised = asyncio.CancelledError() if handler.cancelled() else handler.exception()
+    if cancelled is not None:
+        raise cancelled
+    return (None if raised is not None else handler.result()), raised
+
+
+def _one_rejection(error: Exception, kinds: tuple[type[Exception], ...]) -> Exception | None:
+    """The first of a TaskGroup's errors, if nothing but rejections left it."""
+    if not isinstance(error, ExceptionGroup) or error.split(kinds)[1] is not None:
+        return None
+    first = error.exceptions[0]
+    return _one_rejection(first, kinds) or first

@@ -1,0 +1,79 @@
+"""What happened to a saga, in the order of time: from its row, its history, its steps and its record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from idemconsumer._model import StepState
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that happened. `owner` is the worker that it is about and `token` the one it held; `seconds` is how
+    long a step took, from its first start to its end."""
+
+    at: datetime
+    what: str
+    owner: str | None = None
+    token: int | None = None
+    attempt: int | None = None
+    seconds: float | None = None
+    detail: str | None = None
+
+
+_STEP_SAYS = {
+    StepState.INTENT: "called, not known how it ended",
+    StepState.DONE: "done",
+    StepState.REJECTED: "rejected",
+}
+
+
+def timeline(
+    running: Mapping[str, Any] | None,
+    history: Sequence[Mapping[str, Any]],
+    steps: Sequence[Mapping[str, Any]],
+    end: tuple[datetime, str],
+) -> list[Event]:
+    """`running` is the saga's row while it has not ended, `end` what its record says and since when.
+
+    Who began it is known as long as it has not ended, or when something disturbed it.
+    """
+    events = [Event(**row) for row in history]
+    if running is not None:
+        first = next((event for event in events if event.token is not None), None)
+        owner, token = (running["owner"], running["token"]) if first is None else (first.owner, first.token)
+        origin = f"{running['source']} {running['position']}"
+        events.append(Event(at=running["started_at"], what="begun", owner=owner, token=token, attempt=1, detail=origin))
+    else:
+        events.append(Event(at=end[0], what=end[1]))
+    for step in steps:
+        events += _of_step(step)
+    return sorted(events, key=lambda event: event.at)
+
+
+def _of_step(step: Mapping[str, Any]) -> Iterator[Event]:
+    name, state, began, ended = (
+        f"step {step['name']}",
+        StepState(step["state"]),
+        step["started_at"],
+        step["finished_at"],
+    )
+    undoes = step["undo_at"] is not None  # its token and attempts are those of the undo, then
+    yield Event(
+        at=ended or began,
+        what=f"{name} {_STEP_SAYS.get(state, 'done')}",
+        token=None if undoes else step["token"],
+        attempt=None if undoes else step["attempt"],
+        seconds=None if ended is None else (ended - began).total_seconds(),
+    )
+    if undoes:
+        began, ended = step["undo_at"], step["undone_at"]
+        yield Event(
+            at=ended or began,
+            what=f"{name} {'undo called, not known how it ended' if ended is None else 'undone'}",
+            token=step["token"],
+            seconds=None if ended is None else (ended - began).total_seconds(),
+        )

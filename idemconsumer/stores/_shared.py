@@ -1,0 +1,198 @@
+"""Group commit for sagas: what has piled up while one shared commit was under way goes into the next one (L4).
+
+Most of a saga's commits are small and ready at once: claims, intents, outputs, completions. One transaction at a time
+takes those of all sagas of the process, by one set-based statement a kind; each row is fenced by itself. Nothing waits
+for a group to fill: a write that comes alone is committed alone, at once. Whatever a shared transaction has not
+written for a row, for any reason, its caller does again in a transaction of its own, which waits for what it has to
+wait for and tells the reason. So one saga's trouble is never another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+
+from idemconsumer._model import Mark, Record, State, StoredResult
+from idemconsumer.errors import CommitUnknown, StoreUnavailable
+from idemconsumer.ports import Claim
+from idemconsumer.stores.postgres import PostgresClaims, PostgresStore
+
+log = structlog.get_logger("idemconsumer")
+
+BEGIN_SAGAS: Final = "begin_sagas"
+BEGIN_STEPS: Final = "begin_steps"
+FINISH_STEPS: Final = "finish_steps"
+END_SAGAS: Final = "end_sagas"
+
+_MOST_WRITES: Final = 128  # as the keys of a joined group (G4)
+_MOST_BYTES: Final = 4 << 20  # of bodies and outputs: a statement is built in memory on both sides
+
+# What a write came to: the saga's token or the step's attempt; what a claim found instead; None: not written.
+Answer = int | Record | Mark | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """One row for one of the set-based statements: a value for each of its arrays.
+
+    With a `claim` it is written only if the key can be claimed in the same transaction; `result` is stored with it.
+    """
+
+    statement: str
+    row: Mapping[str, Any]
+    claim: Claim | None = None
+    result: StoredResult | None = None
+
+    @property
+    def identity(self) -> tuple[bytes, str]:
+        """The saga's key and the step's name, empty for what is about the whole saga."""
+        return self.row["key"], self.row.get("name", "")
+
+    @property
+    def size(self) -> int:
+        return sum(len(value) for value in self.row.values() if isinstance(value, bytes))
+
+
+async def send(claims: PostgresClaims, writes: Sequence[Write]) -> dict[Write, int]:
+    """Run one statement for all of `writes`, which are of its kind. What its fence did not let pass is left out."""
+    name, row = writes[0].statement, writes[0].row
+    if len(writes) == 1:
+        rows = await claims.send(f"{name}:one", dict(row))
+    else:
+        if name == END_SAGAS:
+            await claims.send("no_scans", {})
+        rows = await claims.send(name, {column: [write.row[column] for write in writes] for column in row})
+    answers = {(key, step): int(answer) for key, step, answer in rows}
+    return {write: answers[write.identity] for write in writes if write.identity in answers}
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    write: Write
+    answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class SharedCommits:
+    """The shared commits of one process."""
+
+    def __init__(self, store: PostgresStore) -> None:
+        self._store = store
+        self._queue: list[_Queued] = []
+        self._running: asyncio.Task[None] | None = None
+
+    async def write(self, write: Write) -> Answer:
+        """Commit `write` together with whatever else is waiting; returns when it is known.
+
+        None: it was not written, and is to be done alone. Raises StoreUnavailable when nothing was written, and
+        CommitUnknown when the answer of the COMMIT that it was in was lost. Cancelled while it waits for its turn it
+        is withdrawn; cancelled later it comes to its end first, as every commit does (J4).
+        """
+        queued = _Queued(write)
+        self._queue.append(queued)
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        cancelled: asyncio.CancelledError | None = None
+        while not queued.answer.done():
+            try:
+                await asyncio.wait([queued.answer])
+            except asyncio.CancelledError as error:
+                if queued in self._queue:
+                    self._queue.remove(queued)
+                    raise
+                cancelled = error
+        if cancelled is not None:
+            queued.answer.exception()
+            raise cancelled
+        return queued.answer.result()
+
+    async def _run(self) -> None:
+        try:
+            while self._queue:
+                group = _next_group(self._queue)
+                self._queue = [queued for queued in self._queue if queued not in group]
+                await self._flush(group)
+        finally:
+            self._running = None
+            left, self._queue = self._queue, []  # the loop is being closed
+            _fail(left, StoreUnavailable, "the process is ending")
+
+    async def _flush(self, group: Sequence[_Queued]) -> None:
+        try:
+            answers = await self._commit(sorted((queued.write for queued in group), key=lambda write: write.identity))
+        except StoreUnavailable as error:
+            _fail(group, StoreUnavailable, str(error))
+        except Exception as error:  # noqa: BLE001 - whose fault it is, each transaction of its own will tell
+            log.info("shared commit failed, each is done alone", writes=len(group), error=type(error).__name__)
+            _answer(group, {})
+        except BaseException:
+            _fail(group, CommitUnknown, "the process is ending")
+            raise
+        else:
+            _answer(group, answers)
+
+    async def _commit(self, writes: Sequence[Write]) -> dict[Write, Answer | CommitUnknown]:
+        """One transaction. A group's short lock_timeout bounds what one row can cost the others, however few."""
+        async with self._store.transaction(group=max(2, len(writes))) as claims:
+            found = await self._claim(claims, [write for write in writes if write.claim is not None])
+            claimed = [write for write in writes if found.get(write, Mark.CLAIMED) is Mark.CLAIMED]
+            await claims.begin()
+            written: dict[Write, int | CommitUnknown] = {}
+            for statement in (BEGIN_SAGAS, BEGIN_STEPS, FINISH_STEPS, END_SAGAS):
+                if kind := [write for write in claimed if write.statement == statement]:
+                    written |= await send(claims, kind)
+            if written:
+                results = [(write.row["key"], write.result) for write in written if write.result is not None]
+                try:
+                    await claims.complete(results, [])
+                except CommitUnknown as error:
+                    written = dict.fromkeys(written, error)
+        return {**{write: answer for write, answer in found.items() if answer is not Mark.CLAIMED}, **written}
+
+    async def _claim(self, claims: PostgresClaims, writes: Sequence[Write]) -> dict[Write, Record | Mark]:
+        if not writes:
+            return {}
+        wanted = [write.claim for write in writes if write.claim is not None]
+        return dict(zip(writes, await claims.claim(wanted, state=State.PROCESSING), strict=True))
+
+
+def _next_group(queue: Iterable[_Queued]) -> list[_Queued]:
+    """The next writes that may share a transaction, in the order of their arrival.
+
+    Steps of one saga may go together if they are different ones. What is about the whole saga, its claim or its end,
+    goes alone of its saga: no run asks for its end while a step of it waits, and if one ever did, the end would have
+    to find what the step has done.
+    """
+    group: list[_Queued] = []
+    names: dict[bytes, set[str]] = {}
+    size = 0
+    for queued in queue:
+        key, name = queued.write.identity
+        beside = names.setdefault(key, set())
+        if name in beside or (beside and (not name or "" in beside)):
+            continue
+        size += queued.write.size
+        if group and size > _MOST_BYTES:
+            break
+        beside.add(name)
+        group.append(queued)
+        if len(group) == _MOST_WRITES:
+            break
+    return group
+
+
+def _answer(group: Iterable[_Queued], answers: Mapping[Write, Answer | CommitUnknown]) -> None:
+    for queued in group:
+        answer = answers.get(queued.write)
+        if isinstance(answer, CommitUnknown):
+            _fail([queued], CommitUnknown, str(answer))
+        else:
+            queued.answer.set_result(answer)
+
+
+def _fail(group: Iterable[_Queued], kind: type[StoreUnavailable | CommitUnknown], text: str) -> None:
+    for queued in group:  # an exception of its own for each, since each is raised in another task
+        queued.answer.set_exception(kind(text))

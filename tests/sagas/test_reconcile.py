@@ -1,0 +1,368 @@
+"""A saga whose worker was lost: its handler's `reconcile` is asked before it runs again (L8)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psycopg
+import pytest
+
+from idemconsumer import App, Done, HandlerError, NotDone, OutcomeKind, Reject, Retry, Saga, Tx, Unknown
+from idemconsumer import idempotent_handler as decorate
+from idemconsumer._model import State, StoredResult
+from idemconsumer._work import Work
+from idemconsumer.brokers.sagas import SagaBroker
+from idemconsumer.errors import CommitUnknown
+from idemconsumer.handlers import BoundHandler
+from idemconsumer.ports import Bounds
+from idemconsumer.ports_sagas import Holding
+from idemconsumer.settings import Settings
+from tests.sagas.conftest import Bench, Station, order, put, saga, take_back
+
+Answer = Done[Any] | NotDone | Unknown
+DONE = Done("was done")
+
+
+class Asked:
+    """A handler and its reconcile, which notes that it was asked, writes, and answers or raises as told."""
+
+    def __init__(self, *answers: Answer | Exception) -> None:
+        self.answers = list(answers)
+        self.times = 0
+
+    async def reconcile(self, order: dict[str, Any], tx: Tx) -> Answer:
+        self.times += 1
+        await put(tx, "asked")
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def book(self, order: dict[str, Any], saga: Saga) -> str:
+        await saga.tx("a", put, "a", undo=take_back)
+        return "ran"
+
+    def handler(self, **options: Any) -> BoundHandler:
+        return saga(self.book, reconcile=self.reconcile, **options)
+
+
+async def lost(bench: Bench, station: Station, handler: BoundHandler) -> Holding:
+    """A saga that was claimed by a worker which is gone since."""
+    call = Work.of(handler, order()).call
+    assert call is not None
+    holding = await station.leases.begin(call.claim, order(), handler.name, handler.options.version)
+    assert isinstance(holding, Holding)
+    bench.expire(station)
+    return holding
+
+
+def attempts(bench: Bench) -> int:
+    ((attempt,),) = bench.run("select attempt from idemconsumer.saga")
+    return int(attempt)
+
+
+def history(bench: Bench) -> list[tuple[Any, ...]]:
+    return bench.run("select what, detail from idemconsumer.history order by id")
+
+
+# ---------------------------------------------------------------------------------------------------------- the answers
+async def test_what_is_done_completes_the_saga_and_its_handler_does_not_run(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    asked = Asked(DONE)
+    handler = asked.handler()
+    await lost(bench, one, handler)
+    outcome = await two.resume(handler)
+    assert (outcome.kind, outcome.result, bench.state) == (OutcomeKind.APPLIED, b'"was done"', State.COMPLETED)
+    assert (bench.effects, bench.held) == (["asked"], False)
+    again = await two.deliver(handler)
+    assert (again.kind, again.result) == (OutcomeKind.DUPLICATE, b'"was done"')
+
+
+async def test_what_is_not_done_runs_and_what_the_question_wrote_is_rolled_back(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    asked = Asked(NotDone())
+    handler = asked.handler()
+    await lost(bench, one, handler)
+    outcome = await two.resume(handler)
+    assert (outcome.kind, outcome.result, asked.times) == (OutcomeKind.APPLIED, b'"ran"', 1)
+    assert bench.effects == ["a"]
+    assert ("reconciled", "not done") in history(bench)
+
+
+@pytest.mark.parametrize(("on_stale", "reason"), [("resume", "unknown_effect"), ("review", "review")])
+async def test_what_nobody_can_tell_is_left_to_a_person(
+    bench: Bench, one: Station, two: Station, on_stale: Any, reason: str
+) -> None:
+    handler = Asked(Unknown()).handler(on_stale=on_stale)
+    await lost(bench, one, handler)
+    outcome = await two.resume(handler)
+    assert (outcome.kind, outcome.reason, bench.state) == (OutcomeKind.DEAD, reason, State.DEAD)
+    assert (bench.effects, bench.letters) == ([], [reason])
+
+
+async def test_with_review_an_answer_spares_the_person(bench: Bench, one: Station, two: Station) -> None:
+    handler = Asked(NotDone()).handler(on_stale="review")
+    await lost(bench, one, handler)
+    assert (await two.resume(handler)).kind is OutcomeKind.APPLIED
+
+
+# ------------------------------------------------------------------------------------------------------- no answer yet
+@pytest.mark.parametrize("error", [ValueError("no table"), Reject("no"), Retry("later")])
+async def test_a_failing_question_costs_an_attempt_and_is_asked_again_before_anything_runs(
+    bench: Bench, one: Station, two: Station, error: Exception
+) -> None:
+    asked = Asked(error, NotDone())
+    handler = asked.handler()
+    await lost(bench, one, handler)
+    outcome = await two.resume(handler)
+    assert (outcome.kind, bench.effects, attempts(bench)) == (OutcomeKind.RETRYING, [], 2)
+    assert (await two.resume(handler)).kind is OutcomeKind.APPLIED
+    assert (asked.times, bench.effects) == (2, ["a"])
+
+
+async def test_a_question_that_keeps_failing_is_left_to_a_person_and_nothing_is_undone(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    asked = Asked(ValueError("no table"))
+    handler = asked.handler(max_attempts=3)
+    await lost(bench, one, handler)
+    outcome = await two.resume(handler)
+    while outcome.kind is OutcomeKind.RETRYING:
+        outcome = await two.resume(handler)
+    assert (outcome.kind, outcome.reason, bench.effects) == (OutcomeKind.DEAD, "unknown_effect", [])
+    assert "reconcile: ValueError: no table" in bench.letter
+    assert asked.times == 2
+
+
+async def test_a_wrong_answer_is_a_failure_that_says_what_to_return(bench: Bench, one: Station, two: Station) -> None:
+    async def forgetful(order: dict[str, Any], tx: Tx) -> None:
+        return
+
+    wrong: Any = forgetful
+    handler = saga(Asked(DONE).book, reconcile=wrong, max_attempts=2)
+    await lost(bench, one, handler)
+    assert (await two.resume(handler)).reason == "unknown_effect"
+    assert "reconcile returned NoneType; return Done(result), NotDone() or Unknown()" in bench.letter
+
+
+async def test_a_collision_costs_no_attempt(bench: Bench, one: Station, two: Station) -> None:
+    asked = Asked(psycopg.errors.DeadlockDetected("deadlock detected"), DONE)
+    handler = asked.handler(max_attempts=2)
+    await lost(bench, one, handler)
+    assert (await two.resume(handler)).kind is OutcomeKind.RETRYING
+    assert attempts(bench) == 1
+    assert (await two.resume(handler)).kind is OutcomeKind.APPLIED
+
+
+async def test_a_drain_leaves_the_question_to_the_next_worker(
+    bench: Bench, one: Station, two: Station, open_station: Any
+) -> None:
+    hangs, begun = [True], asyncio.Event()
+
+    async def slow(order: dict[str, Any], tx: Tx) -> Answer:
+        if hangs.pop() if hangs else False:
+            begun.set()
+            await asyncio.Event().wait()
+        return DONE
+
+    handler = saga(Asked(DONE).book, reconcile=slow)
+    await lost(bench, one, handler)
+    run = asyncio.create_task(two.resume(handler))
+    await begun.wait()
+    two.engine.drain()
+    assert (await run).kind is OutcomeKind.CANCELLED
+    three = await open_station()
+    assert (await three.resume(handler)).result == b'"was done"'
+
+
+@pytest.mark.parametrize("on_stale", ["resume", "review"])
+async def test_a_saga_given_back_before_it_ran_is_still_that_of_a_lost_worker(
+    bench: Bench, one: Station, two: Station, on_stale: Any
+) -> None:
+    asked = Asked(DONE)
+    handler = saga(asked.book, on_stale="review") if on_stale == "review" else asked.handler()
+    await lost(bench, one, handler)
+    session = await SagaBroker(two.leases, list, lambda: 1).open(handler.subscriptions, Bounds(lanes=1, group=1))
+    session._handlers = [handler.name]
+    delivered = await session.fetch()
+    await session.release(delivered)
+    await session.close()
+    outcome = await two.resume(handler)
+    assert (outcome.reason, outcome.result) == (("review", None) if on_stale == "review" else (None, b'"was done"'))
+    assert "a" not in bench.effects
+
+
+# ----------------------------------------------------------------------------------------------------------- not asked
+async def test_nothing_is_asked_after_an_ordinary_failure(bench: Bench, one: Station, two: Station) -> None:
+    asked, fails = Asked(DONE), [ValueError()]
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        if fails:
+            raise fails.pop()
+        return await asked.book(order, saga)
+
+    handler = saga(book, reconcile=asked.reconcile)
+    assert (await one.deliver(handler)).kind is OutcomeKind.RETRYING
+    assert (await two.resume(handler)).result == b'"ran"'
+    assert asked.times == 0
+
+
+async def test_an_answer_counts_for_the_attempts_that_follow(bench: Bench, one: Station, two: Station) -> None:
+    asked, fails = Asked(NotDone()), [ValueError()]
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        if fails:
+            raise fails.pop()
+        return await asked.book(order, saga)
+
+    handler = saga(book, reconcile=asked.reconcile)
+    await lost(bench, one, handler)
+    assert (await two.resume(handler)).kind is OutcomeKind.RETRYING
+    assert (await two.resume(handler)).result == b'"ran"'
+    assert asked.times == 1
+
+
+async def test_an_undoing_saga_is_undone_and_not_asked_about(bench: Bench, one: Station, two: Station) -> None:
+    asked = Asked(DONE)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=take_back)
+        raise Reject("no")
+
+    handler = saga(book, reconcile=asked.reconcile)
+    holding = await lost(bench, one, handler)
+    assert await one.leases.undo(holding, StoredResult(b'{"code":"no","body":null}'))
+    assert (await two.resume(handler)).kind is OutcomeKind.FAILED
+    assert asked.times == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- fenced
+async def test_nobody_takes_the_saga_while_it_is_asked_about(bench: Bench, one: Station, two: Station) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(order: dict[str, Any], tx: Tx) -> Answer:
+        begun.set()
+        await go_on.wait()
+        return DONE
+
+    handler = saga(Asked(DONE).book, reconcile=slow)
+    await lost(bench, one, handler)
+    one.register(bench)
+    run = asyncio.create_task(one.resume(handler))
+    await begun.wait()
+    bench.expire(one)
+    assert await two.take(handler) is None
+    go_on.set()
+    assert (await run).result == b'"was done"'
+
+
+async def test_a_worker_that_was_overtaken_asks_nothing(bench: Bench, one: Station, two: Station) -> None:
+    asked = Asked(DONE)
+    handler = asked.handler()
+    await lost(bench, one, handler)
+    one.register(bench)
+    overtaken = await one.take(handler)
+    assert overtaken is not None
+    bench.expire(one)
+    assert await two.take(handler) is not None
+    outcome = await one.run(Work.of(handler, order(), holding=overtaken))
+    assert (outcome.kind, asked.times, bench.effects) == (OutcomeKind.FENCED, 0, [])
+
+
+async def test_a_commit_inside_the_question_is_refused(bench: Bench, one: Station, two: Station) -> None:
+    async def commits(order: dict[str, Any], tx: Tx) -> Answer:
+        await put(tx, "escaped")
+        await tx.connection.commit()
+        return DONE
+
+    handler = saga(Asked(DONE).book, reconcile=commits)
+    await lost(bench, one, handler)
+    assert (await two.resume(handler)).kind is OutcomeKind.RETRYING
+    assert (bench.effects, bench.state) == ([], State.PROCESSING)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+async def test_a_lost_answer_to_its_commit_is_found_out(
+    bench: Bench, one: Station, two: Station, committed: bool
+) -> None:
+    asked = Asked(DONE)
+    handler = asked.handler(on_stale="review")
+    completion: Callable[[Holding], Any] = two.leases.completion
+    loses = [True]
+
+    @asynccontextmanager
+    async def losing(holding: Holding) -> AsyncIterator[Any]:
+        async with completion(holding) as opened:
+            yield opened
+            if loses.pop() if loses else False:
+                raise CommitUnknown("lost")
+
+    @asynccontextmanager
+    async def dropping(holding: Holding) -> AsyncIterator[Any]:
+        async with completion(holding) as opened:
+            if loses.pop() if loses else False:
+                raise CommitUnknown("lost")
+            yield opened
+
+    two.leases.completion = losing if committed else dropping  # type: ignore[method-assign]
+    await lost(bench, one, handler)
+    outcome = await two.resume(handler)
+    assert (outcome.result, bench.state, bench.effects) == (b'"was done"', State.COMPLETED, ["asked"])
+
+
+# ----------------------------------------------------------------------------------------------------------- at import
+class Client:
+    """A resource."""
+
+
+async def client() -> AsyncIterator[Client]:
+    yield Client()
+
+
+async def with_client(order: dict[str, Any], tx: Tx, client: Client) -> Answer:
+    return Done(type(client).__name__)
+
+
+async def test_it_is_given_what_a_handler_is_given(bench: Bench, one: Station, two: Station) -> None:
+    given = decorate("memory:orders", key="id", name="book", reconcile=with_client)(Asked(DONE).book)
+    handler = given.plan.bind("shop", resources={Client: Client()})
+    await lost(bench, one, handler)
+    assert (await two.resume(handler)).result == b'"Client"'
+
+
+def test_a_resource_that_it_needs_must_be_there() -> None:
+    app = App("shop")
+    app.idempotent_handler("memory:orders", key="id", reconcile=with_client)(Asked(DONE).book)
+    with pytest.raises(HandlerError, match="parameter `client` is of type Client"):
+        app.plans(Settings())
+    app.resource(client)
+    assert [plan.resources for plan in app.plans(Settings())] == [(("client", Client),)]
+
+
+async def joined(order: dict[str, Any], tx: Tx) -> None: ...
+async def asks_for_saga(order: dict[str, Any], saga: Saga) -> Answer:
+    return DONE
+
+
+async def other_payload(order: list[int], tx: Tx) -> Answer:
+    return DONE
+
+
+@pytest.mark.parametrize(
+    ("fn", "reconcile", "says"),
+    [
+        (joined, with_client, "`reconcile` is for sagas, and it is none; leave it out"),
+        (asks_for_saga, asks_for_saga, "`reconcile` asks for Saga; take Tx"),
+        (asks_for_saga, other_payload, "`reconcile` takes list; it gets the handler's payload; annotate it as dict"),
+        (asks_for_saga, "sql", "`reconcile` is 'sql'; write an async function of the payload and Tx"),
+    ],
+)
+def test_one_that_cannot_be_asked_is_refused_at_import(fn: Any, reconcile: Any, says: str) -> None:
+    with pytest.raises(HandlerError) as error:
+        decorate("memory:orders", key="id", reconcile=reconcile)(fn)
+    assert says in str(error.value)

@@ -1,0 +1,144 @@
+"""Where sagas that were taken over run: at once, on lanes that are free, and no more of them than there is room for."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from idemconsumer import App, Message, Saga
+from idemconsumer._model import Subscription
+from idemconsumer._work import Work
+from idemconsumer.brokers import connect
+from idemconsumer.brokers.memory import MemoryBroker
+from idemconsumer.brokers.sagas import SagaBroker
+from idemconsumer.handlers import BoundHandler
+from idemconsumer.ports import Bounds, Outgoing
+from idemconsumer.settings import Settings
+from idemconsumer.worker import Worker
+from tests.sagas.conftest import Bench, Station, order, until
+
+LANES = 8
+
+
+def on_one_lane(plan: BoundHandler, count: int) -> list[Message]:
+    """Orders that have the same lane, as long as it follows from their keys."""
+    found: list[Message] = []
+    for number in itertools.count():
+        call = Work.of(plan, message := order(f"k{number}")).call
+        assert call is not None
+        assert isinstance(call.order, str)
+        if zlib.crc32(call.order.encode(), zlib.crc32(message.source.encode())) % LANES == 0:
+            found.append(message)
+        if len(found) == count:
+            break
+    return found
+
+
+class Crowd:
+    """An app each saga of which waits until as many run at once as there are to be."""
+
+    def __init__(self, **options: Any) -> None:
+        self.app = App("shop")
+        self.running = 0
+        self.go = asyncio.Event()
+
+        @self.app.idempotent_handler("memory:orders", key="id", name="book", lease="5s", **options)
+        async def book(order: dict[str, Any], saga: Saga) -> None:
+            self.running += 1
+            await self.go.wait()
+
+        self.plan: BoundHandler = book.plan.bind("shop")
+        self.orders = on_one_lane(self.plan, 4)
+
+    @asynccontextmanager
+    async def worker(self, dsn: str) -> AsyncIterator[Worker]:
+        worker = self.app.worker(Settings(dsn=dsn, concurrency=LANES))
+        running = asyncio.create_task(worker.run())
+        try:
+            yield worker
+        finally:
+            self.go.set()
+            worker.drain()
+            await running
+
+
+async def left_behind(station: Station, crowd: Crowd) -> None:
+    """Its sagas have begun at this station."""
+    for message in crowd.orders:
+        call = Work.of(crowd.plan, message).call
+        assert call is not None
+        await station.leases.begin(call.claim, message, crowd.plan.name, None)
+
+
+async def test_the_sagas_of_a_lost_worker_all_run_at_once_while_lanes_are_free(bench: Bench, one: Station) -> None:
+    crowd = Crowd()
+    await left_behind(one, crowd)
+    bench.expire(one)
+    async with crowd.worker(bench.dsn):
+        await until(lambda: crowd.running == len(crowd.orders), "all run at once")
+        crowd.go.set()
+        await until(lambda: not bench.held, "all have ended")
+
+
+async def test_redelivered_messages_of_a_lost_worker_do_not_hold_up_its_sagas(
+    bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker kept them, so they wait here for the end of the sagas that they had begun."""
+    broker = MemoryBroker()
+    monkeypatch.setattr("idemconsumer.worker.connect", _memory(broker))
+    crowd = Crowd(settle="finished")
+    await left_behind(one, crowd)
+    await broker.publish("orders", [Outgoing(message.body) for message in crowd.orders])
+    async with crowd.worker(bench.dsn) as worker:
+        await until(lambda: worker.counts.get("busy", 0) >= len(crowd.orders), "all messages wait")
+        bench.expire(one)
+        await until(lambda: crowd.running == len(crowd.orders), "all run at once")
+        crowd.go.set()
+        await until(lambda: worker.counts.get("duplicate", 0) == len(crowd.orders), "all messages are settled")
+        assert worker.counts.get("applied") == len(crowd.orders)
+        assert "fenced" not in worker.counts
+
+
+def _memory(broker: MemoryBroker) -> Any:
+    return lambda scheme, settings: broker if scheme == "memory" else connect(scheme, settings)
+
+
+async def test_a_drain_ends_a_saga_that_had_to_be_begun_anew_among_those_that_wait(
+    bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = MemoryBroker()
+    monkeypatch.setattr("idemconsumer.worker.connect", _memory(broker))
+    crowd = Crowd(settle="finished")
+    await left_behind(one, crowd)
+    await broker.publish("orders", [Outgoing(crowd.orders[0].body)])
+    async with crowd.worker(bench.dsn) as worker:
+        await until(lambda: worker.counts.get("busy", 0) > 0, "it waits")
+        bench.run("delete from idemconsumer.saga")
+        bench.run("delete from idemconsumer.record")
+        await until(lambda: crowd.running == 1, "it has begun")
+        worker.drain()
+        await until(lambda: bench.run("select worker from idemconsumer.saga") == [(None,)], "it is released")
+
+
+async def test_no_more_sagas_are_taken_over_than_there_are_free_lanes_and_one_when_there_is_none(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    crowd = Crowd()
+    await left_behind(one, crowd)
+    bench.expire(one)
+    free = 2
+    broker = SagaBroker(two.leases, lambda: (), lambda: free)
+    session = await broker.open([Subscription("saga:book", "book", "shop")], Bounds(lanes=LANES, group=1))
+    first = await session.fetch()
+    assert len(first) == 2
+    free = 0
+    assert await session.fetch() == [], "those that were taken wait for a lane"
+    await session.settle(first)
+    assert len(await session.fetch()) == 1
+    await session.close()

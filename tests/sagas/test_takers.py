@@ -1,0 +1,149 @@
+"""Two takers of one stale saga, each interleaving made by locks and not by luck: one of them gets it (L2)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
+from typing import Any
+
+import psycopg
+import pytest
+
+from idemconsumer import OutcomeKind, Saga
+from idemconsumer._sql import load
+from idemconsumer._work import Work
+from idemconsumer.ports_sagas import Holding
+from tests.conftest import PostgresServer
+from tests.sagas.conftest import SCHEMA, Bench, OpenStation, Station, order, put, saga, until
+from tests.servers.postgres import fresh_database
+
+_DOOR = 4711  # the advisory lock that a late taker waits for, between its snapshot and its row lock
+
+
+async def book(order: dict[str, Any], saga: Saga) -> str:
+    await saga.tx("a", put, "a")
+    return "done"
+
+
+HANDLER = saga(book)
+
+
+@pytest.fixture(scope="module", params=["postgres18", "postgres15"])
+def _one_database(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """In each supported version: what a statement sees of a row that was changed under it is the server's doing."""
+    server: PostgresServer = request.getfixturevalue(request.param)
+    with fresh_database(server.dsn) as dsn, closing(Bench(dsn)) as bench:
+        yield bench
+
+
+@pytest.fixture
+async def stale(bench: Bench, open_station: OpenStation) -> Holding:
+    """A saga whose owner's lease is over."""
+    owner = await open_station()
+    call = Work.of(HANDLER, order()).call
+    assert call is not None
+    holding = await owner.leases.begin(call.claim, order(), HANDLER.name, None)
+    assert isinstance(holding, Holding)
+    bench.expire(owner)
+    return holding
+
+
+@pytest.fixture
+async def late(bench: Bench, open_station: OpenStation) -> Station:
+    """A station whose takes have their snapshot before they come to the door, and lock rows only behind it."""
+    bench.run(
+        "create or replace function pass_door() returns boolean language sql volatile as"
+        " 'select pg_advisory_xact_lock_shared(4711) is not null'"
+    )
+    station = await open_station()
+    queries = dict(load(SCHEMA))
+    assert queries["take_sagas"].count(b"s.parked is null") == 1
+    queries["take_sagas"] = queries["take_sagas"].replace(b"s.parked is null", b"s.parked is null and pass_door()")
+    station.store._queries = queries
+    return station
+
+
+@asynccontextmanager
+async def door_shut(bench: Bench) -> AsyncIterator[None]:
+    async with await psycopg.AsyncConnection.connect(bench.dsn, autocommit=True) as keeper:
+        await keeper.execute("select pg_advisory_lock(%s)", (_DOOR,))
+        yield
+        await keeper.execute("select pg_advisory_unlock(%s)", (_DOOR,))
+
+
+@asynccontextmanager
+async def taking(bench: Bench, station: Station) -> AsyncIterator[None]:
+    """The station's take has run, and commits when the block ends."""
+    async with await psycopg.AsyncConnection.connect(bench.dsn) as rival:
+        params = {
+            "handlers": [HANDLER.name], "limit": 1, "key": None, "worker": station.lease.worker, "held": list[bytes](),
+        }  # fmt: skip
+        cursor = await rival.execute(load(SCHEMA)["take_sagas"], params)
+        assert cursor.rowcount == 1
+        yield
+        await rival.commit()
+
+
+@pytest.mark.usefixtures("stale")
+async def test_a_taker_gets_nothing_and_does_not_wait_while_another_is_taking(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    async with taking(bench, one):
+        async with asyncio.timeout(5):
+            assert await two.take(HANDLER) is None
+        assert bench.waiting() == 0
+    assert await two.take(HANDLER) is None, "the saga has a living owner now"
+
+
+async def test_a_taker_that_saw_the_saga_stale_gets_nothing_when_another_has_taken_it_since(
+    bench: Bench, stale: Holding, one: Station, late: Station
+) -> None:
+    async with door_shut(bench):
+        behind = asyncio.create_task(late.take(HANDLER))
+        await until(lambda: bench.waiting() == 1, "it has its snapshot")
+        taken = await one.take(HANDLER)
+        assert taken is not None
+    assert await behind is None
+    assert stale.token < taken.token == bench.token
+    assert (await one.run(Work.of(HANDLER, taken.message, holding=taken))).kind is OutcomeKind.APPLIED
+
+
+async def test_a_taker_that_saw_the_saga_stale_gets_nothing_while_another_is_taking(
+    bench: Bench, stale: Holding, one: Station, late: Station
+) -> None:
+    async with door_shut(bench):
+        behind = asyncio.create_task(late.take(HANDLER))
+        await until(lambda: bench.waiting() == 1, "it has its snapshot")
+        rival = taking(bench, one)
+        await rival.__aenter__()
+    async with asyncio.timeout(5):
+        assert await behind is None
+    await rival.__aexit__(None, None, None)
+    assert bench.token > stale.token
+
+
+@pytest.mark.usefixtures("stale")
+async def test_a_taker_that_saw_the_saga_stale_gets_nothing_when_it_has_ended_since(
+    bench: Bench, one: Station, late: Station
+) -> None:
+    async with door_shut(bench):
+        behind = asyncio.create_task(late.take(HANDLER))
+        await until(lambda: bench.waiting() == 1, "it has its snapshot")
+        assert (await one.resume(HANDLER)).kind is OutcomeKind.APPLIED
+    assert await behind is None
+    assert bench.effects == ["a"]
+
+
+async def test_a_taker_that_saw_the_saga_stale_gets_it_with_a_later_token_when_it_was_released_since(
+    bench: Bench, stale: Holding, one: Station, late: Station
+) -> None:
+    async with door_shut(bench):
+        behind = asyncio.create_task(late.take(HANDLER))
+        await until(lambda: bench.waiting() == 1, "it has its snapshot")
+        taken = await one.take(HANDLER)
+        assert taken is not None
+        await one.leases.release(taken, 0.0, None, count=False)
+    holding = await behind
+    assert holding is not None
+    assert stale.token < taken.token < holding.token == bench.token
