@@ -84,11 +84,12 @@ class Attempt:
             )
         if asks and (end := await self._reconcile(call)) is not None:
             return end
-        holding = self._work.holding = replace(holding, stale=False)
+        steps = [] if holding.new else await self._leases.steps(holding.key)
+        holding = self._work.holding = replace(holding, stale=False, new=False)
         run = self.run = SagaRun(
             self._leases,
             holding,
-            await self._leases.steps(holding.key),
+            steps,
             timeout=options.timeout,
             accepted=holding.version == ANY_VERSION,
             at=self._tell,

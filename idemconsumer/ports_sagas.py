@@ -86,7 +86,8 @@ class Holding:
     """A saga that this worker holds: with which token, in which phase, and the message that began it.
 
     `attempt` counts takeovers without a finished step in between. `stale`: it was taken from a worker that is gone, and
-    nobody has decided yet what follows from that; a release keeps it.
+    nobody has decided yet what follows from that; a release keeps it. `new`: claimed a moment ago, so that no step
+    of it can be recorded yet.
     """
 
     key: bytes
@@ -100,6 +101,7 @@ class Holding:
     rejection: bytes | None
     stale: bool
     message: Message
+    new: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class PostgresLeases:
             return answer
         return Holding(
             key=claim.key, scope=claim.scope, handler=handler, token=answer, worker=worker, state=State.PROCESSING,
-            attempt=1, version=version, rejection=None, stale=False, message=message,
+            attempt=1, version=version, rejection=None, stale=False, message=message, new=True,
         )  # fmt: skip
 
     async def take(
@@ -194,7 +194,7 @@ class PostgresStep:
     async def finish(self, output: StoredResult | None, *, overlapped: bool) -> None:
         state = StepState.UNDONE if self._undo else StepState.DONE
         row = _finished(self._holding, self._name, StepKind.TX, state, output, self._has_undo, overlapped)
-        await self._claims.complete([], [], last=(f"{FINISH_STEPS}:one", row))
+        await self._claims.complete([], [], last=("finish_step", row))
 
 
 async def _alone(claims: PostgresClaims, holding: Holding, write: Write) -> int:

@@ -276,6 +276,15 @@ set state = excluded.state, overlapped = step.overlapped or excluded.overlapped,
 where case when excluded.state = 5 then step.state = 4 else step.position is null end
 returning key, name, attempt
 
+-- name: finish_step
+-- By the transaction that began it, which holds the fence. Sent as text with COMMIT, so it has to be quick to plan.
+update {schema}.step
+set state = %(state)s, overlapped = overlapped or %(overlapped)s, token = %(token)s,
+    position = coalesce(position, nextval('{schema}.saga_token')), output = coalesce(output, %(output)s),
+    content_type = coalesce(content_type, %(content_type)s), finished_at = coalesce(finished_at, clock_timestamp()),
+    undone_at = case when %(state)s = 5 then clock_timestamp() end
+where key = %(key)s and name = %(name)s
+
 -- name: open_intents
 -- In a statement after the row lock: with NOT EXISTS in one statement an intent that was committing passed (L7).
 select count(*) from {schema}.step where key = %(key)s and state = 1
