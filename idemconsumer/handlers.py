@@ -51,7 +51,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SCHEMES = ("kafka", "rabbitmq", "postgres", "memory")
+SCHEMES = ("kafka", "rabbitmq", "sqs", "postgres", "memory")
 _DEFAULT_MAX_BYTES = Settings().max_message_bytes
 _NO_RESOURCES: Final[Mapping[type, object]] = MappingProxyType({})
 TENANT: Final = "idemconsumer-tenant"  # header of a saga begun from code
@@ -111,7 +111,9 @@ def asks_for_key(decorator: Callable[P, R]) -> Callable[P, R]:
 
 @asks_for_key
 def idempotent_handler(source: str, *sources: str, key: KeySpec, **options: Unpack[Options]) -> Decorate:
-    """Make a function the handler of one or more sources (`kafka:topic`, `rabbitmq:queue`, `postgres:queue`).
+    """Make a function the handler of one or more sources.
+
+    These are `kafka:topic`, `rabbitmq:queue`, `sqs:queue` or `postgres:queue`.
 
     The first parameter is the payload, decoded by its annotation; `Tx`, `Message` and the app's resources are
     injected by type, in any order. Within `<app>/<tenant>/<name>` the function's effects through Tx are applied once
@@ -327,8 +329,6 @@ def _check_sources(handler: str, sources: tuple[str, ...]) -> None:
         raise HandlerError(handler, f"source {wrong[0]!r} is not a text", _write_source(""))
     for source in sources:
         scheme, colon, name = source.partition(":")
-        if scheme == "sqs" and colon:
-            raise HandlerError(handler, f"source {source!r}: sqs is not available in this version", _write_source(""))
         if scheme not in SCHEMES or not colon:
             near = difflib.get_close_matches(scheme, SCHEMES, n=1)
             raise HandlerError(

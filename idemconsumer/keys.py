@@ -50,7 +50,8 @@ class Key:
 
     @staticmethod
     def message_id() -> Key:
-        """The producer's message id, where the broker carries one (RabbitMQ, the Postgres queue)."""
+        """The producer's message id, where the broker carries one (RabbitMQ, SQS, the Postgres queue). SQS gives every
+        message an id of its own; where the producer gave none, that one finds redeliveries only."""
         return Key("message_id")
 
     @staticmethod

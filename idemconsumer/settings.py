@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that can be set from outside. Each field `x_y` is the variable IDEMCONSUMER_X_Y.
 
     Times are seconds, sizes bytes. `dsn`, `kafka` and `rabbitmq` have no default: a worker that needs one and has none
-    says so at its start. ConfigurationError for a value out of its range.
+    says so at its start. `sqs` is an endpoint instead of AWS. ConfigurationError for a value out of its range.
     """
 
     dsn: str | None = None
@@ -68,6 +68,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     rabbitmq_ca_file: str | None = None
     rabbitmq_cert_file: str | None = None
     rabbitmq_key_file: str | None = None
+
+    sqs: str | None = None
 
     workers: int = 1
     concurrency: int = 8

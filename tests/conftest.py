@@ -2,7 +2,7 @@
 
 A shared server lives as long as the test session; tests keep apart by databases, topics and queues of
 their own. Who kills or reconfigures a server makes one with a `private_…` factory. An address in
-IDEMCONSUMER_DSN, IDEMCONSUMER_KAFKA or IDEMCONSUMER_RABBITMQ is used instead of a server of our own.
+IDEMCONSUMER_DSN, IDEMCONSUMER_KAFKA, IDEMCONSUMER_RABBITMQ or IDEMCONSUMER_SQS is used instead of a server of our own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol, TypeVar
 import pytest
 
 from idemconsumer.embedded import EmbeddedPostgres, EmbeddedUnavailable
+from tests.servers.elasticmq import CREDENTIALS, ElasticMQ
 from tests.servers.kafka import Kafka
 from tests.servers.postgres import fresh_database, system_binaries
 from tests.servers.processes import ServerMissing
@@ -45,6 +46,10 @@ class PrivateKafka(Protocol):
 
 class PrivateRabbitMQ(Protocol):
     def __call__(self, *, config: Mapping[str, str] | None = None) -> RabbitMQ: ...
+
+
+class PrivateElasticMQ(Protocol):
+    def __call__(self) -> ElasticMQ: ...
 
 
 class PostgresServer(Protocol):
@@ -119,6 +124,19 @@ def rabbitmq() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def sqs() -> Iterator[Server]:
+    """An SQS, and the variables that every client of AWS reads."""
+    if address := os.environ.get("IDEMCONSUMER_SQS"):
+        yield FromEnvironment(address)
+        return
+    with pytest.MonkeyPatch.context() as patch, closing(_have(ElasticMQ)) as server:
+        for variable, value in CREDENTIALS.items():
+            patch.setenv(variable, value)
+        server.start()
+        yield server
+
+
 @pytest.fixture(scope="module")
 def private_postgres() -> Iterator[PrivatePostgres]:
     """Makes started servers for one test module, which may kill and restart them; stopped when it is over."""
@@ -154,6 +172,23 @@ def private_rabbitmq() -> Iterator[PrivateRabbitMQ]:
 
         def make(*, config: Mapping[str, str] | None = None) -> RabbitMQ:
             server = _have(lambda: RabbitMQ(config=config))
+            stack.callback(server.close)
+            server.start()
+            return server
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def private_elasticmq() -> Iterator[PrivateElasticMQ]:
+    """Makes started servers for one test module, with the variables that every client of AWS reads."""
+    _ours_only("IDEMCONSUMER_SQS")
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        for variable, value in CREDENTIALS.items():
+            patch.setenv(variable, value)
+
+        def make() -> ElasticMQ:
+            server = _have(ElasticMQ)
             stack.callback(server.close)
             server.start()
             return server

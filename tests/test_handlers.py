@@ -236,7 +236,6 @@ def test_a_name_is_the_functions_unless_given() -> None:
         ("kafka", 'has no known scheme; write "kafka:name"'),
         ("kafka:", "names no kafka source"),
         ("kafka: orders", "names no kafka source"),
-        ("sqs:orders", "sqs is not available in this version"),
         ("postgres:~due", "reserved"),
     ],
 )

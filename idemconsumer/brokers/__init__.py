@@ -12,10 +12,11 @@ from idemconsumer.settings import Settings
 _ADAPTERS: Final = {
     "kafka": ("idemconsumer.brokers.kafka", "KafkaBroker"),
     "rabbitmq": ("idemconsumer.brokers.rabbitmq", "RabbitmqBroker"),
+    "sqs": ("idemconsumer.brokers.sqs", "SqsBroker"),
     "postgres": ("idemconsumer.brokers.postgres", "PostgresBroker"),
     "memory": ("idemconsumer.brokers.memory", "MemoryBroker"),
 }
-_PACKAGES: Final = {"kafka": "aiokafka", "rabbitmq": "aio-pika"}  # as pip knows them
+_PACKAGES: Final = {"kafka": "aiokafka", "rabbitmq": "aio-pika", "sqs": "aiobotocore"}  # as pip knows them
 
 
 def destination(text: str) -> tuple[str, str]:

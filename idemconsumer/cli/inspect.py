@@ -24,6 +24,7 @@ from idemconsumer.settings import Settings, load
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.migrations import status
 
+_SPARE_DELIVERIES = 10
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("error", "red")}
 
 
@@ -32,6 +33,13 @@ class Retaining(Protocol):
     """A broker that keeps messages for a known time, and could deliver them again within it."""
 
     async def retention_seconds(self, subscription: Subscription) -> float | None: ...
+
+
+@runtime_checkable
+class Redriving(Protocol):
+    """A broker that may take a message away after so many deliveries."""
+
+    async def max_receives(self, subscription: Subscription) -> int | None: ...
 
 
 @click.command()
@@ -107,6 +115,8 @@ async def _source(
         found = list(await broker.check(subscription))
         if isinstance(broker, Retaining) and all(finding.level != "error" for finding in found):
             found += _retention(plan, subscription, await broker.retention_seconds(subscription))
+        if isinstance(broker, Redriving) and all(finding.level != "error" for finding in found):
+            found += _redrive(plan, subscription, await broker.max_receives(subscription))
         return found
     except IdemConsumerError as error:
         return [Finding("error", subscription.source, str(error))]
@@ -119,3 +129,17 @@ def _retention(plan: BoundHandler, subscription: Subscription, kept: float | Non
     days = math.ceil(kept / 86_400)
     text = f'keeps messages for {kept / 86_400:g} days, records are kept {retention(plan)}; write retain="{days}d"'
     return [Finding("error", subscription.source, text)]
+
+
+def _redrive(plan: BoundHandler, subscription: Subscription, most: int | None) -> list[Finding]:
+    """Each worker that dies or drains costs what it had fetched one delivery, so there have to be some to spare."""
+    needed = plan.options.max_attempts + _SPARE_DELIVERIES
+    if most is None:
+        return []
+    if most >= needed:
+        return [Finding("ok", subscription.source, f"a redrive policy takes messages away after {most} receives")]
+    text = (
+        f"its redrive policy takes a message away after {most} receives, perhaps before {plan.name} is done with it "
+        f"(max_attempts={plan.options.max_attempts}, and each restart counts); set maxReceiveCount to {needed} or more"
+    )
+    return [Finding("warning", subscription.source, text)]

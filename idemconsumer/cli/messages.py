@@ -46,7 +46,7 @@ def publish(
     times: int,
     **flags: Any,
 ) -> None:
-    """Publish PAYLOAD, or the lines of a file, to SOURCE (kafka:topic, rabbitmq:queue, postgres:queue).
+    """Publish PAYLOAD, or the lines of a file, to SOURCE (kafka:topic, rabbitmq:queue, sqs:queue, postgres:queue).
 
     Returns when the broker has confirmed. The payload goes out as it is written.
     """

@@ -16,7 +16,7 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 # These say the same thing hundreds of times while a server is away; our adapters say it once.
-_LOUD = ("aiokafka", "aio_pika", "aiormq", "botocore")
+_LOUD = ("aiokafka", "aio_pika", "aiormq", "aiobotocore", "botocore")
 # Never heard, not at debug either: its pool quotes addresses and statements, and says more than it helps.
 _SILENT = ("psycopg", "psycopg.pool")
 _KEY_DIGITS = 12

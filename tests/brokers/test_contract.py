@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Protocol
 from uuid import uuid4
 
 import aio_pika
 import pytest
+from aiobotocore.session import get_session
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from idemconsumer._model import Subscription
@@ -16,7 +18,8 @@ from idemconsumer.brokers.kafka import KafkaBroker
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.postgres import PostgresBroker
 from idemconsumer.brokers.rabbitmq import RabbitmqBroker
-from idemconsumer.ports import Broker
+from idemconsumer.brokers.sqs import SqsBroker
+from idemconsumer.ports import Broker, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 
@@ -107,6 +110,33 @@ class RabbitmqHarness(_Harness):
             await channel.queue_delete(name)
 
 
+class Grouped(SqsBroker):
+    """Gives each message a group of its own where a FIFO queue asks for one."""
+
+    async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
+        if name.endswith(".fifo"):
+            messages = [replace(each, headers={**each.headers, "MessageGroupId": uuid4().hex}) for each in messages]
+        await super().publish(name, messages)
+
+
+class SqsHarness(_Harness):
+    scheme = "sqs"
+    names_are_free = False
+
+    def __init__(self, address: str, suffix: str) -> None:
+        self._address = address
+        self._suffix = suffix
+
+    def broker(self) -> Broker:
+        return Grouped(Settings(sqs=self._address))
+
+    async def destination(self) -> str:
+        name = await super().destination() + self._suffix
+        async with get_session().create_client("sqs", endpoint_url=self._address) as client:
+            await client.create_queue(QueueName=name, Attributes={"FifoQueue": "true"} if self._suffix else {})
+        return name
+
+
 class TestMemory(BrokerContract):
     @pytest.fixture
     def harness(self) -> BrokerHarness:
@@ -130,3 +160,9 @@ class TestRabbitmq(BrokerContract):
     async def harness(self, request: pytest.FixtureRequest, rabbitmq: Server) -> AsyncIterator[BrokerHarness]:
         async with AsyncExitStack() as stack:
             yield RabbitmqHarness(rabbitmq.address, request.param, stack)
+
+
+class TestSqs(BrokerContract):
+    @pytest.fixture(params=["", ".fifo"], ids=["standard", "fifo"])
+    def harness(self, request: pytest.FixtureRequest, sqs: Server) -> BrokerHarness:
+        return SqsHarness(sqs.address, request.param)

@@ -1,4 +1,4 @@
-"""5,000 messages with duplicates, workers and servers killed in between: nothing lost, nothing twice."""
+"""Thousands of messages with duplicates, workers and servers killed in between: nothing lost, nothing twice."""
 
 from __future__ import annotations
 
@@ -7,35 +7,42 @@ import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aio_pika
 import psycopg
 import pytest
+from aiobotocore.session import get_session
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
+from idemconsumer.brokers.sqs import SqsBroker
+from idemconsumer.ports import Outgoing
+from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
-from tests.conftest import PrivateKafka, PrivatePostgres, PrivateRabbitMQ
+from tests.conftest import PrivateElasticMQ, PrivateKafka, PrivatePostgres, PrivateRabbitMQ
 from tests.kill.harness import Event, Mill, until
 
 pytestmark = [pytest.mark.kill, pytest.mark.slow]
 
 UNIQUE = 5_000
+UNIQUE_IN_SQS = 2_000
 PARTITIONS = 4
 
 
-def messages(seed: int) -> list[bytes]:
+def messages(seed: int, unique: int = UNIQUE) -> list[bytes]:
     """Each payment once, 30 % of them a second time somewhere later."""
     chance = random.Random(seed)
-    ids = [f"p{number}" for number in range(UNIQUE)]
+    ids = [f"p{number}" for number in range(unique)]
     arrivals = [(float(place), name) for place, name in enumerate(ids)]
     arrivals += [
-        (chance.uniform(place, UNIQUE), ids[place]) for place in chance.sample(range(UNIQUE), UNIQUE * 3 // 10)
+        (chance.uniform(place, unique), ids[place]) for place in chance.sample(range(unique), unique * 3 // 10)
     ]
     return [json.dumps({"id": name}).encode() for _, name in sorted(arrivals)]
 
 
 EXPECTED = {f"p{number}" for number in range(UNIQUE)}
+EXPECTED_OF_SQS = {f"p{number}" for number in range(UNIQUE_IN_SQS)}
 
 
 @asynccontextmanager
@@ -145,3 +152,37 @@ def nothing_left(ctl: Callable[..., str]) -> bool:
     """No message ready, none unacked."""
     listed = ctl("list_queues", "-q", "--no-table-headers", "name", "messages_ready", "messages_unacknowledged")
     return [line.split() for line in listed.splitlines() if line.strip()] == [["payments", "0", "0"]]
+
+
+@pytest.mark.parametrize("name", ["payments", "payments.fifo"])
+async def test_sqs_loses_nothing_and_applies_nothing_twice(
+    name: str, private_elasticmq: PrivateElasticMQ, private_postgres: PrivatePostgres
+) -> None:
+    """ElasticMQ keeps everything in memory, so it is the one server that is left alive."""
+    sqs, postgres = private_elasticmq(), private_postgres()
+    fifo = {"FifoQueue": "true"} if name.endswith(".fifo") else {}
+    async with get_session().create_client("sqs", endpoint_url=sqs.address) as client:
+        await client.create_queue(QueueName=name, Attributes={"VisibilityTimeout": "10", **fifo})
+        broker = SqsBroker(Settings(sqs=sqs.address))
+        bodies = messages(seed=3, unique=UNIQUE_IN_SQS)
+        groups = [{"MessageGroupId": f"g{number % 20}"} if fifo else {} for number in range(len(bodies))]
+        await broker.publish(name, [Outgoing(body, group) for body, group in zip(bodies, groups, strict=True)])
+        await broker.close()
+
+        environment = {"KILL_SOURCE": f"sqs:{name}", "IDEMCONSUMER_SQS": sqs.address}
+        async with mill(postgres.dsn, environment, seed=3) as running:
+            kills: list[Event] = [*[running.kill_child] * 3, *[running.kill_launcher] * 2]
+            await running.through([*kills, crash(postgres.kill, postgres.start)], UNIQUE_IN_SQS)
+            await until(lambda: nothing_kept(client, name), "SQS has nothing left")
+            assert await running.drain() == 0
+            assert await running.verdict(EXPECTED_OF_SQS) == (0, 0)
+            assert await nothing_kept(client, name)
+    sqs.close()
+
+
+async def nothing_kept(client: Any, name: str) -> bool:
+    """No message visible, none in flight."""
+    url = (await client.get_queue_url(QueueName=name))["QueueUrl"]
+    answer = await client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])
+    counts = [int(answer["Attributes"][f"ApproximateNumberOfMessages{kind}"]) for kind in ("", "NotVisible")]
+    return counts == [0, 0]

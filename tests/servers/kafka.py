@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import base64
-import contextlib
-import shutil
 import subprocess
-import tempfile
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 
 from idemconsumer.embedded import free_port
-from tests.servers.processes import Processes, ServerMissing, cache_folder, need
+from tests.servers.maven import libraries
+from tests.servers.processes import Processes
 
 VERSION = "4.2.0"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _READY = "Kafka Server started"
-
-_POM = f"""<project xmlns="http://maven.apache.org/POM/4.0.0">
-  <modelVersion>4.0.0</modelVersion>
-  <groupId>idemconsumer</groupId><artifactId>test-kafka</artifactId><version>1</version>
-  <dependencies>
-    <dependency>
-      <groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId><version>{VERSION}</version>
-    </dependency>
-    <dependency>
-      <groupId>org.slf4j</groupId><artifactId>slf4j-simple</artifactId><version>1.7.36</version>
-    </dependency>
-  </dependencies>
-</project>
-"""
 
 
 class Kafka:
@@ -43,7 +26,8 @@ class Kafka:
         self, *, listeners: Mapping[str, str] | None = None, properties: Mapping[str, str] | None = None
     ) -> None:
         protocols = {"PLAINTEXT": "PLAINTEXT", **(listeners or {})}
-        self._libraries = _libraries()
+        jars = {"org.apache.kafka:kafka_2.13": VERSION, "org.slf4j:slf4j-simple": "1.7.36"}
+        self._libraries = libraries("kafka", VERSION, jars)
         self._processes = Processes("kafka")
         self._ports = {name: free_port() for name in (*protocols, "CONTROLLER")}
         folder = self._processes.folder
@@ -115,24 +99,3 @@ class Kafka:
         cluster = "A" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()[1:22]
         tool = ["kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(self._config)]
         subprocess.run([*self._java(), *tool], check=True, capture_output=True, cwd=self._processes.folder)
-
-
-def _libraries() -> Path:
-    """The folder of Kafka's jars, downloaded by the first who needs it."""
-    need("java", install="default-jre-headless")
-    libraries = cache_folder() / f"kafka-{VERSION}"
-    if not libraries.exists():
-        need("mvn", install="maven")
-        unfinished = Path(tempfile.mkdtemp(prefix="kafka.", dir=libraries.parent))
-        try:
-            (unfinished / "pom.xml").write_text(_POM)
-            command = ["mvn", "-q", "-B", "dependency:copy-dependencies", "-DincludeScope=runtime"]
-            command.append("-DoutputDirectory=libs")
-            done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=unfinished)
-            if done.returncode:
-                raise ServerMissing(f"Maven could not download Kafka {VERSION}: {done.stdout[-1000:]}")
-            with contextlib.suppress(OSError):  # another process was faster
-                (unfinished / "libs").rename(libraries)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    return libraries

@@ -1,4 +1,7 @@
-"""A worker process that dies at a point, or does not: `python -m tests.worker.crashing [POINT[:NTH]]`."""
+"""A worker process that dies at a point, or does not: `python -m tests.worker.crashing [POINT[:NTH]]`.
+
+It consumes a queue in Postgres, or CRASH_SOURCE.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from idemconsumer.settings import load
 from idemconsumer.testing.crash import CrashAt
 
 PAYMENTS, BOMBS = "payments", "bombs"
+SOURCE = os.environ.get("CRASH_SOURCE", f"postgres:{PAYMENTS}")
 
 app = App("crashing")
 
@@ -24,7 +28,7 @@ class Payment:
 
 
 # Many attempts, since the death of its worker costs a message one.
-@app.idempotent_handler(f"postgres:{PAYMENTS}", key="id", group_size=4, max_attempts=20, backoff="10ms, 10ms")
+@app.idempotent_handler(SOURCE, key="id", group_size=4, max_attempts=20, backoff="10ms, 10ms")
 async def pay(payment: Payment, tx: Tx, message: Message) -> dict[str, int]:
     """What it does is told by the payment's name."""
     assert payment.id is not None

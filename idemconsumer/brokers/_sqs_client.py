@@ -1,0 +1,168 @@
+"""Connecting to SQS: endpoint, credentials, what a queue says of itself, and errors in our words."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
+
+from aiobotocore.config import AioConfig
+from aiobotocore.session import get_session
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError
+
+from idemconsumer.errors import BrokerUnavailable, ConfigurationError
+from idemconsumer.settings import Settings
+
+# Seconds. A receive is answered after its waiting time, everything else at once.
+CONNECT_TIMEOUT: Final = 5.0
+READ_TIMEOUT: Final = 10.0
+CALLS: Final = 3  # of one request, with the client's own backoff in between, until it counts as failed
+
+# What the client raises for a request that failed. It lets TimeoutError and OSError through where DNS is asked.
+LOSS: Final[tuple[type[Exception], ...]] = (BotoCoreError, ClientError, TimeoutError, OSError)
+
+_GONE = ("QueueDoesNotExist", "AWS.SimpleQueueService.NonExistentQueue")
+# SQS has its own names for it, KMS others, and the gateway before both a status alone. OverLimit: as many messages
+# are in flight as one queue may have (120,000).
+_THROTTLED = ("Throttl", "TooManyRequests", "RequestLimitExceeded", "SlowDown", "OverLimit")
+_DENIED = ("AccessDenied", "InvalidClientTokenId", "UnrecognizedClient", "SignatureDoesNotMatch", "ExpiredToken")
+
+# What a queue says where it leaves the attribute out, as servers other than AWS do.
+_DEFAULTS: Final = {"VisibilityTimeout": "30", "MaximumMessageSize": "262144"}
+LEAST_VISIBILITY: Final = 10  # seconds: it is extended several times within it, over a network
+
+
+class Client(Protocol):
+    """What is used of the client; requests and answers are as in the SQS API reference."""
+
+    async def get_queue_url(self, *, QueueName: str) -> dict[str, Any]: ...  # noqa: N803
+    async def get_queue_attributes(self, **request: Any) -> dict[str, Any]: ...
+    async def receive_message(self, **request: Any) -> dict[str, Any]: ...
+    async def send_message_batch(self, **request: Any) -> dict[str, Any]: ...
+    async def delete_message_batch(self, **request: Any) -> dict[str, Any]: ...
+    async def change_message_visibility_batch(self, **request: Any) -> dict[str, Any]: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A queue and its attributes, as they were when it was asked."""
+
+    name: str
+    url: str
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fifo(self) -> bool:
+        return self.name.endswith(".fifo")
+
+    @property
+    def content_based(self) -> bool:
+        """Whether SQS takes equal bodies for one message when no deduplication id is given."""
+        return self.attributes.get("ContentBasedDeduplication") == "true"
+
+    @property
+    def visibility(self) -> int:
+        """Seconds until what a dead worker held is delivered again."""
+        return max(LEAST_VISIBILITY, self.number("VisibilityTimeout"))
+
+    @property
+    def max_bytes(self) -> int:
+        return self.number("MaximumMessageSize")
+
+    def number(self, attribute: str) -> int:
+        return int(self.attributes.get(attribute) or _DEFAULTS[attribute])
+
+
+class Link:
+    """Where SQS is and how to get in. Raises ConfigurationError for an endpoint that cannot be one."""
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.sqs is not None:
+            parts = urlsplit(settings.sqs)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigurationError(
+                    "settings: `sqs` is not an endpoint; write http(s)://host:port, or leave it out for AWS"
+                )
+        self.where = f"SQS at {settings.sqs}" if settings.sqs else "SQS"
+        self._endpoint = settings.sqs
+        self._session = get_session()
+        for name in ("aiobotocore", "botocore"):
+            # Both report requests that they send again; whoever reconnects says once that a session ended.
+            if (logger := logging.getLogger(name)).level == logging.NOTSET:
+                logger.setLevel(logging.CRITICAL)
+
+    async def connect(self, requests: int) -> Client:
+        """A client for so many requests at a time. It connects with its first one.
+
+        Raises ConfigurationError when no region is given.
+        """
+        config = AioConfig(
+            connect_timeout=CONNECT_TIMEOUT,
+            read_timeout=READ_TIMEOUT,
+            retries={"mode": "standard", "total_max_attempts": CALLS},
+            max_pool_connections=requests,
+        )
+        try:
+            client: Client = await self._session.create_client(
+                "sqs", endpoint_url=self._endpoint, config=config
+            ).__aenter__()
+        except NoRegionError as error:
+            raise ConfigurationError(f"{self.where}: no region is given; set AWS_DEFAULT_REGION=eu-west-1") from error
+        except LOSS as error:
+            raise self.unavailable("no client can be made", error) from error
+        return client
+
+    async def queue(self, client: Client, name: str) -> Queue:
+        """Raises BrokerUnavailable, naming the queue if it is missing."""
+        try:
+            url = (await client.get_queue_url(QueueName=name))["QueueUrl"]
+            answer = await client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])
+        except LOSS as error:
+            raise self.refused(name, error) from error
+        return Queue(name, url, answer.get("Attributes") or {})
+
+    def refused(self, queue: str, error: Exception) -> BrokerUnavailable:
+        """In our words, why a queue cannot be used."""
+        if code_of(error) in _GONE:
+            fifo = " --attributes FifoQueue=true" if queue.endswith(".fifo") else ""
+            return BrokerUnavailable(
+                f"{self.where} has no queue {queue!r} in this account and region; create it, for example: "
+                f"aws sqs create-queue --queue-name {queue}{fifo}"
+            )
+        return self.unavailable(f"queue {queue!r} cannot be used", error)
+
+    def unavailable(self, what: str, error: Exception) -> BrokerUnavailable:
+        advice = ""
+        if isinstance(error, NoCredentialsError):
+            advice = "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the machine a role"
+        elif code_of(error).startswith(_DENIED):
+            advice = "; docs/operations.md lists the IAM actions that are needed"
+        return BrokerUnavailable(f"{self.where}: {what}: {said(error)}{advice}")
+
+
+def said(error: Exception) -> str:
+    """What an error says, or its name where it says nothing."""
+    return str(error) or type(error).__name__
+
+
+def code_of(error: Exception) -> str:
+    """The service's error code; empty where it was not the service that refused."""
+    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
+
+
+def throttled(error: Exception) -> bool:
+    """Whether the service only asks for patience."""
+    if not isinstance(error, ClientError):
+        return False
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status == 429 or any(word in code_of(error) for word in _THROTTLED)
+
+
+async def farewell(client: Client) -> None:
+    """Close; what cannot be closed is no news."""
+    with contextlib.suppress(*LOSS):
+        await client.close()

@@ -1,0 +1,50 @@
+"""What an SQS queue's own settings would do to messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from idemconsumer.brokers._sqs_client import LEAST_VISIBILITY, Queue
+from idemconsumer.ports import Finding
+
+LONG_VISIBILITY: Final = 900  # seconds that messages of a dead worker wait for another
+
+
+def limits(subject: str, queue: Queue) -> list[Finding]:
+    """Findings on one queue, from its attributes."""
+    found = [_visibility(subject, queue)]
+    if queue.content_based:
+        text = "SQS drops a message whose body equals one of the last five minutes, unless the producer names an id"
+        found.append(Finding("warning", subject, text))
+    return found
+
+
+def max_receives(queue: Queue) -> int | None:
+    """After how many receives SQS moves a message to its dead-letter queue; None: never."""
+    try:
+        policy: Any = json.loads(queue.attributes.get("RedrivePolicy") or "{}")
+        return int(policy["maxReceiveCount"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def retention(queue: Queue) -> float | None:
+    """Seconds that SQS keeps a message; None: it does not say."""
+    kept = queue.attributes.get("MessageRetentionPeriod", "")
+    return float(kept) if kept.isdecimal() else None
+
+
+def _visibility(subject: str, queue: Queue) -> Finding:
+    seconds = queue.number("VisibilityTimeout")
+    said = f"visibility timeout {seconds} s"
+    if seconds < LEAST_VISIBILITY:
+        return Finding("ok", subject, f"{said}; workers ask for {LEAST_VISIBILITY} s and extend that")
+    if seconds > LONG_VISIBILITY:
+        return Finding(
+            "warning",
+            subject,
+            f"{said}: so long wait the messages of a worker that was killed, and their FIFO groups; workers extend it "
+            "while they work, so 30 s is enough",
+        )
+    return Finding("ok", subject, f"{said}, extended while a message is worked on")

@@ -1,0 +1,326 @@
+"""One SQS session: long polls, deletions in batches, and visibility that is extended while anything is in hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import structlog
+
+from idemconsumer.brokers._sqs_client import READ_TIMEOUT, Client, Link, Queue, farewell, throttled
+from idemconsumer.brokers._sqs_held import Held
+from idemconsumer.brokers._sqs_wire import BATCH, GROUP, message_of, receives
+from idemconsumer.errors import SessionEnded
+from idemconsumer.ports import Bounds, Delivery, Epoch
+
+log = structlog.get_logger("idemconsumer")
+
+# Seconds that a poll waits at the broker. A drain waits for it too, since a poll that is cancelled swallows what it was
+# about to bring for its whole visibility time.
+WAIT: Final = 1
+POLLS: Final = 8  # at a time, while each brings a full batch; one when the queue is empty
+DELETIONS: Final = 4  # at a time, while each is a full batch
+EXTENSIONS: Final = 4
+CONNECTIONS: Final = POLLS + DELETIONS + EXTENSIONS
+_FETCH_SECONDS: Final = 1.0
+_FAREWELL: Final = 5.0  # seconds for what is left to be deleted or given back
+_PATIENCE: Final = 5  # throttled requests in a row until a deletion or extension is given up
+_CALM: Final = 30.0  # seconds without a throttled answer until it is over
+_BACKOFF: Final = (0.2, 5.0)  # seconds: the first pause after a throttled request, and the longest
+
+Answer = dict[str, Any]
+Operation = Callable[..., Awaitable[Answer]]
+
+
+class SqsSession:
+    """See `ports.Session`. Deliveries are known by their message id; the latest receipt handle settles them.
+
+    `settle` returns at once; deletions go out ten at a time, or fewer when none is under way. A deletion that the
+    broker refuses is tried once more and then left: the message comes again, as a duplicate.
+    """
+
+    def __init__(self, link: Link, client: Client, queue: Queue, bounds: Bounds) -> None:
+        self._link = link
+        self._client = client
+        self._queue = queue
+        self._bounds = bounds
+        self._epoch = Epoch()
+        self._held = Held()
+        self._arrived: deque[Delivery] = deque()
+        self._due: deque[str] = deque()
+        self._reserved = 0
+        self._dry = False
+        self._throttled: float | None = None  # when it was last
+        self._overdue_said = False
+        self._stopped = False
+        self._lost: str | None = None
+        self._wake = asyncio.Event()
+        self._freed = asyncio.Event()
+        self._polls: set[asyncio.Task[None]] = set()
+        self._deletions: set[asyncio.Task[None]] = set()
+        self._keeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._spawn(self._polls, self._poll(extra=False))
+        self._keeper = asyncio.create_task(self._keep_invisible())
+
+    # --------------------------------------------------------------------------------------------------------- fetching
+    async def fetch(self) -> Sequence[Delivery]:
+        if self._lost is None and (self._stopped or not self._arrived):
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FETCH_SECONDS):
+                    await self._wake.wait()
+        if self._lost is not None:
+            raise SessionEnded(self._lost)
+        if self._stopped:
+            return []
+        arrived = list(self._arrived)
+        self._arrived.clear()
+        return arrived
+
+    async def _poll(self, *, extra: bool) -> None:
+        """Receive until stopped. Never cancelled. An `extra` one ends when it does not bring a full batch."""
+        failures = 0
+        while not (self._stopped or self._lost):
+            if (want := min(BATCH, self._room())) <= 0:
+                await self._wait_for_room()
+                continue
+            self._reserved += want
+            try:
+                brought = await self._receive(want)
+            except Exception as error:  # noqa: BLE001 - whatever it is, a session that does not poll has to end
+                if throttled(error):
+                    await self._back_off(failures := failures + 1)
+                    continue
+                self._end(error)
+                return
+            finally:
+                self._reserved -= want
+            failures = 0
+            self._eased()
+            self._dry = not brought
+            if brought == BATCH and len(self._polls) < POLLS:
+                self._spawn(self._polls, self._poll(extra=True))
+            elif extra and brought < BATCH:
+                return
+
+    async def _receive(self, want: int) -> int:
+        """One poll; how many it brought."""
+        started = asyncio.get_running_loop().time()
+        visibility = self._queue.visibility
+        answer = await self._client.receive_message(
+            QueueUrl=self._queue.url,
+            MaxNumberOfMessages=want,
+            WaitTimeSeconds=WAIT,
+            VisibilityTimeout=visibility,
+            MessageSystemAttributeNames=["ApproximateReceiveCount", GROUP, "MessageDeduplicationId"],
+            MessageAttributeNames=["All"],
+        )
+        arrivals = [self._delivery(raw, started + visibility) for raw in answer.get("Messages") or ()]
+        if arrivals and not self._lost:
+            # The time was counted from when the broker took the messages out, which may be long before its answer.
+            await self._extend_expiring()
+            self._arrived.extend(arrivals)
+            self._wake.set()
+        return len(arrivals)
+
+    def _delivery(self, raw: Answer, until: float) -> Delivery:
+        message, count = message_of(self._queue, raw), receives(raw)
+        group = message.order_hint if isinstance(message.order_hint, str) else None
+        self._held.arrive(raw["MessageId"], raw["ReceiptHandle"], group, until)
+        return Delivery(message, self._epoch, handle=raw["MessageId"], suspect=count > 1, count=count)
+
+    def _room(self) -> int:
+        """A few groups ahead, so that the other workers get their share; what waits for a rival does not count."""
+        taken = len(self._held) + self._reserved
+        ahead = max(BATCH, self._bounds.lanes * self._bounds.group * 4)
+        return min(ahead - (taken - self._epoch.waiting), self._bounds.in_flight - taken)
+
+    async def _wait_for_room(self) -> None:
+        self._freed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FETCH_SECONDS):
+                await self._freed.wait()
+
+    # --------------------------------------------------------------------------------------------------------- settling
+    async def settle(self, deliveries: Sequence[Delivery]) -> None:
+        self._due.extend(self._held.finish(self._ours(deliveries)))
+        self._delete_due()
+
+    async def release(self, deliveries: Sequence[Delivery]) -> None:
+        await self._polled(_FAREWELL)
+        await self._return(self._held.give_back(self._ours(deliveries)))
+
+    def _ours(self, deliveries: Sequence[Delivery]) -> list[str]:
+        return [each.handle for each in deliveries if each.epoch is self._epoch and not self._epoch.ended]
+
+    def _delete_due(self) -> None:
+        """One deletion at a time takes what has piled up; more of them while each is full."""
+        while self._due and (not self._deletions or (len(self._due) >= BATCH and len(self._deletions) < DELETIONS)):
+            batch = [self._due.popleft() for _ in range(min(BATCH, len(self._due)))]
+            self._spawn(self._deletions, self._delete(batch), then=self._delete_due)
+
+    async def _delete(self, messages: list[str]) -> None:
+        left, used = messages, dict[str, str]()
+        for _ in range(2):
+            handles = self._held.handles(left)
+            used |= handles
+            left = await self._ask(self._client.delete_message_batch, handles)
+            if not left:
+                break
+        else:
+            log.debug("deletion refused, left to redelivery", queue=self._queue.name, messages=len(left))
+        self._due.extend(self._held.deleted(used))
+        self._freed.set()
+
+    async def _return(self, messages: Sequence[str]) -> None:
+        """Make these visible again, after the deletions before them: a FIFO group begins with its first unfinished."""
+        await self._deleted()
+        handles = self._held.handles(messages)
+        self._held.forget(messages)
+        self._freed.set()
+        await asyncio.gather(*(self._ask_visibility(batch, 0) for batch in _batches(handles)))
+
+    async def _deleted(self) -> None:
+        while self._deletions and not self._lost:
+            await asyncio.wait(self._deletions)
+
+    # ------------------------------------------------------------------------------------------------------- visibility
+    async def _keep_invisible(self) -> None:
+        while True:
+            await asyncio.sleep(self._queue.visibility / 6)
+            await self._extend_expiring()
+
+    async def _extend_expiring(self) -> None:
+        """Extend whatever has less than half of its time left."""
+        loop, visibility = asyncio.get_running_loop(), self._queue.visibility
+        batches = list(_batches(self._held.handles(self._held.expiring(loop.time() + visibility / 2))))
+        for start in range(0, len(batches), EXTENSIONS):
+            until = loop.time() + visibility
+            some = batches[start : start + EXTENSIONS]
+            refused = await asyncio.gather(*(self._ask_visibility(batch, visibility) for batch in some))
+            for batch, failed in zip(some, refused, strict=True):
+                self._held.lapse(failed)
+                self._held.extended([message for message in batch if message not in failed], until)
+
+    async def _ask_visibility(self, handles: Mapping[str, str], seconds: int) -> list[str]:
+        return await self._ask(self._client.change_message_visibility_batch, handles, VisibilityTimeout=seconds)
+
+    # --------------------------------------------------------------------------------------------------------- requests
+    async def _ask(self, operation: Operation, handles: Mapping[str, str], **more: object) -> list[str]:
+        """One batched request; the messages that were refused. Ends the session when there is no answer."""
+        asked, failures = list(handles), 0
+        entries = [{"Id": str(n), "ReceiptHandle": handles[message], **more} for n, message in enumerate(asked)]
+        while entries and not self._lost:
+            try:
+                answer = await operation(QueueUrl=self._queue.url, Entries=entries)
+            except Exception as error:  # noqa: BLE001 - the client lets through what it did not foresee
+                if not throttled(error):
+                    self._end(error)
+                elif (failures := failures + 1) <= _PATIENCE:
+                    await self._back_off(failures)
+                    continue
+                return asked
+            self._eased()
+            refused = answer.get("Failed") or []
+            self._say_overdue(refused)
+            return [asked[int(each["Id"])] for each in refused]
+        return asked
+
+    def _say_overdue(self, refused: Sequence[Answer]) -> None:
+        """SQS lets nobody keep a message for more than 12 hours."""
+        if not self._overdue_said and any("43200" in str(each.get("Message")) for each in refused):
+            self._overdue_said = True
+            log.warning("held for 12 hours, sqs delivers it again", queue=self._queue.name)
+
+    async def _back_off(self, failures: int) -> None:
+        if self._throttled is None:
+            log.warning("sqs throttles, backing off", queue=self._queue.name)
+        self._throttled = asyncio.get_running_loop().time()
+        first, longest = _BACKOFF
+        await asyncio.sleep(min(longest, first * 2 ** min(failures - 1, 8)) * random.uniform(0.5, 1.0))
+
+    def _eased(self) -> None:
+        # Not with the first answer: some requests pass while others are throttled, and it would be said all the time.
+        if self._throttled is not None and asyncio.get_running_loop().time() - self._throttled > _CALM:
+            self._throttled = None
+            log.info("sqs no longer throttles", queue=self._queue.name)
+
+    # ----------------------------------------------------------------------------------------------------------- ending
+    async def idle(self) -> bool:
+        """Counts are approximate at AWS, so the last poll must have come back empty as well."""
+        if self._lost or self._arrived or not self._dry:
+            return False
+        names = [f"ApproximateNumberOfMessages{kind}" for kind in ("", "Delayed", "NotVisible")]
+        try:
+            answer = await self._client.get_queue_attributes(QueueUrl=self._queue.url, AttributeNames=names)
+        except Exception as error:  # noqa: BLE001 - as for any other request
+            if not throttled(error):
+                self._end(error)
+            return False
+        visible, delayed, invisible = (int((answer.get("Attributes") or {}).get(name, 0)) for name in names)
+        return visible + delayed == 0 and invisible <= len(self._held) and not self._arrived
+
+    async def stop_fetching(self) -> None:
+        self._stopped = True
+        self._freed.set()
+        await self._polled(WAIT + 1)
+        unfetched = [delivery.handle for delivery in self._arrived]
+        self._arrived.clear()
+        await self._return(self._held.give_back(unfetched))
+
+    async def close(self) -> None:
+        self._stopped = True
+        self._freed.set()
+        await self._polled(WAIT + READ_TIMEOUT)  # one whose connection hangs is left behind
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FAREWELL):
+                if self._lost is None:
+                    await self._deleted()
+                    await self._return(self._held.rest())
+        self._end(None)
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+        await farewell(self._client)
+
+    async def _polled(self, within: float) -> None:
+        """Wait for the last polls. What is given back earlier would go to them, and be counted as received again."""
+        if self._stopped and self._polls:
+            await asyncio.wait(self._polls, timeout=within)
+
+    def _end(self, error: Exception | None) -> None:
+        """`error`: what was lost; None: nothing, we leave."""
+        if self._lost is None:
+            name = self._queue.name
+            self._lost = f"sqs:{name}: closed" if error is None else str(self._link.refused(name, error))
+        self._epoch.end()
+        self._arrived.clear()
+        self._wake.set()
+        self._freed.set()
+
+    def _spawn(
+        self,
+        tasks: set[asyncio.Task[None]],
+        work: Coroutine[Any, Any, None],
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        def done(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            if then is not None:
+                then()
+
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(done)
+
+
+def _batches(handles: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Ten at a time."""
+    listed = list(handles.items())
+    return (dict(listed[start : start + BATCH]) for start in range(0, len(listed), BATCH))

@@ -1,0 +1,194 @@
+"""Messages as SQS carries them. Pure: bodies that are text, at most ten attributes, sizes.
+
+SQS takes bodies of at least one character that XML allows, and attributes with a non-empty value of such characters
+under a name of letters, digits, `_`, `-` and `.`. What does not fit is carried nevertheless, in a form that another
+idemconsumer reads back: a body as base64, headers as one JSON object in the attribute `idemconsumer-headers`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+from uuid import uuid4
+
+from idemconsumer import _headers
+from idemconsumer._model import Message
+from idemconsumer.brokers._sqs_client import Queue
+from idemconsumer.errors import BadMessage, ConfigurationError
+from idemconsumer.ports import Outgoing
+
+BATCH: Final = 10  # messages in one request
+MAX_ATTRIBUTES: Final = 10
+GROUP: Final = "MessageGroupId"
+"""The header that names the group of a message, published or received."""
+
+_ID: Final = "idemconsumer-message-id"
+_BODY: Final = "idemconsumer-body"
+_PACKED: Final = "idemconsumer-headers"
+# A request of ten may have as many bytes as the largest message of any queue, which has been 256 KiB or more.
+_LEAST_REQUEST: Final = 262_144
+
+_UNSAYABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_NAME = re.compile(r"(?!aws\.|amazon\.)(?=.{1,256}$)[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.ASCII | re.IGNORECASE)
+_TOKEN = re.compile(r"[!-~]{1,128}", re.ASCII)
+
+Entry = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------------------------------ outgoing
+def entry_of(queue: Queue, message: Outgoing) -> Entry:
+    """One entry of SendMessageBatch, without its `Id`.
+
+    Raises BadMessage when it is larger than the queue takes, ConfigurationError for a group that is missing or cannot
+    be one.
+    """
+    headers = dict(message.headers)
+    group = headers.pop(GROUP, None)
+    if message.key is not None:
+        headers = {_ID: message.key, **headers}
+    body, mark = _body(message.body)
+    attributes = _attributes(headers, mark)
+    size = _size(body, attributes)
+    if size > queue.max_bytes:
+        raise BadMessage(
+            "oversized",
+            f"{size} bytes with its headers, and queue {queue.name!r} takes {queue.max_bytes}; publish a reference to "
+            "the payload instead, or raise the queue's MaximumMessageSize",
+        )
+    entry: Entry = {"MessageBody": body}
+    if attributes:
+        entry["MessageAttributes"] = {
+            name: {"DataType": "String", "StringValue": value} for name, value in attributes.items()
+        }
+    return entry | _fifo(queue, group, message.key)
+
+
+def requests(queue: Queue, entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Batches that fit one request each, numbered by `Id`, in order."""
+    batch: list[Entry] = []
+    room = most = max(queue.max_bytes, _LEAST_REQUEST)
+    for entry in entries:
+        attributes = {name: value["StringValue"] for name, value in entry.get("MessageAttributes", {}).items()}
+        size = _size(entry["MessageBody"], attributes)
+        if len(batch) == BATCH or (batch and size > room):
+            yield batch
+            batch, room = [], most
+        batch.append({"Id": str(len(batch)), **entry})
+        room -= size
+    if batch:
+        yield batch
+
+
+def _body(body: bytes) -> tuple[str, str | None]:
+    """The text to send, and the mark that says how to read it."""
+    if not body:
+        return "empty", "empty"
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        text = "\0"
+    if _UNSAYABLE.search(text):
+        return base64.b64encode(body).decode(), "base64"
+    return text, None
+
+
+def _attributes(headers: Mapping[str, str], mark: str | None) -> dict[str, str]:
+    """As many headers as can be attributes; the rest in one more."""
+    attributes = {} if mark is None else {_BODY: mark}
+    fit = [name for name, value in headers.items() if _NAME.fullmatch(name) and value and not _UNSAYABLE.search(value)]
+    room = MAX_ATTRIBUTES - len(attributes)
+    if len(headers) > min(len(fit), room):
+        fit = fit[: room - 1]
+        packed = {name: value for name, value in headers.items() if name not in fit}
+        attributes[_PACKED] = _headers.encode(packed).decode()
+    return attributes | {name: headers[name] for name in fit}
+
+
+def _size(body: str, attributes: Mapping[str, str]) -> int:
+    """As SQS counts it: names, types and values of the attributes too."""
+    parts = (f"{name}String{value}" for name, value in attributes.items())
+    return len(body.encode()) + sum(len(part.encode()) for part in parts)
+
+
+def _fifo(queue: Queue, group: str | None, key: str | None) -> Entry:
+    if group is not None and not _TOKEN.fullmatch(group):
+        raise ConfigurationError(
+            f"publish to sqs:{queue.name}: the header {GROUP} has 1 to 128 letters, digits or punctuation, no spaces"
+        )
+    if not queue.fifo:
+        return {} if group is None else {GROUP: group}  # fair queues share the workers among groups
+    if group is None:
+        raise ConfigurationError(
+            f"publish to sqs:{queue.name}: a FIFO queue keeps order within a group, so each message names its own; "
+            f"give headers={{{GROUP!r}: customer_id}}, or --header {GROUP}=…"
+        )
+    if key is not None:
+        token = key if _TOKEN.fullmatch(key) else hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+    elif queue.content_based:
+        return {GROUP: group}
+    else:
+        token = uuid4().hex  # the same when the client sends the request again
+    return {GROUP: group, "MessageDeduplicationId": token}
+
+
+# ------------------------------------------------------------------------------------------------------------ incoming
+def message_of(queue: Queue, raw: Mapping[str, Any]) -> Message:
+    """Translate one arrival. Numbers arrive as text, binary attributes as text where they are UTF-8.
+
+    The message id is the producer's: the key it was published with, else the deduplication id of a FIFO queue. One
+    that SQS made from the content is passed over, since two messages may be equal; then, and where there is none, it
+    is SQS's own id, which tells redeliveries but not what a producer sent twice.
+    """
+    system = raw.get("Attributes") or {}
+    headers = {name: _value(value) for name, value in (raw.get("MessageAttributes") or {}).items()}
+    packed = headers.pop(_PACKED, "")
+    if packed:
+        headers |= _headers.decode(packed if isinstance(packed, bytes) else packed.encode())
+    group = system.get(GROUP)
+    if group is not None:
+        headers[GROUP] = group
+    text = raw.get("Body") or ""
+    body = _read(text, headers.pop(_BODY, None))
+    given = headers.pop(_ID, None)
+    token = system.get("MessageDeduplicationId")
+    if token == hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest():
+        token = None
+    return Message(
+        source=f"sqs:{queue.name}",
+        body=body,
+        headers=headers,
+        message_id=given if isinstance(given, str) else token or raw["MessageId"],
+        order_hint=group if queue.fifo else None,
+        position=f"{queue.name}#{raw['MessageId']}",
+    )
+
+
+def receives(raw: Mapping[str, Any]) -> int:
+    """How often the message was received, this time included; approximate, as SQS says."""
+    count = str((raw.get("Attributes") or {}).get("ApproximateReceiveCount", "1"))
+    return max(1, int(count)) if count.isdecimal() else 1
+
+
+def _read(text: str, mark: str | bytes | None) -> bytes:
+    if mark == "empty":
+        return b""
+    if mark == "base64":
+        try:
+            return base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError):
+            pass  # somebody else's mark: the body is what it is
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _value(value: Mapping[str, Any]) -> str | bytes:
+    raw = value.get("BinaryValue")
+    if raw is None:
+        return str(value.get("StringValue", ""))
+    try:
+        return bytes(raw).decode()
+    except UnicodeDecodeError:
+        return bytes(raw)

@@ -1,0 +1,120 @@
+"""SQS, standard and FIFO queues, through aiobotocore. Consuming is in `_sqs_session`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+from idemconsumer._model import Subscription
+from idemconsumer.brokers._sqs_client import LOSS, Client, Link, Queue, farewell
+from idemconsumer.brokers._sqs_limits import limits, max_receives, retention
+from idemconsumer.brokers._sqs_session import CONNECTIONS, SqsSession
+from idemconsumer.brokers._sqs_wire import Entry, entry_of, requests
+from idemconsumer.errors import BrokerUnavailable
+from idemconsumer.ports import Bounds, Finding, Outgoing
+from idemconsumer.settings import Settings
+
+CONFIRM: Final = 30.0  # seconds for a publish, connecting included
+SENDS: Final = 8  # requests at a time; a FIFO queue gets one after another
+
+
+class SqsBroker:
+    """See `ports.Broker`. Each session has a client of its own; all publishing shares another one.
+
+    The endpoint is the setting `sqs`, or AWS; region and credentials are found as every AWS client finds them.
+    Raises ConfigurationError for an endpoint that cannot be one. Large payloads that another client left in S3 are not
+    fetched: the handler gets the pointer.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._link = Link(settings)
+        self._connecting = asyncio.Lock()
+        self._client: Client | None = None
+        self._queues: dict[str, Queue] = {}
+
+    def feed(self, subscription: Subscription) -> str:
+        return subscription.source
+
+    async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> SqsSession:
+        (name,) = {subscription.name for subscription in subscriptions}
+        client = await self._link.connect(CONNECTIONS)
+        try:
+            queue = await self._link.queue(client, name)
+        except BaseException:
+            await farewell(client)
+            raise
+        session = SqsSession(self._link, client, queue, bounds)
+        session.start()
+        return session
+
+    async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
+        """Publish to the queue, with `Outgoing.key` as message id (FIFO: as deduplication id too).
+
+        The header `MessageGroupId` becomes the message's group, which a FIFO queue asks for. Nothing is sent when any
+        message is larger than the queue takes (BadMessage) or lacks its group (ConfigurationError). Raises
+        BrokerUnavailable when the queue is missing, or when not every message was confirmed in time. Some may have
+        been: publish all again, with the same keys.
+        """
+        try:
+            async with asyncio.timeout(CONFIRM):
+                client, queue = await self._ready(name)
+                batches = list(requests(queue, [entry_of(queue, message) for message in messages]))
+                if queue.fifo:
+                    for batch in batches:
+                        await self._send(client, queue, batch)
+                    return
+                for start in range(0, len(batches), SENDS):
+                    await asyncio.gather(
+                        *(self._send(client, queue, batch) for batch in batches[start : start + SENDS])
+                    )
+        except LOSS as error:
+            self._queues.pop(name, None)
+            raise self._link.refused(name, error) from error
+
+    async def check(self, subscription: Subscription) -> list[Finding]:
+        subject = subscription.source
+        try:
+            _, queue = await self._ready(subscription.name, anew=True)
+        except BrokerUnavailable as error:
+            return [Finding("error", subject, str(error))]
+        kind = "FIFO queue" if queue.fifo else "queue"
+        return [Finding("ok", subject, f"{self._link.where} has the {kind} {queue.name!r}"), *limits(subject, queue)]
+
+    async def retention_seconds(self, subscription: Subscription) -> float | None:
+        """How long the queue keeps a message, hence can redeliver it; None: unknown."""
+        try:
+            _, queue = await self._ready(subscription.name)
+        except BrokerUnavailable:
+            return None
+        return retention(queue)
+
+    async def max_receives(self, subscription: Subscription) -> int | None:
+        """After how many receives the queue's redrive policy takes a message away; None: never, or unknown."""
+        try:
+            _, queue = await self._ready(subscription.name)
+        except BrokerUnavailable:
+            return None
+        return max_receives(queue)
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await farewell(client)
+
+    async def _ready(self, name: str, *, anew: bool = False) -> tuple[Client, Queue]:
+        async with self._connecting:
+            if self._client is None:
+                self._client = await self._link.connect(SENDS)
+            if anew or name not in self._queues:
+                self._queues[name] = await self._link.queue(self._client, name)
+            return self._client, self._queues[name]
+
+    async def _send(self, client: Client, queue: Queue, batch: Sequence[Entry]) -> None:
+        answer: dict[str, Any] = await client.send_message_batch(QueueUrl=queue.url, Entries=batch)
+        if refused := answer.get("Failed"):
+            why = refused[0]
+            raise BrokerUnavailable(
+                f"{self._link.where}: {len(refused)} message(s) to queue {queue.name!r} were refused: "
+                f"{why.get('Code')}: {why.get('Message')}"
+            )

@@ -1,0 +1,351 @@
+"""What SQS may do and ElasticMQ does not: the promise holds against a double that does it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from idemconsumer import App, Tx
+from idemconsumer._model import Subscription
+from idemconsumer.brokers import _sqs_session
+from idemconsumer.brokers._sqs_session import SqsSession
+from idemconsumer.brokers.sqs import SqsBroker
+from idemconsumer.errors import BrokerUnavailable, SessionEnded
+from idemconsumer.ports import Bounds, Delivery, Outgoing
+from idemconsumer.settings import Settings
+from idemconsumer.testing.broker_contract import WIDE, arriving, bodies
+from tests.servers.elasticmq import CREDENTIALS
+from tests.servers.sqs_double import BUSY, SqsDouble
+from tests.worker.conftest import Bench, Item, logged, note, prepare, times
+
+__all__ = ["logged"]
+
+
+@pytest.fixture
+async def double(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SqsDouble]:
+    for variable, value in CREDENTIALS.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(_sqs_session, "_BACKOFF", (0.01, 0.05))
+    async with SqsDouble().serving() as double:
+        yield double
+
+
+@pytest.fixture
+def bench(database: str) -> Bench:
+    prepare(database)
+    return Bench(database)
+
+
+@asynccontextmanager
+async def consuming(double: SqsDouble, name: str = "orders", bounds: Bounds = WIDE) -> AsyncIterator[SqsSession]:
+    broker = SqsBroker(Settings(sqs=double.address))
+    session = await broker.open([Subscription(f"sqs:{name}", "handler", "group")], bounds)
+    try:
+        yield session
+    finally:
+        await session.close()
+        await broker.close()
+
+
+async def until(holds: Callable[[], bool], within: float = 15.0) -> None:
+    deadline = time.monotonic() + within
+    while not holds():
+        assert time.monotonic() < deadline, f"not so within {within:g} s"
+        await asyncio.sleep(0.01)
+
+
+def shop(name: str = "orders") -> App:
+    app = App("shop")
+
+    @app.idempotent_handler(f"sqs:{name}", key="id", group_size=4, max_attempts=20)
+    async def place(order: Item, tx: Tx) -> None:
+        await note(tx, order)
+
+    return app
+
+
+def ordered(*ids: str) -> list[str]:
+    return [json.dumps({"id": each, "entity": ""}) for each in ids]
+
+
+# ------------------------------------------------------------------------------------------------------ receipt handles
+async def test_a_message_is_deleted_with_its_latest_handle(double: SqsDouble) -> None:
+    double.put("twice")
+    async with consuming(double) as session:
+        first = await arriving(session, 1)
+        double.lapse()
+        second = await arriving(session, 1)
+        await session.settle(first)
+        await until(lambda: double.empty)
+        await session.settle(second)
+
+
+async def test_a_stale_handle_is_accepted_and_deletes_nothing_so_the_message_is_deleted_when_it_comes_again(
+    double: SqsDouble,
+) -> None:
+    message = double.put("again")
+    async with consuming(double) as session:
+        first = await arriving(session, 1)
+        double.messages[message].handle = "somebody else's"
+        await session.settle(first)
+        await until(lambda: double.requests["DeleteMessageBatch"] == 1 and len(session._held) == 0)
+        assert not double.empty
+        double.lapse()
+        await session.settle(await arriving(session, 1))
+        await until(lambda: double.empty)
+
+
+async def test_a_refused_deletion_is_tried_once_more_and_then_left(double: SqsDouble) -> None:
+    stubborn, other = double.put("stubborn"), double.put("other")
+    double.refuse = lambda operation, message: BUSY if (operation, message) == ("delete", stubborn) else None
+    async with consuming(double) as session:
+        await session.settle(await arriving(session, 2))
+        await until(lambda: double.requests["DeleteMessageBatch"] == 2 and len(session._held) == 0)
+        assert list(double.messages) == [stubborn]
+        double.lapse()
+        (again,) = await arriving(session, 1)
+        assert (again.suspect, again.count) == (True, 2)
+        double.refuse = lambda operation, message: None
+        await session.settle([again])
+        await until(lambda: double.empty)
+    assert other in double.graveyard
+
+
+async def test_deletions_go_out_in_tens_when_they_pile_up(double: SqsDouble) -> None:
+    for number in range(100):
+        double.put(str(number))
+    async with consuming(double) as session:
+        for delivery in await arriving(session, 100):
+            await session.settle([delivery])
+        await until(lambda: double.empty)
+    assert sum(double.batches) == 100
+    assert len(double.batches) <= 11
+
+
+# ----------------------------------------------------------------------------------------------------------- visibility
+async def test_what_is_held_is_extended_until_it_is_settled(double: SqsDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
+    double.attributes["VisibilityTimeout"] = "1"
+    held = [double.put("held") for _ in range(12)]
+    settled = double.put("settled")
+    async with consuming(double) as session:
+        *kept, last = await arriving(session, 13)
+        await session.settle([last])
+        await until(lambda: all(double.extended[message] >= 3 for message in held))
+        assert double.extended[settled] <= 1
+        await session.settle(kept)
+        await until(lambda: double.empty)
+
+
+async def test_what_may_not_be_held_any_longer_is_not_asked_for_again(
+    double: SqsDouble, monkeypatch: pytest.MonkeyPatch, logged: object
+) -> None:
+    monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
+    double.attributes["VisibilityTimeout"] = "1"
+    old, young = double.put("old"), double.put("young")
+    asked: list[str] = []
+
+    def refuse(operation: str, message: str) -> dict[str, object] | None:
+        asked.append(message)
+        text = "Total VisibilityTimeout for the message is beyond the limit [43200 seconds]"
+        return {"SenderFault": True, "Code": "InvalidParameterValue", "Message": text} if message == old else None
+
+    double.refuse = refuse
+    async with consuming(double) as session:
+        await arriving(session, 2)
+        await until(lambda: double.extended[young] >= 3)
+        assert asked.count(old) == 1
+        double.lapse(old)
+        assert bodies(await arriving(session, 1)) == [b"old"]
+        double.refuse = lambda operation, message: None
+    assert times(logged, "held for 12 hours, sqs delivers it again") == 1  # type: ignore[arg-type]
+
+
+async def test_an_answer_that_comes_late_is_extended_before_it_is_handed_on(
+    double: SqsDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
+    double.attributes["VisibilityTimeout"] = "1"
+    monkeypatch.setattr(SqsSession, "_keep_invisible", lambda self: asyncio.sleep(3600))
+    double.answers.clear()
+    message = double.put("late")
+    async with consuming(double) as session:
+        await until(lambda: double.messages[message].receives == 1)
+        await asyncio.sleep(0.6)  # more than half of its visibility
+        double.answers.set()
+        await arriving(session, 1)
+        assert double.extended[message] == 1
+
+
+async def test_a_poll_that_a_drain_meets_ends_by_itself_and_gives_back_what_it_brings(double: SqsDouble) -> None:
+    double.answers.clear()
+    message = double.put("caught")
+    async with consuming(double) as session:
+        await until(lambda: double.messages[message].receives == 1)
+        stopping = asyncio.create_task(session.stop_fetching())
+        done, _ = await asyncio.wait([stopping], timeout=0.3)
+        assert not done, "it must wait for its poll"
+        double.answers.set()
+        await stopping
+        assert double.messages[message].visible
+    assert double.requests["ReceiveMessage"] == 1
+
+
+async def test_a_drain_gives_back_everything_in_batches(double: SqsDouble) -> None:
+    for number in range(25):
+        double.put(str(number))
+    async with consuming(double) as session:
+        deliveries = await arriving(session, 25)
+        await session.stop_fetching()
+        await session.settle(deliveries[:3])
+        await session.release(deliveries[3:13])
+    assert len(double.messages) == 22
+    assert all(stored.visible for stored in double.messages.values())
+    assert double.requests["ChangeMessageVisibilityBatch"] <= 4
+    assert max(stored.receives for stored in double.messages.values()) == 1, "our own polls took it again"
+
+
+# ----------------------------------------------------------------------------------------------------------- throttling
+@pytest.mark.parametrize("operation", ["ReceiveMessage", "DeleteMessageBatch"])
+async def test_a_throttled_request_is_sent_again_and_said_once(
+    double: SqsDouble, operation: str, logged: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double.put("slow")
+    double.throttling[operation] = 7  # the client itself gives up after three
+    async with consuming(double) as session:
+        await session.settle(await arriving(session, 1))
+        await until(lambda: double.empty)
+        assert times(logged, "sqs throttles, backing off") == 1  # type: ignore[arg-type]
+        assert times(logged, "sqs no longer throttles") == 0  # type: ignore[arg-type]
+        monkeypatch.setattr(_sqs_session, "_CALM", 0.0)
+        await until(lambda: times(logged, "sqs no longer throttles") == 1)  # type: ignore[arg-type]
+
+
+async def test_a_deletion_that_stays_throttled_is_left_to_redelivery(
+    double: SqsDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double.put("never")
+    monkeypatch.setattr(_sqs_session, "_PATIENCE", 1)
+    double.throttling["DeleteMessageBatch"] = 10**6
+    async with consuming(double) as session:
+        await session.settle(await arriving(session, 1))
+        await until(lambda: len(session._held) == 0, within=60)
+        assert not double.empty
+        assert not await session.fetch(), "the session lives"
+
+
+# ----------------------------------------------------------------------------------------------------------------- FIFO
+async def test_a_fifo_group_is_deleted_as_a_finished_prefix_only(double: SqsDouble) -> None:
+    ids = [double.put(f"{group}{n}", MessageGroupId=group) for n in range(3) for group in "ab"]
+    async with consuming(double, "orders.fifo") as session:
+        a0, b0, a1, b1, a2, b2 = await arriving(session, 6)
+        await session.settle([a0, a2, b1, b2])
+        await until(lambda: ids[0] in double.graveyard)
+        await session.stop_fetching()
+        await session.release([a1, b0])
+    assert list(double.graveyard) == [ids[0]]
+    assert all(stored.visible for stored in double.messages.values())
+    assert a0.message.order_hint == "a"
+
+
+async def test_the_rest_of_a_fifo_group_is_deleted_when_its_first_is_finished(double: SqsDouble) -> None:
+    for n in range(4):
+        double.put(str(n), MessageGroupId="g")
+    async with consuming(double, "orders.fifo") as session:
+        first, *others = await arriving(session, 4)
+        await session.settle(others)
+        await session.settle([first])
+        await until(lambda: double.empty)
+        assert list(double.graveyard) == [delivery.handle for delivery in (first, *others)]
+
+
+# ------------------------------------------------------------------------------------------------------------- sessions
+async def test_a_refused_message_of_a_publish_is_not_confirmed(double: SqsDouble) -> None:
+    double.refuse = lambda operation, body: BUSY if body == "b" else None
+    broker = SqsBroker(Settings(sqs=double.address))
+    with pytest.raises(BrokerUnavailable, match=r"1 message.*'orders' were refused: InternalError: try again"):
+        await broker.publish("orders", [Outgoing(b"a"), Outgoing(b"b")])
+    await broker.close()
+
+
+async def test_polls_come_and_go_with_the_load(double: SqsDouble) -> None:
+    for number in range(400):
+        double.put(str(number))
+    async with consuming(double, bounds=Bounds(lanes=8, group=32)) as session:
+        deliveries: list[Delivery] = []
+        most = 0
+        while len(deliveries) < 400:
+            deliveries += await session.fetch()
+            most = max(most, len(session._polls))
+        assert 2 <= most <= _sqs_session.POLLS
+        await session.settle(deliveries)
+        await until(lambda: double.empty and len(session._polls) == 1)
+
+
+async def test_a_lost_session_forgets_what_it_delivered(double: SqsDouble) -> None:
+    double.put("forgotten")
+    async with consuming(double) as session:
+        deliveries = await arriving(session, 1)
+        double.refuse = _broken
+        with pytest.raises(SessionEnded, match="queue 'orders' cannot be used"):
+            await _settling(session, deliveries)
+        assert deliveries[0].epoch.ended
+        double.refuse = lambda operation, message: None
+        await session.settle(deliveries)
+    assert not double.empty
+
+
+def _broken(operation: str, message: str) -> None:
+    raise RuntimeError("the service answers 500")
+
+
+async def _settling(session: SqsSession, deliveries: Sequence[Delivery]) -> None:
+    await session.settle(deliveries)
+    while True:
+        await session.fetch()
+
+
+# --------------------------------------------------------------------------------------- the promise, with real workers
+async def test_duplicates_out_of_nothing_are_applied_once(double: SqsDouble, bench: Bench) -> None:
+    ids = [f"o{number}" for number in range(60)]
+    for body in ordered(*ids):
+        double.put(body)
+    chance = random.Random(3)
+    double.repeat = lambda stored: stored.receives < 4 and chance.random() < 0.5
+    async with bench.running(shop(), sqs=double.address) as running:
+        await running.until_count(applied=60)
+        double.repeat = lambda stored: False
+        await running.until(lambda: double.empty)
+        double.resurrect()
+        await running.until_count(duplicate=60)
+        await running.until(lambda: double.empty)
+    assert sorted(bench.effects()) == sorted(ids)
+    assert running.worker.counts["duplicate"] >= 60
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_everything_at_once_loses_nothing_and_applies_nothing_twice(
+    double: SqsDouble, bench: Bench, seed: int
+) -> None:
+    ids = [f"o{number}" for number in range(80)]
+    for body in ordered(*ids, *ids[::3]):
+        double.put(body)
+    chance = random.Random(seed)
+    double.repeat = lambda stored: stored.receives < 5 and chance.random() < 0.2
+    double.refuse = lambda operation, message: BUSY if chance.random() < 0.3 else None
+    double.throttling.update({"ReceiveMessage": 2, "DeleteMessageBatch": 2, "ChangeMessageVisibilityBatch": 2})
+    async with bench.running(shop(), sqs=double.address) as running:
+        await running.until_count(applied=80)
+    double.lapse()  # what the drain could not give back
+    double.refuse = lambda operation, message: None
+    double.resurrect()
+    async with bench.running(shop(), sqs=double.address) as running:
+        await running.until(lambda: double.empty)
+    assert sorted(bench.effects()) == sorted(ids)
+    assert running.worker.counts.get("applied", 0) == 0
