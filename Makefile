@@ -2,6 +2,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 VENV := .venv
+BENCH_VENV := .venv-bench
 BIN := $(VENV)/bin
 ARGS ?=
 
@@ -15,10 +16,10 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench bench-quick bench-report clean
 
 help: ## this list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.demo ## duplicates and killed workers, each payment applied once; ARGS="..." goes to the command
 	@$(BIN)/idemconsumer demo $(ARGS)
@@ -36,11 +37,17 @@ format: $(VENV)/.dev ## put the code into its style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(VENV)/.dev ## what a message costs, against the same consumer without idemconsumer
-	@$(BIN)/python -m benchmarks.store_path $(ARGS)
+bench: $(BENCH_VENV)/.bench ## ours and others side by side, more than an hour; ARGS="sagas kafka" chooses, ARGS=--list names
+	@$(BENCH_VENV)/bin/python -m benchmarks $(ARGS)
+
+bench-quick: $(BENCH_VENV)/.bench ## the core of it with small loads, in under two minutes
+	@$(BENCH_VENV)/bin/python -m benchmarks --quick $(ARGS)
+
+bench-report: $(BENCH_VENV)/.bench ## put the results of `make bench` into docs/benchmarks.md
+	@$(BENCH_VENV)/bin/python -m benchmarks.report
 
 clean: ## remove what was made here; downloaded servers stay in ~/.cache/idemconsumer
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -59,3 +66,15 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.demo
+
+# What the benchmarks compare with stays out of the environment of the tests.
+$(BENCH_VENV)/bin/python: | $(BIN)/python
+	@$(BIN)/python -m venv --without-pip $(BENCH_VENV)
+
+$(BENCH_VENV)/.bench: pyproject.toml | $(BENCH_VENV)/bin/python
+ifneq ($(UV),)
+	@$(UV) pip install --quiet --python $(BENCH_VENV)/bin/python -e '.[bench]'
+else
+	@$(BIN)/python -m pip --python $(BENCH_VENV)/bin/python install --quiet --disable-pip-version-check -e '.[bench]'
+endif
+	@touch $@

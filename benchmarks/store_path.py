@@ -1,123 +1,126 @@
-"""The same handler bare and through the engine, in one run: what deduplication costs, or saves.
+"""The store path: one insert of business data a message, with no broker, on four connections.
 
-    python -m benchmarks.store_path [--messages N] [--lanes N] [--rounds N] [--json]
-
-Bare is the consumer that people write by hand without deduplication: psycopg, prepared statements, a transaction a
-message, as many connections as the engine has lanes. Both insert one row of business data a message. Rounds alternate,
-and the ratio of a round compares neighbours, since machines are noisy; the median is printed. No broker takes part.
-Without IDEMCONSUMER_DSN it starts a throwaway Postgres with fsync and synchronous_commit on.
+`bare` is the consumer that people write by hand without deduplication: psycopg, a transaction a message. `by hand` adds
+the key to that transaction. `textbook` opens a connection a message and commits the claim first. `pgbench` runs the
+per-message protocol from C.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import statistics
-import time
-from collections.abc import Sequence
-from typing import Any
+import re
+import shutil
+import tempfile
+from pathlib import Path
 
-import click
-import psycopg
+from benchmarks._crew import LANES, Crew, crew
+from benchmarks._loads import Load
+from benchmarks._measure import Result, Subject, Table, Target, side_by_side
+from benchmarks._sizes import ADAPTIVE, OURS
+from benchmarks._stage import SCHEMA, Stage
+from tests.servers.postgres import system_binaries
 
-from idemconsumer import App, Message, Tx
-from idemconsumer._engine import Engine
-from idemconsumer._work import Work
-from idemconsumer.embedded import EmbeddedPostgres
-from idemconsumer.stores.migrations import migrate
-from idemconsumer.stores.postgres import PostgresStore
+GROUPS = ["group 1", "group 32", *(["group 128", "group adaptive"] if ADAPTIVE else [])]
 
-app = App("bench")
-INSERT = "insert into payment (id, amount) values (%s, %s)"
-
-
-async def record_payment(payment: dict[str, Any], tx: Tx) -> None:
-    await tx.execute(INSERT, (payment["id"], payment["amount"]))
-
-
-GROUPED = {
-    size: app.idempotent_handler(f"memory:g{size}", key="id", group_size=size, name=f"g{size}")(record_payment)
-    for size in (1, 32)
-}
+# What the engine sends for a group of one message with one insert of business data, statement by statement.
+_SCRIPT = f"""
+\\set id random(1, 9000000000000000000)
+begin isolation level read committed read write;
+select set_config('idemconsumer.open', 'bench', true), set_config('lock_timeout', '10s', true);
+insert into {SCHEMA}.record (key, scope_id, state, fingerprint, changed_at)
+select sha256(int8send(:id)), 1, 3, sha256(int8send(:id)), clock_timestamp() where pg_try_advisory_xact_lock(:id)
+on conflict do nothing returning key;
+insert into payment (id, amount) values (:id::text, 1);
+select {SCHEMA}.seal('bench');
+commit;
+"""
 
 
-def bodies(prefix: str, count: int) -> list[bytes]:
-    return [json.dumps({"id": f"{prefix}-{n}", "amount": n % 1000}).encode() for n in range(count)]
+async def store_path(stage: Stage) -> Result:
+    tables = []
+    async with crew(stage) as team:
+        tables.append(await _inserts(stage, team))
+        if not stage.quick:
+            tables.append(await _results(stage, team))
+            tables.append(await _duplicates(stage, team))
+    return Result("store_path", tables)
 
 
-async def bare(dsn: str, messages: Sequence[bytes], lanes: int) -> float:
-    async def lane(index: int) -> None:
-        async with await psycopg.AsyncConnection.connect(dsn) as connection:
-            for body in messages[index::lanes]:
-                payment = json.loads(body)
-                await connection.execute(INSERT, (payment["id"], payment["amount"]))
-                await connection.commit()
-
-    started = time.perf_counter()
-    await asyncio.gather(*(lane(index) for index in range(lanes)))
-    return len(messages) / (time.perf_counter() - started)
-
-
-async def through_engine(dsn: str, size: int, messages: Sequence[bytes], lanes: int) -> float:
-    store = await PostgresStore.open(dsn, "idemconsumer", connections=lanes, longest_run=30)
-    engine = Engine(store, lanes=lanes)
-    handler = GROUPED[size].plan.bind(app.name)
-
-    async def lane(index: int) -> None:
-        mine = messages[index::lanes]
-        for start in range(0, len(mine), size):
-            works = [Work.of(handler, Message(f"memory:g{size}", body)) for body in mine[start : start + size]]
-            outcomes = await engine.run(works)
-            assert len(outcomes) == len(works)
-
-    started = time.perf_counter()
-    await asyncio.gather(*(lane(index) for index in range(lanes)))
-    rate = len(messages) / (time.perf_counter() - started)
-    await store.close()
-    return rate
+async def _inserts(stage: Stage, team: Crew) -> Table:
+    count, rounds = (1_500, 3) if stage.quick else (20_000, 7)
+    load = Load(prefix="", count=count)
+    subjects: dict[str, Subject] = {name: team.subject(name, load) for name in ("bare", "by hand")}
+    subjects["textbook"] = team.subject("textbook", Load(prefix="", count=count // 20))
+    subjects |= {name: team.subject(name, load) for name in GROUPS}
+    if pgbench := _pgbench_binary():
+        subjects["pgbench"] = lambda number: _pgbench(stage, pgbench, seconds=1 if stage.quick else 5)
+    targets = [
+        Target(OURS, "bare", 2.0),
+        Target(OURS, "by hand", 2.5),
+        Target(OURS, "textbook", 25.0),
+        Target(OURS, "pgbench"),
+        *(Target(name, "bare") for name in GROUPS if name != OURS),
+    ]
+    return await side_by_side(
+        "Inserts", subjects, targets, rounds=rounds, say=stage.say, plot=True, facts={"lanes": LANES, "messages": count}
+    )
 
 
-async def run(dsn: str, messages: int, lanes: int, rounds: int) -> dict[str, Any]:
-    migrate(dsn, "idemconsumer")
-    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
-        await connection.execute("create table payment (id text not null, amount int not null)")
-    rates: dict[str, list[float]] = {"bare": [], "group 1": [], "group 32": []}
-    for number in range(rounds):
-        rates["bare"].append(await bare(dsn, bodies(f"b{number}", messages), lanes))
-        for size in GROUPED:
-            rates[f"group {size}"].append(await through_engine(dsn, size, bodies(f"{size}-{number}", messages), lanes))
-    ratios = {
-        name: statistics.median(ours / other for ours, other in zip(values, rates["bare"], strict=True))
-        for name, values in rates.items()
+async def _results(stage: Stage, team: Crew) -> Table:
+    load = Load(prefix="", count=20_000)
+    subjects = {
+        "bare": team.subject("bare", load),
+        "no result": team.subject(OURS, load),
+        "a result stored": team.subject(OURS, Load(prefix="", count=load.count, result=True)),
     }
-    return {
-        "messages": messages,
-        "lanes": lanes,
-        "rounds": rounds,
-        "per_second": {name: round(statistics.median(values)) for name, values in rates.items()},
-        "ratio_to_bare": {name: round(ratio, 2) for name, ratio in ratios.items()},
-    }
+    targets = [Target("no result", "bare", 2.0), Target("a result stored", "bare", 1.7)]
+    return await side_by_side("With and without a result", subjects, targets, rounds=5, say=stage.say)
 
 
-@click.command(help=__doc__)
-@click.option("--messages", default=4_000, help="messages a round")
-@click.option("--lanes", default=4, help="connections, of both")
-@click.option("--rounds", default=5)
-@click.option("--json", "as_json", is_flag=True)
-def main(messages: int, lanes: int, rounds: int, as_json: bool) -> None:
-    if dsn := os.environ.get("IDEMCONSUMER_DSN"):
-        result = asyncio.run(run(dsn, messages, lanes, rounds))
-    else:
-        with EmbeddedPostgres() as postgres:
-            result = asyncio.run(run(postgres.dsn, messages, lanes, rounds))
-    if as_json:
-        click.echo(json.dumps(result))
-        return
-    click.echo(f"{messages} messages, {lanes} lanes, median of {rounds} rounds")
-    for name, rate in result["per_second"].items():
-        click.echo(f"{name:>9}: {rate:>7,}/s   {result['ratio_to_bare'][name]:.2f} x bare")
+async def _duplicates(stage: Stage, team: Crew) -> Table:
+    subjects: dict[str, Subject] = {}
+    targets = []
+    for share in (0.0, 0.3, 0.95):
+        load = Load(prefix="", count=20_000, duplicates=share)
+        subjects[f"by hand, {share:.0%}"] = team.subject("by hand", load)
+        subjects[f"ours, {share:.0%}"] = team.subject(OURS, load)
+        targets.append(Target(f"ours, {share:.0%}", f"by hand, {share:.0%}"))
+    subjects["ours, 100%"] = _all_again(stage, team)
+    targets.append(Target("ours, 100%", "ours, 0%", 5.0))
+    facts = {"100%": "every message of a run was applied before, in another run"}
+    return await side_by_side("Duplicates", subjects, targets, rounds=5, say=stage.say, plot=True, facts=facts)
 
 
-if __name__ == "__main__":
-    main()
+def _all_again(stage: Stage, team: Crew) -> Subject:
+    async def measured(number: int) -> float:
+        load = Load(prefix="again", count=20_000)
+        with stage.database() as dsn:
+            await team.ask(OURS, load, dsn)
+            (answer,) = await team.ask(OURS, load, dsn)
+            await team.close()
+            return load.count / float(answer["seconds"])
+
+    return measured
+
+
+# ------------------------------------------------------------------------------------------------------------ pgbench
+def _pgbench_binary() -> Path | None:
+    if found := shutil.which("pgbench"):
+        return Path(found)
+    return next((path for path in [system_binaries() / "pgbench"] if path.exists()), None)
+
+
+async def _pgbench(stage: Stage, pgbench: Path, *, seconds: int) -> float:
+    """Transactions a second, on as many connections as there are lanes."""
+    with stage.database() as dsn, tempfile.NamedTemporaryFile("w", suffix=".sql") as script:
+        script.write(_SCRIPT)
+        script.flush()
+        process = await asyncio.create_subprocess_exec(
+            pgbench, "--no-vacuum", "--protocol=prepared", f"--client={LANES}", f"--time={seconds}",
+            f"--file={script.name}", dsn, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        said, errors = await process.communicate()
+        rate = re.search(rb"tps = ([\d.]+)", said)
+        if process.returncode or rate is None:
+            raise RuntimeError(f"pgbench ended with exit code {process.returncode}: {errors.decode()[-500:]}")
+        return float(rate[1])

@@ -1,0 +1,92 @@
+"""`python -m benchmarks [--quick] [PART…]`: run parts of the suite, keep their results as JSON, print the tables."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+import msgspec
+
+from benchmarks import end_to_end, latency, long_runs, report, sagas, store_path, workloads
+from benchmarks._measure import Result
+from benchmarks._stage import Stage
+
+Part = Callable[[Stage], Awaitable[Result]]
+
+# With about how many minutes each takes on two idle cores.
+PARTS: dict[str, tuple[Part, float]] = {
+    "store_path": (store_path.store_path, 8),
+    "hot_rows": (workloads.hot_rows, 10),
+    "failures": (workloads.failures, 5),
+    "latency": (latency.latency, 3),
+    "kafka": (end_to_end.kafka, 7),
+    "rabbitmq": (end_to_end.rabbitmq, 8),
+    "postgres_queue": (end_to_end.postgres_queue, 3),
+    "sqs": (end_to_end.sqs, 4),
+    "sagas": (sagas.sagas, 5),
+    "million": (long_runs.million, 3),
+    "records": (long_runs.records, 15),
+}
+QUICK = ["store_path", "kafka", "sagas"]
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> str:
+    cores = os.cpu_count()
+    return f"{cores} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
+
+
+def run(name: str, stage: Stage) -> Result:
+    began, load = time.monotonic(), os.getloadavg()[0]
+    if load > 0.5:
+        stage.say(f"{name}: others use this machine (load {load:.1f}), so read the ratios and not the rates")
+    result = asyncio.run(_awaited(PARTS[name][0], stage))
+    return msgspec.structs.replace(
+        result,
+        quick=stage.quick,
+        seconds=round(time.monotonic() - began, 1),
+        when=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        machine=f"{machine()}, load before {load:.1f}",
+    )
+
+
+async def _awaited(part: Part, stage: Stage) -> Result:
+    return await part(stage)
+
+
+@click.command(help=__doc__)
+@click.argument("parts", nargs=-1, metavar="[PART]…")
+@click.option("--quick", is_flag=True, help="Small loads; without parts, the core of the suite in under two minutes.")
+@click.option("--list", "listed", is_flag=True, help="Name the parts and about how many minutes they take.")
+def main(parts: tuple[str, ...], quick: bool, listed: bool) -> None:
+    if listed:
+        for name, (_, minutes) in PARTS.items():
+            click.echo(f"{name:>15}  {minutes:3g} min")
+        return
+    if unknown := [name for name in parts if name not in PARTS]:
+        raise click.UsageError(f"there is no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
+    folder = RESULTS / "quick" if quick else RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = []
+    with Stage(quick=quick) as stage:
+        for name in parts or (QUICK if quick else list(PARTS)):
+            try:
+                result = run(name, stage)
+            except Exception as error:  # noqa: BLE001 - the others of a long run are still worth having
+                stage.say(f"{name} failed: {type(error).__name__}: {error}")
+                failed.append(name)
+                continue
+            (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+            click.echo(report.text(result))
+    if failed:
+        raise click.ClickException(f"without a result: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

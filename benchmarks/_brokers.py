@@ -1,0 +1,122 @@
+"""A broker as the end-to-end parts see it: somewhere to put a run's messages before its consumer starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import aio_pika
+import psycopg
+from aiobotocore.session import get_session
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from benchmarks._stage import PARTITIONS, Stage
+
+
+class Filling(Protocol):
+    """What all of them can do."""
+
+    async def fill(self, dsn: str, count: int) -> dict[str, str]:
+        """Put `count` messages there and return the environment of a consumer that finds them."""
+        ...
+
+
+def bodies(count: int) -> list[bytes]:
+    return [json.dumps({"id": f"p{number}", "amount": number % 1_000}).encode() for number in range(count)]
+
+
+def slices(items: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+class KafkaTopic:
+    """Filled once; each consumer reads it from its beginning in a group of its own."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._address = stage.kafka
+        self._topics: dict[int, str] = {}
+
+    async def fill(self, dsn: str, count: int) -> dict[str, str]:
+        topic = self._topics.get(count) or await self._produce(count)
+        self._topics[count] = topic
+        return {
+            "BENCH_SOURCE": f"kafka:{topic}",
+            "BENCH_ADDRESS": self._address,
+            "BENCH_GROUP": secrets.token_hex(4),
+            "IDEMCONSUMER_KAFKA": self._address,
+        }
+
+    async def _produce(self, count: int) -> str:
+        topic = f"payments-{count}"
+        admin = AIOKafkaAdminClient(bootstrap_servers=self._address)
+        await admin.start()
+        await admin.create_topics([NewTopic(topic, PARTITIONS, 1)])
+        await admin.close()
+        producer = AIOKafkaProducer(bootstrap_servers=self._address)
+        await producer.start()
+        for number, body in enumerate(bodies(count)):
+            await producer.send(topic, body, key=b"p%d" % number, partition=number % PARTITIONS)
+        await producer.stop()  # flushes
+        return topic
+
+
+class RabbitQueue:
+    """A durable classic queue, persistent messages, filled anew for each consumer."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._address = stage.rabbitmq
+
+    async def fill(self, dsn: str, count: int) -> dict[str, str]:
+        name = f"payments-{secrets.token_hex(4)}"
+        async with await aio_pika.connect(self._address) as connection:
+            channel = await connection.channel(publisher_confirms=True)
+            await channel.declare_queue(name, durable=True)
+            for part in slices(bodies(count), 500):
+                messages = [aio_pika.Message(body, delivery_mode=aio_pika.DeliveryMode.PERSISTENT) for body in part]
+                await asyncio.gather(*(channel.default_exchange.publish(message, name) for message in messages))
+        return {
+            "BENCH_SOURCE": f"rabbitmq:{name}",
+            "BENCH_ADDRESS": self._address,
+            "BENCH_GROUP": "bench",
+            "IDEMCONSUMER_RABBITMQ": self._address,
+        }
+
+
+class PostgresQueue:
+    """Ours is `postgres:payments`; by hand it is the table `job`."""
+
+    async def fill(self, dsn: str, count: int) -> dict[str, str]:
+        body = """convert_to('{"id": "p' || n || '", "amount": ' || n % 1000 || '}', 'UTF8')"""
+        async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+            await connection.execute(
+                f"insert into idemconsumer.queue (name, body) select 'payments', {body}"
+                f" from generate_series(1, {count}) n"
+            )
+            await connection.execute(f"insert into job (body) select {body} from generate_series(1, {count}) n")
+            await connection.execute("vacuum analyze idemconsumer.queue, job")
+        return {"BENCH_SOURCE": "postgres:payments", "BENCH_GROUP": "bench"}
+
+
+class SqsQueue:
+    """A standard queue, filled anew for each consumer."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._address = stage.sqs
+
+    async def fill(self, dsn: str, count: int) -> dict[str, str]:
+        name = f"payments-{secrets.token_hex(4)}"
+        async with get_session().create_client("sqs", endpoint_url=self._address) as client:
+            url = (await client.create_queue(QueueName=name))["QueueUrl"]
+            for part in slices(bodies(count), 10):
+                entries = [{"Id": str(n), "MessageBody": body.decode()} for n, body in enumerate(part)]
+                await client.send_message_batch(QueueUrl=url, Entries=entries)
+        return {
+            "BENCH_SOURCE": f"sqs:{name}",
+            "BENCH_ADDRESS": self._address,
+            "BENCH_GROUP": "bench",
+            "IDEMCONSUMER_SQS": self._address,
+        }

@@ -1,0 +1,116 @@
+"""`python -m benchmarks.report`: put the results of the last full runs into docs/benchmarks.md, tables and plots.
+
+What stands between the markers `<!-- part -->` and `<!-- end of part -->` is replaced; the words around them are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks._measure import Ratio, Result, Spread, Table
+
+HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs"
+_MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def spread(values: Spread) -> str:
+    if values.least == values.most:
+        return f"**{number(values.median)}**"
+    return f"**{number(values.median)}** ({number(values.least)} to {number(values.most)})"
+
+
+def verdict(ratio: Ratio) -> str:
+    if ratio.target.goal is None:
+        return ""
+    sign = "≥" if ratio.target.bound == "at least" else "≤"
+    return f"{sign} {ratio.target.goal:g}: {'met' if ratio.met else 'missed'}"
+
+
+def text(result: Result) -> str:
+    """The tables of a part as Markdown."""
+    return "\n".join(_lines(result))
+
+
+def _lines(result: Result) -> Iterator[str]:
+    yield f"Run {result.when}, {result.machine}{', small loads' if result.quick else ''}."
+    for table in result.tables:
+        yield f"\n### {table.title}\n"
+        if table.facts:
+            yield "; ".join(f"{name}: {value}" for name, value in table.facts.items()) + ".\n"
+        yield "| | median (least to most) | |\n|---|---|---|"
+        for figure in table.figures:
+            yield f"| {figure.name} | {spread(figure.values)} | {figure.unit} |"
+        if table.ratios:
+            yield "\n| of | to | ratio: median (least to most) | target |\n|---|---|---|---|"
+        for ratio in table.ratios:
+            yield f"| {ratio.target.of} | {ratio.target.to} | {spread(ratio.values)} | {verdict(ratio)} |"
+
+
+def plot(result: Result, table: Table, path: Path) -> None:
+    """Bars with the least and the most of all rounds. The file is the same for the same figures."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "idemconsumer"
+    from matplotlib import pyplot
+
+    figures = table.figures[::-1]
+    medians = [figure.values.median for figure in figures]
+    errors = [
+        [figure.values.median - figure.values.least for figure in figures],
+        [figure.values.most - figure.values.median for figure in figures],
+    ]
+    drawing: Any
+    axes: Any
+    drawing, axes = pyplot.subplots(figsize=(7.5, 0.9 + 0.38 * len(figures)), layout="constrained")
+    colours = ["#3b6ea5" if _ours(figure.name) else "#b7b7b7" for figure in figures]
+    axes.barh([figure.name for figure in figures], medians, xerr=errors, color=colours, error_kw={"lw": 1})
+    for place, median in enumerate(medians):
+        axes.annotate(number(median), (0, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_title(f"{table.title}, {figures[0].unit}", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    drawing.savefig(path, metadata={"Date": None})
+    pyplot.close(drawing)
+
+
+def _ours(name: str) -> bool:
+    return name.startswith(("idemconsumer", "group", "ours"))
+
+
+def section(result: Result) -> str:
+    """What stands between a part's markers."""
+    pictures = []
+    for place, table in enumerate(result.tables):
+        if table.plot:
+            path = DOCS / "images" / f"bench_{result.part}{place or ''}.svg"
+            path.parent.mkdir(exist_ok=True)
+            plot(result, table, path)
+            pictures.append(f"![{table.title}](images/{path.name})\n")
+    return "\n".join([*pictures, text(result), ""])
+
+
+def main() -> None:
+    page = DOCS / "benchmarks.md"
+    results = {
+        path.stem: msgspec.json.decode(path.read_bytes(), type=Result) for path in (HERE / "results").glob("*.json")
+    }
+
+    def filled(found: re.Match[str]) -> str:
+        part = found[2]
+        return found[1] + (section(results[part]) if part in results else "Not measured yet.\n") + found[3]
+
+    page.write_text(_MARKED.sub(filled, page.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""The consumers of the store path, in a process of their own and without a broker.
+
+`bare`, `by hand` and `textbook` are what people write; `group …` is the engine. All take the same bodies, decode them,
+and write the same business data, on as many connections as there are lanes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import psycopg
+
+from benchmarks._child import serve
+from benchmarks._loads import Load
+from benchmarks._loop import run
+from benchmarks._sizes import ADAPTIVE, sized
+from benchmarks.rivals.applying import HANDS, Apply, Connection, statement
+from idemconsumer import App, Handler, Message, OutcomeKind, Reject, Tx
+from idemconsumer._engine import Engine
+from idemconsumer._options import Options
+from idemconsumer._work import Work
+from idemconsumer.stores.postgres import PostgresStore
+
+app = App("bench")
+
+
+class Refused(Exception):
+    """The first attempt is to fail."""
+
+
+# --------------------------------------------------------------------------------------------------------------- ours
+async def plain(payment: dict[str, Any], tx: Tx) -> None:
+    await tx.execute(*statement(payment))
+
+
+async def result(payment: dict[str, Any], tx: Tx) -> dict[str, str]:
+    await tx.execute(*statement(payment))
+    return {"applied": payment["id"]}
+
+
+async def trouble(payment: dict[str, Any], tx: Tx, message: Message) -> None:
+    await tx.execute(*statement(payment))
+    match payment.get("trouble"):
+        case "reject":
+            raise Reject("refused")
+        case "once" if message.attempt == 1:
+            raise Refused
+
+
+def made(fn: Any, group: str) -> Handler[..., Any]:
+    name = f"{fn.__name__}-{group}"
+    options: Options = {"name": name, "backoff": "1ms, 1ms", **sized(group)}
+    return app.idempotent_handler(f"memory:{name}", key="id", **options)(fn)
+
+
+HANDLERS = {
+    handler.name: handler
+    for handler in (
+        made(fn, group)
+        for group in ("1", "8", "32", "128", *(["adaptive"] if ADAPTIVE else []))
+        for fn in (plain, result, trouble)
+    )
+}
+
+
+class Ours:
+    """Kept over several loads, so that what the engine has learned of the rows stays learned."""
+
+    def __init__(self, store: PostgresStore, lanes: int, group: str) -> None:
+        self.engine = Engine(store, lanes=lanes)
+        self.group = group
+        self._lanes = lanes
+
+    async def consume(self, kind: str, bodies: Iterator[bytes]) -> None:
+        name = f"{kind}-{self.group}"
+        handler = HANDLERS[name].plan.bind(app.name)
+        lanes: list[deque[Work]] = [deque() for _ in range(self._lanes)]
+
+        async def lane(waiting: deque[Work]) -> None:
+            while True:
+                size = self.engine.group_size(handler)
+                while len(waiting) < size and (body := next(bodies, None)) is not None:
+                    work = Work.of(handler, Message(f"memory:{name}", body))
+                    lanes[zlib.crc32(work.key) % self._lanes].append(work)  # a key has one lane, as in a worker
+                if not waiting:
+                    return
+                group = [waiting.popleft() for _ in range(min(size, len(waiting)))]
+                outcomes = await self.engine.run(group)
+                back = group[len(outcomes) :]
+                if outcomes[-1].kind in (OutcomeKind.RETRYING, OutcomeKind.BUSY):
+                    back.insert(0, group[len(outcomes) - 1])
+                    await asyncio.sleep(outcomes[-1].due)
+                waiting.extendleft(reversed(back))
+
+        await asyncio.gather(*map(lane, lanes))
+
+
+# ------------------------------------------------------------------------------------------------------------ by hand
+class Hand:
+    """One connection a lane, and each takes the next message when it is done with its last."""
+
+    def __init__(self, connections: Sequence[Connection], apply: Apply) -> None:
+        self.connections = connections
+        self.apply = apply
+
+    async def consume(self, kind: str, bodies: Iterator[bytes]) -> None:
+        async def lane(connection: Connection) -> None:
+            for body in bodies:
+                await self.apply(connection, json.loads(body))
+
+        await asyncio.gather(*map(lane, self.connections))
+
+
+class Textbook:
+    """A connection a message, the claim committed first, a rival's waited for by polling."""
+
+    def __init__(self, dsn: str, lanes: int) -> None:
+        self._dsn = dsn
+        self._lanes = lanes
+
+    async def consume(self, kind: str, bodies: Iterator[bytes]) -> None:
+        async def lane() -> None:
+            for body in bodies:
+                await self._one(json.loads(body))
+
+        await asyncio.gather(*(lane() for _ in range(self._lanes)))
+
+    async def _one(self, payment: dict[str, Any]) -> None:
+        async with await psycopg.AsyncConnection.connect(self._dsn) as connection:
+            claim = "insert into claim (id, state) values (%s, 'working') on conflict do nothing"
+            claimed = (await connection.execute(claim, (payment["id"],))).rowcount
+            await connection.commit()
+            while not claimed:
+                cursor = await connection.execute("select state from claim where id = %s", (payment["id"],))
+                row = await cursor.fetchone()
+                await connection.commit()
+                if row is not None and row[0] == "done":
+                    return
+                await asyncio.sleep(0.05)
+            await connection.execute(*statement(payment))
+            await connection.commit()
+            await connection.execute("update claim set state = 'done' where id = %s", (payment["id"],))
+            await connection.commit()
+
+
+# ---------------------------------------------------------------------------------------------------------- the child
+class Subjects:
+    """Opened when they are asked for first, so that connecting and preparing is not measured."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+        self._open: dict[tuple[str, str, int], Ours | Hand | Textbook] = {}
+
+    async def get(self, dsn: str, name: str, lanes: int) -> Ours | Hand | Textbook:
+        if (dsn, name, lanes) not in self._open:
+            self._open[dsn, name, lanes] = await self._make(dsn, name, lanes)
+        return self._open[dsn, name, lanes]
+
+    async def _make(self, dsn: str, name: str, lanes: int) -> Ours | Hand | Textbook:
+        if name == "textbook":
+            return Textbook(dsn, lanes)
+        if name in HANDS:
+            connections = [
+                await self._stack.enter_async_context(await psycopg.AsyncConnection.connect(dsn)) for _ in range(lanes)
+            ]
+            return Hand(connections, HANDS[name])
+        store = await PostgresStore.open(dsn, "idemconsumer", connections=lanes, longest_run=30.0)
+        self._stack.push_async_callback(store.close)
+        return Ours(store, lanes, name.removeprefix("group "))
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+        self._open.clear()
+
+
+@asynccontextmanager
+async def open_subjects() -> AsyncIterator[Subjects]:
+    subjects = Subjects()
+    try:
+        yield subjects
+    finally:
+        await subjects.close()
+
+
+class Counted:
+    """An iterator that knows how many it gave."""
+
+    def __init__(self, bodies: Iterator[bytes]) -> None:
+        self.count = 0
+        self._bodies = bodies
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        body = next(self._bodies)
+        self.count += 1
+        return body
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+async def main() -> None:
+    async with open_subjects() as subjects:
+
+        async def answer(question: dict[str, Any]) -> Any:
+            if question.get("close"):
+                return await subjects.close()
+            subject = await subjects.get(question["dsn"], question["name"], question["lanes"])
+            load = msgspec.convert(question["load"], Load)
+            counted = Counted(load.bodies())
+            started = time.perf_counter()
+            await subject.consume(load.handler, counted)
+            return {"seconds": time.perf_counter() - started, "count": counted.count, "resident": resident()}
+
+        await serve(answer)
+
+
+if __name__ == "__main__":
+    run(main())

@@ -1,0 +1,95 @@
+"""A saga of three steps (transaction, call to a local stub, transaction) beside the same one in DBOS.
+
+DBOS is run in the way that was fastest on the machine where this was written, which the last table shows: its
+synchronous API in threads. Both run 64 sagas at a time on 32 connections of the same Postgres; DBOS is as fast with
+fewer at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from benchmarks._child import Child, child
+from benchmarks._measure import Figure, Result, Spread, Table, Target, side_by_side
+from benchmarks._stage import Meter, Stage
+
+AT_ONCE = 64
+CONNECTIONS = 32
+OURS, THEIRS = "idemconsumer", "DBOS"
+
+
+class Side:
+    """One of the two in its process."""
+
+    def __init__(self, process: Child, count: int, **more: object) -> None:
+        self._process = process
+        self._count = count
+        self._more = more
+
+    async def rate(self, number: int) -> float:
+        """Sagas a second."""
+        return self._count / await self._run(self._count)
+
+    async def warm(self) -> None:
+        await self._run(4 * AT_ONCE)
+
+    async def costs(self, name: str, dsn: str) -> list[Figure]:
+        """What one saga costs the database, on average over a run."""
+        meter = Meter(dsn)
+        await asyncio.sleep(Meter.TELLING)
+        await meter.begin()
+        await self._run(self._count)
+        written = await meter.end()  # before anything of the background is added
+        await asyncio.sleep(Meter.TELLING)
+        units = {"commits": "commits", "writing": "commits that write", "wal": "bytes of WAL"}
+        spent = {**written, "commits": (await meter.end())["commits"]}
+        return [Figure(name, f"{unit} a saga", Spread.of([spent[key] / self._count])) for key, unit in units.items()]
+
+    async def _run(self, count: int) -> float:
+        seconds = await self._process.ask(prefix=secrets.token_hex(4), count=count, at_once=AT_ONCE, **self._more)
+        return float(seconds)
+
+
+async def sagas(stage: Stage) -> Result:
+    count, rounds = (400, 3) if stage.quick else (3_000, 5)
+    tables = []
+    with stage.database() as our_dsn, stage.database() as their_dsn:
+        environment = {
+            "IDEMCONSUMER_DSN": our_dsn,
+            "IDEMCONSUMER_CONCURRENCY": str(CONNECTIONS),
+            "BENCH_DSN": their_dsn,
+        }
+        async with (
+            child("benchmarks.rivals.saga_ours", environment=environment) as our_process,
+            child("benchmarks.rivals.saga_dbos", environment=environment) as their_process,
+        ):
+            ours, theirs = Side(our_process, count), Side(their_process, count // 8, way="threads")
+            await ours.warm()
+            await theirs.warm()
+            tables.append(
+                await side_by_side(
+                    "Sagas of three steps",
+                    {OURS: ours.rate, THEIRS: theirs.rate},
+                    [Target(OURS, THEIRS, 10.0)],
+                    rounds=rounds,
+                    say=stage.say,
+                    unit="sagas/s",
+                    plot=True,
+                    facts={"at once": AT_ONCE, "connections": CONNECTIONS},
+                )
+            )
+            if not stage.quick:
+                costs = [*await ours.costs(OURS, our_dsn), *await theirs.costs(THEIRS, their_dsn)]
+                tables.append(Table("What a saga costs the database", costs))
+                tables.append(await _ways(stage, their_process))
+    return Result("sagas", tables)
+
+
+async def _ways(stage: Stage, process: Child) -> Table:
+    """Whether DBOS is run at its best."""
+    sides = {way: Side(process, 200, way=way) for way in ("direct", "start", "queue", "threads")}
+    for side in sides.values():
+        await side.warm()
+    subjects = {way: side.rate for way, side in sides.items()}
+    return await side_by_side("Ways to run the saga in DBOS", subjects, [], rounds=3, say=stage.say, unit="sagas/s")
