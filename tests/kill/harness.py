@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psycopg
@@ -44,9 +45,10 @@ class Mill:
         return self._launcher
 
     def children(self) -> list[int]:
-        pid = self.launcher.pid
-        tasks = Path(f"/proc/{pid}/task").glob("*/children")
-        return [int(child) for task in tasks for child in task.read_text().split()]
+        threads = Path(f"/proc/{self.launcher.pid}/task")
+        while True:
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread ended, and its children are another's now
+                return [int(child) for thread in threads.glob("*/children") for child in thread.read_text().split()]
 
     async def kill_child(self) -> None:
         """SIGKILL one worker; its launcher starts another."""
