@@ -14,13 +14,14 @@ from idemconsumer.errors import (
 )
 from idemconsumer.handlers import Backoff, Handler, idempotent_handler
 from idemconsumer.keys import Key
-from idemconsumer.ports import Rows, Tx
+from idemconsumer.ports import Batch, Rows, Tx
 from idemconsumer.ports_sagas import Done, NotDone, Saga, Step, Unknown
 
 __all__ = [
     "App",
     "Backoff",
     "BadMessage",
+    "Batch",
     "BrokerUnavailable",
     "ConfigurationError",
     "Done",

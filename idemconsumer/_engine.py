@@ -12,6 +12,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -20,8 +21,9 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_
 from tenacity.stop import stop_base
 
 from idemconsumer import codecs
+from idemconsumer._batch import Items
 from idemconsumer._machine import Failure, GroupSize, Verdict, after_failure, group_cap, judge
-from idemconsumer._model import Found, Outcome, OutcomeKind, Point, Record, State, StoredResult
+from idemconsumer._model import Found, Message, Outcome, OutcomeKind, Point, Record, State, StoredResult
 from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
 from idemconsumer._shield import to_end
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
@@ -35,7 +37,7 @@ from idemconsumer.errors import (
     Retry,
     StoreUnavailable,
 )
-from idemconsumer.handlers import BoundHandler
+from idemconsumer.handlers import BoundHandler, Call
 from idemconsumer.ports import Claim, Claims, JoinedStore, Observer, Silent
 
 log = structlog.get_logger("idemconsumer")
@@ -45,9 +47,9 @@ _FREE_RETRIES = 50  # in a row, about half a minute; after that contention is th
 
 
 class _Failed(Exception):
-    """The handler of the group's message at `index` failed."""
+    """The handler of the group's message at `index` failed; None: that of several, and nobody can say whose it is."""
 
-    def __init__(self, index: int, error: Exception) -> None:
+    def __init__(self, index: int | None, error: Exception) -> None:
         super().__init__(index)
         self.index = index
         self.error = error
@@ -112,7 +114,7 @@ class Engine:
             return [await self._refuse(head, head.refusal)]
         if head.suspect:
             return await self._counted_once(works, defer=defer)
-        outcomes = await self._group(list(takewhile(_plain, works)), defer=defer)
+        outcomes = await self._group(_together(works), defer=defer)
         if outcomes[0].kind is OutcomeKind.BUSY and not defer:
             return [await self._wait(head)]
         return outcomes
@@ -159,7 +161,10 @@ class Engine:
                 raise
             except _Failed as failed:
                 self._resize(works, failed=True)
-                return await self._around(works, failed.index, failed.error, defer=defer)
+                if failed.index is not None:
+                    return await self._around(works, failed.index, failed.error, defer=defer)
+                self._at(Point.ROLLED_BACK, works[0].handler.name, [work.key for work in works])
+                works = works[: len(works) // 2]  # smaller batches show whose it is, that of one at the latest
             except Exception as error:  # noqa: BLE001 - any error of the database at the seal or at COMMIT
                 # Refused at the seal or at COMMIT, so nobody can be blamed yet: one by one shows whose it is.
                 self._resize(works, failed=True)
@@ -185,11 +190,15 @@ class Engine:
                 if busy == 0:
                     return [Outcome(OutcomeKind.BUSY)]
             self._at(Point.CLAIMED, name, keys)
-            for index, work in enumerate(works):
-                if leaders[work.key] is work and verdicts[work.key] is Verdict.RUN:
-                    result = await self._handle(claims, index, work)
+            new = [i for i, work in enumerate(works) if leaders[work.key] is work and verdicts[work.key] is Verdict.RUN]
+            if works[0].handler.batch:
+                results = await self._handle_batch(claims, works, new) if new else {}
+            else:
+                for index in new:
+                    key, result = works[index].key, await self._handle(claims, index, works[index])
+                    self._at(Point.HANDLED, name, (key,))
                     if result is not None:
-                        results[work.key] = result
+                        results[key] = result
             self._at(Point.SEALING, name, keys)
             counted = [key for key, work in leaders.items() if work.attempts and verdicts[key] is Verdict.RUN]
             await claims.complete(list(results.items()), counted)
@@ -205,8 +214,26 @@ class Engine:
                 outcomes.append(await self.replay(work, left))
         return outcomes
 
-    async def _handle(self, claims: Claims, index: int, work: Work) -> StoredResult | None:
-        """Run one handler on the group's transaction. Raises _Failed with whoever is to blame."""
+    async def _handle_batch(
+        self, claims: Claims, works: Sequence[Work], new: Sequence[int]
+    ) -> dict[bytes, StoredResult]:
+        """Run a batch handler once, for those of `works` that are new, and give their results."""
+        items = [works[index] for index in new]
+        batch = Items([_call(work).payload for work in items], [_message(work) for work in items])
+        try:
+            await self._handle(claims, None if len(items) > 1 else 0, items[0], batch)
+        except _Failed as failed:
+            if failed.index is not None:
+                failed.index = new[failed.index]
+            raise
+        self._at(Point.HANDLED, items[0].handler.name, [work.key for work in items])
+        return {work.key: result for i, work in enumerate(items) if (result := batch.stored(i)) is not None}
+
+    async def _handle(
+        self, claims: Claims, index: int | None, work: Work, batch: Items | None = None
+    ) -> StoredResult | None:
+        """Run one handler, of `work` or of a whole batch, on the group's transaction. Raises _Failed with whoever is to
+        blame, which `index` is unless the handler says whom."""
         handler, call = work.handler, work.call
         task = asyncio.current_task()
         assert call is not None
@@ -215,7 +242,9 @@ class Engine:
         try:
             try:
                 async with asyncio.timeout(handler.options.timeout) as limit:
-                    value = await handler.run(call, claims.tx() if handler.needs_tx else None, work.attempt)
+                    tx = claims.tx() if handler.needs_tx else None
+                    run = handler.run(call, tx, work.attempt) if batch is None else handler.run_batch(batch, tx)
+                    value = await run
                 if _late(limit):  # it swallowed the cancellation, or never let the loop cancel it
                     raise TimeoutError
             except TimeoutError:
@@ -229,6 +258,9 @@ class Engine:
                     raise
                 raise HandlerFault("the handler raised CancelledError though nobody cancelled it") from None
             _uncancel(task, asked_before)
+            if batch is not None and (failed := batch.first_failed()):
+                index, error = failed
+                raise error
             claims.check()
             result = codecs.encode(value)
         except _Failed:
@@ -241,7 +273,6 @@ class Engine:
             if isinstance(cause, StoreUnavailable | Contention):
                 raise cause from error
             raise _Failed(index, cause) from error
-        self._at(Point.HANDLED, handler.name, (work.key,))
         return result
 
     async def _around(self, works: Sequence[Work], index: int, error: Exception, *, defer: bool) -> list[Outcome]:
@@ -449,13 +480,30 @@ class Engine:
             self._sizes[works[0].handler.name] = size.capped() if cap else size.after(failed=failed)
 
 
-def _claim(work: Work) -> Claim:
+def _call(work: Work) -> Call:
     assert work.call is not None
-    return work.call.claim
+    return work.call
+
+
+def _claim(work: Work) -> Claim:
+    return _call(work).claim
+
+
+def _message(work: Work) -> Message:
+    message = _call(work).message
+    return message if message.attempt == work.attempt else replace(message, attempt=work.attempt)
 
 
 def _plain(work: Work) -> bool:
     return work.refusal is None and not work.suspect
+
+
+def _together(works: Sequence[Work]) -> list[Work]:
+    """Those that may share the next transaction. What failed before is a batch of its own: in a larger one it would
+    fail for the others too, and have to be searched for again."""
+    if works[0].handler.batch:
+        works = list(takewhile(lambda work: not work.attempts, works)) or works[:1]
+    return list(takewhile(_plain, works))
 
 
 def _stops(outcomes: Sequence[Outcome]) -> bool:

@@ -11,12 +11,12 @@ import structlog
 
 from idemconsumer._model import Message
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.ports import Tx
+from idemconsumer.ports import Batch, Tx
 from idemconsumer.ports_sagas import Saga
 
 log = structlog.get_logger("idemconsumer")
 
-_OURS: Final = (Tx, Saga, Message)
+_OURS: Final = (Batch, Tx, Saga, Message)
 
 
 @dataclass(frozen=True, slots=True)

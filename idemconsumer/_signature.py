@@ -7,23 +7,23 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypeAlias, get_origin, get_type_hints
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from idemconsumer._model import Message
 from idemconsumer.errors import HandlerError
-from idemconsumer.ports import Tx
+from idemconsumer.ports import Batch, Tx
 from idemconsumer.ports_sagas import Saga
 
 Invoke: TypeAlias = Callable[[object, Tx | Saga | None, Message, Mapping[type, object]], Awaitable[object]]
 
 _INJECTED: dict[type, str] = {Tx: "tx", Saga: "saga", Message: "message"}
-_LATER = ("Batch",)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
     """The plan of a function. `invoke` takes payload, Tx, Message and the resources, and passes on what it asks for.
 
+    With `batch` it takes a Batch in place of the payload, and `payload_type` is that of an item.
     `resources` are the parameters that only an app's resources can fill, with their types; whether there are any is
     known when the app starts.
     """
@@ -32,6 +32,7 @@ class Signature:
     needs_tx: bool
     needs_saga: bool
     needs_message: bool
+    batch: bool
     resources: tuple[tuple[str, type], ...]
     invoke: Invoke
 
@@ -50,8 +51,19 @@ def read_signature(handler: str, fn: Callable[..., Any]) -> Signature:
             "a plain function runs in a thread and cannot use Tx or Saga, which are asynchronous",
             "declare it `async def`",
         )
-    invoke = _invoker(fn, positional, keywords, is_async=is_async)
-    return Signature(payload_type, "tx" in injected, "saga" in injected, "message" in injected, resources, invoke)
+    batch = _is_batch(payload_type)
+    if batch:
+        _check_batch(handler, fn, payload_type, injected)
+        payload_type = _item_type(payload_type)
+    return Signature(
+        payload_type,
+        needs_tx="tx" in injected,
+        needs_saga="saga" in injected,
+        needs_message="message" in injected,
+        batch=batch,
+        resources=resources,
+        invoke=_invoker(fn, positional, keywords, is_async=is_async),
+    )
 
 
 def _parameters(
@@ -97,16 +109,17 @@ def _hints(handler: str, fn: Callable[..., Any], annotations: Mapping[str, Any])
 
 
 def _check_types(handler: str, payload: str, hints: Mapping[str, Any]) -> None:
-    later = [_ours(hint) for hint in hints.values() if _ours(hint) in _LATER]
     if Saga in hints.values() and Tx in hints.values():
         raise HandlerError(
             handler,
             "it asks for both Tx and Saga",
             "take Tx for one transaction, or Saga for several steps, each with its own (saga.tx)",
         )
-    if later:
+    if misplaced := [name for name, hint in hints.items() if name != payload and _is_batch(hint)]:
         raise HandlerError(
-            handler, f"{later[0]} is not available in this version", "take Tx, one transaction a message"
+            handler,
+            f"its batch `{misplaced[0]}` is not its first parameter",
+            f"write ({misplaced[0]}: Batch[…], …): a batch takes the payload's place",
         )
     if hints[payload] in _INJECTED:
         raise HandlerError(
@@ -129,10 +142,36 @@ def not_injectable(handler: str, name: str, hint: Any, resources: str = "a resou
     )
 
 
-def _ours(hint: Any) -> str:
-    """The name of a class of this package, else nothing."""
-    cls = get_origin(hint) or hint
-    return getattr(cls, "__name__", "") if getattr(cls, "__module__", "").startswith("idemconsumer") else ""
+def _is_batch(hint: Any) -> bool:
+    return (get_origin(hint) or hint) is Batch
+
+
+def _item_type(hint: Any) -> Any:
+    """X of Batch[X]; a bare Batch takes whatever is JSON."""
+    return next(iter(get_args(hint)), Any)
+
+
+def _check_batch(handler: str, fn: Callable[..., Any], hint: Any, injected: set[str | type]) -> None:
+    if "saga" in injected:
+        raise HandlerError(
+            handler,
+            "it asks for both Batch and Saga",
+            "take one payload with Saga, or Tx with Batch: a saga is one key's",
+        )
+    if "message" in injected or _item_type(hint) is Message:
+        raise HandlerError(
+            handler,
+            "it asks for both Batch and Message",
+            "leave Message out and use batch.message(i), one for each item",
+        )
+    # Not resolved, as it may be there for type checkers alone; a postponed None is a text.
+    returns = inspect.signature(fn).return_annotation
+    if returns not in (inspect.Signature.empty, None, "None"):
+        raise HandlerError(
+            handler,
+            f"it takes a Batch and is declared to return {getattr(returns, '__name__', returns)}",
+            "declare it `-> None` and give each item its result with batch.result(i, value)",
+        )
 
 
 def _invoker(

@@ -24,10 +24,11 @@ from typing import (
 )
 
 from idemconsumer import codecs, keys
+from idemconsumer._batch import Items
 from idemconsumer._model import Message, Subscription
 from idemconsumer._options import Backoff, Duration, Options, Resolved, check_known, parse_duration, resolve
 from idemconsumer._signature import Signature, read_signature
-from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
+from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError, HandlerFault
 from idemconsumer.keys import KeySpec
 from idemconsumer.ports import Claim, Tx
 from idemconsumer.ports_sagas import Saga
@@ -118,8 +119,9 @@ def idempotent_handler(source: str, *sources: str, key: KeySpec, **options: Unpa
     The first parameter is the payload, decoded by its annotation; `Tx`, `Message` and the app's resources are
     injected by type, in any order. Within `<app>/<tenant>/<name>` the function's effects through Tx are applied once
     for each key.
-    A plain function runs in a thread, without Tx; what it does is not part of any transaction. A function that asks for
-    `Saga` instead runs step by step, and is resumed at its last recovery point.
+    A plain function runs in a thread, without Tx; what it does is not part of any transaction. A function whose first
+    parameter is a `Batch` of payloads is called once for all new messages of a group. A function that asks for `Saga`
+    instead of Tx runs step by step, and is resumed at its last recovery point.
     Raises HandlerError, when the function is decorated, for whatever can be seen to be wrong by then.
     """
 
@@ -177,7 +179,7 @@ class BoundHandler:
     """A handler of an app: turns messages into calls, and runs them."""
 
     __slots__ = (
-        "_max_bytes", "_plan", "_resources", "app", "leased", "name", "needs_tx", "options", "own_source",
+        "_max_bytes", "_plan", "_resources", "app", "batch", "leased", "name", "needs_tx", "options", "own_source",
         "reconciles", "subscriptions",
     )  # fmt: skip
 
@@ -190,6 +192,7 @@ class BoundHandler:
         self.options = plan.options
         self.needs_tx = plan.signature.needs_tx
         self.leased = plan.signature.needs_saga
+        self.batch = plan.signature.batch
         self.reconciles = plan.reconcile is not None
         group = plan.options.consumer_group or app
         self.subscriptions = tuple(Subscription(source, plan.name, group) for source in plan.sources)
@@ -234,6 +237,18 @@ class BoundHandler:
         """Run the function; what it raises is raised. Cancelling ends an async function at its next await; a
         plain one goes on in its thread to its end, unheard."""
         return await self._invoke(self._plan.signature, call, tx, attempt)
+
+    async def run_batch(self, items: Items, tx: Tx | None) -> None:
+        """`run` for a function that takes a batch; what becomes of each item is then told by `items`."""
+        try:
+            returned = await self._plan.signature.invoke(items, tx, items.message(0), self._resources)
+        finally:
+            items.close()
+        if returned is not None:
+            raise HandlerFault(
+                f"the handler of a batch returned a {type(returned).__name__}, and nobody can say whose result it is; "
+                "give each item its own with batch.result(i, value), and return nothing"
+            )
 
     async def reconcile(self, call: Call, tx: Tx, attempt: int) -> object:
         """Ask whether a saga is done already. Only where `reconciles`."""
@@ -301,10 +316,11 @@ def _reconcile(name: str, handler: Signature, fn: Callable[..., Any] | None) -> 
     signature = read_signature(f"{name}, reconcile", fn)
     if signature.needs_saga:
         raise HandlerError(name, "`reconcile` asks for Saga", "take Tx: it looks at what is there, and runs no step")
-    if signature.payload_type != handler.payload_type:
+    if signature.batch or signature.payload_type != handler.payload_type:
         types = [getattr(each, "__name__", str(each)) for each in (signature.payload_type, handler.payload_type)]
+        taken = f"{'a Batch of ' if signature.batch else ''}{types[0]}"
         raise HandlerError(
-            name, f"`reconcile` takes {types[0]}", f"it gets the handler's payload; annotate it as {types[1]}"
+            name, f"`reconcile` takes {taken}", f"it gets the handler's payload; annotate it as {types[1]}"
         )
     return signature
 

@@ -8,15 +8,17 @@ What sagas need on top stands in `ports_sagas`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal, LiteralString, Protocol, TypeVar, overload
 
 from idemconsumer._model import Found, Message, Point, Record, SagaPoint, StoredResult, Subscription
 
 T = TypeVar("T")
 R = TypeVar("R")
+T_co = TypeVar("T_co", covariant=True)
 Params = Sequence[object] | Mapping[str, object]
 
 
@@ -48,6 +50,43 @@ class Tx(Protocol):
     @property
     def connection(self) -> Any:
         """The psycopg.AsyncConnection, for COPY or SQLAlchemy. Ending its transaction undoes the whole group."""
+        ...
+
+
+class Batch(Protocol[T_co]):
+    """The new messages of one group, for a handler that takes them all at once: `orders: Batch[OrderPlaced]`.
+
+    They are in the order of their lane, each key once. What was handled before is not among them, and where nothing is
+    new the function is not called. Its effects through Tx and the records of all items are one commit. An item of which
+    nothing is said is applied, with no result; of several words about one item the last counts. A word after the
+    function has returned raises HandlerFault, and one about an item that is not there IndexError.
+
+    If an item is rejected or is to run again, all effects of this call are rolled back: the items before the first such
+    one are handled once more, without it, and those behind it in a later call. So nothing stays of what was done for
+    it, or was decided because of that. Not guaranteed: that the function sees an item only once, so its effects belong
+    into Tx.
+    """
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[T_co]:
+        """The payloads."""
+        ...
+
+    def __getitem__(self, i: int, /) -> T_co: ...
+    def message(self, i: int, /) -> Message:
+        """The message of item `i`, with its key, headers and attempt."""
+        ...
+
+    def result(self, i: int, value: object, /) -> None:
+        """What is stored for item `i` and given to its duplicates; what a handler of one message would return."""
+        ...
+
+    def reject(self, i: int, /, code: str, body: object = None) -> None:
+        """Refuse item `i` for good: as `raise Reject(code, body)` of a handler of one message."""
+        ...
+
+    def retry(self, i: int, /, after: str | float | timedelta | None = None) -> None:
+        """Run item `i` again, after so many seconds, a duration or the backoff: as `raise Retry(after=after)`."""
         ...
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -18,10 +18,9 @@ from idemconsumer.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.handlers import Backoff, BoundHandler, Duration, Handler, idempotent_handler, parse_duration
 from idemconsumer.keys import Key
-from idemconsumer.ports import Tx
+from idemconsumer.ports import Batch, Tx
 from idemconsumer.ports_sagas import Saga
 
-T = TypeVar("T")
 TX = cast(Tx, object())
 
 
@@ -133,10 +132,6 @@ async def test_an_async_function_wrapped_in_a_plain_one_stays_async() -> None:
     assert await h.run(h.call_for(message()), TX, 1) == 2
 
 
-class Batch(Generic[T]):
-    __module__ = "idemconsumer.batch"
-
-
 async def no_payload() -> None: ...
 async def keyword_payload(*, order: Order) -> None: ...
 async def bare(order) -> None: ...  # type: ignore[no-untyped-def]
@@ -148,7 +143,14 @@ async def optional_tx(order: Order, tx: Tx | None) -> None: ...
 async def tx_first(tx: Tx, order: Order) -> None: ...
 async def message_alone(message: Message) -> None: ...
 async def both(order: Order, saga: Saga, tx: Tx) -> None: ...
-async def batch_alone(orders: Batch[Order], tx: Tx) -> None: ...
+async def batch_of_a_saga(orders: Batch[Order], saga: Saga) -> None: ...
+async def batch_and_message(orders: Batch[Order], tx: Tx, message: Message) -> None: ...
+async def batch_of_messages(orders: Batch[Message]) -> None: ...
+async def batch_second(order: Order, orders: Batch[Order]) -> None: ...
+async def bare_batch_second(order: Order, orders: Batch) -> None: ...  # type: ignore[type-arg]
+async def batch_returns(orders: Batch[Order], tx: Tx) -> list[int]: ...  # type: ignore[empty-body]
+async def batch_undecodable(orders: Batch[Handler[..., int]]) -> None: ...
+def batch_plain_tx(orders: Batch[Order], tx: Tx) -> None: ...
 async def unresolved(order: Missing, tx: Tx) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 async def undecodable(order: Handler[..., int], tx: Tx) -> None: ...
 def plain_tx(order: Order, tx: Tx) -> None: ...
@@ -184,7 +186,14 @@ class Service:
             "its first parameter `message` is a Message; put the payload first: (payload: dict, message",
         ),
         (both, "it asks for both Tx and Saga; take Tx for one transaction, or Saga"),
-        (batch_alone, "Batch is not available in this version"),
+        (batch_of_a_saga, "it asks for both Batch and Saga; take one payload with Saga, or Tx with Batch"),
+        (batch_and_message, "it asks for both Batch and Message; leave Message out and use batch.message(i)"),
+        (batch_of_messages, "it asks for both Batch and Message"),
+        (batch_second, "its batch `orders` is not its first parameter; write (orders: Batch[…], …)"),
+        (bare_batch_second, "its batch `orders` is not its first parameter"),
+        (batch_returns, "it takes a Batch and is declared to return list[int]; declare it `-> None`"),
+        (batch_undecodable, "the payload type cannot be decoded"),
+        (batch_plain_tx, "cannot use Tx or Saga, which are asynchronous; declare it `async def`"),
         (
             unresolved,
             "the annotation 'Missing' cannot be resolved; define or import it at the top of the module",

@@ -10,7 +10,8 @@ import psycopg
 import pytest
 import structlog
 
-from idemconsumer import App, ConfigurationError, HandlerError, Message, Saga, Tx
+from idemconsumer import App, Batch, ConfigurationError, HandlerError, Message, Saga, Tx
+from idemconsumer._batch import Items
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.worker import Worker
@@ -211,6 +212,10 @@ async def of_the_engine() -> AsyncIterator[Message]:
     yield Message("memory:a", b"")
 
 
+async def a_batch() -> AsyncIterator[Batch]:  # type: ignore[type-arg]
+    yield Items([], [])
+
+
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
@@ -220,6 +225,7 @@ async def of_the_engine() -> AsyncIterator[Message]:
         (too_common, "does not say what it makes"),
         (a_number, "does not say what it makes"),
         (of_the_engine, "does not say what it makes"),
+        (a_batch, "does not say what it makes"),
     ],
 )
 def test_what_is_not_a_resource_is_refused_where_it_is_defined(fn: Callable[..., Any], says: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from idemconsumer import App, Done, HandlerError, NotDone, OutcomeKind, Reject, Retry, Saga, Tx, Unknown
+from idemconsumer import App, Batch, Done, HandlerError, NotDone, OutcomeKind, Reject, Retry, Saga, Tx, Unknown
 from idemconsumer import idempotent_handler as decorate
 from idemconsumer._model import State, StoredResult
 from idemconsumer._work import Work
@@ -353,12 +353,16 @@ async def other_payload(order: list[int], tx: Tx) -> Answer:
     return DONE
 
 
+async def batch(orders: Batch[dict[str, Any]], tx: Tx) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("fn", "reconcile", "says"),
     [
         (joined, with_client, "`reconcile` is for sagas, and it is none; leave it out"),
         (asks_for_saga, asks_for_saga, "`reconcile` asks for Saga; take Tx"),
         (asks_for_saga, other_payload, "`reconcile` takes list; it gets the handler's payload; annotate it as dict"),
+        (asks_for_saga, batch, "`reconcile` takes a Batch of dict; it gets the handler's payload; annotate it as dict"),
         (asks_for_saga, "sql", "`reconcile` is 'sql'; write an async function of the payload and Tx"),
     ],
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
 from typing import Any, assert_type
 
 import msgspec
@@ -11,7 +12,7 @@ from idemconsumer._model import Message, Outcome
 from idemconsumer.app import App
 from idemconsumer.handlers import Backoff, Handler, idempotent_handler
 from idemconsumer.keys import Key
-from idemconsumer.ports import Tx
+from idemconsumer.ports import Batch, Tx
 from idemconsumer.ports_sagas import Done, NotDone, Saga, Step, Unknown
 
 
@@ -51,6 +52,56 @@ def send(mail: dict[str, str]) -> None:
 )
 async def multi_tenant(order: Transfer, message: Message, tx: Tx) -> str | None:
     return message.tenant
+
+
+@idempotent_handler("kafka:batches", key="id", group_size=64)
+async def many(orders: Batch[Transfer], tx: Tx) -> None:
+    assert_type(orders[0], Transfer)
+    assert_type(orders.message(0), Message)
+    for i, order in enumerate(orders):
+        assert_type(order, Transfer)
+        if order.amount < 0:
+            orders.reject(i, "negative", {"amount": order.amount})
+        elif len(orders) > 1:
+            orders.retry(i, after="5s")
+        else:
+            orders.result(i, Balance(order.amount))
+
+    orders.reject(0)  # type: ignore[call-arg]
+    orders.result("a", 1)  # type: ignore[arg-type]
+    orders[0] = order  # type: ignore[index]
+    await orders.retry(0)  # type: ignore[func-returns-value, misc]
+
+
+class Recorded:
+    """What a unit test may give to a batch handler."""
+
+    def __init__(self, *orders: Transfer) -> None:
+        self.orders = orders
+        self.rejected: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.orders)
+
+    def __iter__(self) -> Iterator[Transfer]:
+        return iter(self.orders)
+
+    def __getitem__(self, i: int, /) -> Transfer:
+        return self.orders[i]
+
+    def message(self, i: int, /) -> Message:
+        return Message("kafka:batches", b"")
+
+    def result(self, i: int, value: object, /) -> None: ...
+    def reject(self, i: int, /, code: str, body: object = None) -> None:
+        self.rejected.append(i)
+
+    def retry(self, i: int, /, after: str | float | timedelta | None = None) -> None: ...
+
+
+async def unit_test(order: Transfer, tx: Tx) -> None:
+    await many(Recorded(order), tx)
+    await many([order], tx)  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------------------------------------------- sagas

@@ -1,6 +1,6 @@
 """A worker process that dies at a point, or does not: `python -m tests.worker.crashing [POINT[:NTH]]`.
 
-It consumes a queue in Postgres, or CRASH_SOURCE.
+It consumes a queue in Postgres, or CRASH_SOURCE; with CRASH_BATCHES in batches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from idemconsumer import App, Message, Reject, Tx
+from idemconsumer import App, Batch, Message, Reject, Tx
 from idemconsumer.process import launch
 from idemconsumer.settings import load
 from idemconsumer.testing.crash import CrashAt
@@ -38,6 +38,28 @@ async def pay(payment: Payment, tx: Tx, message: Message) -> dict[str, int]:
     if payment.id.startswith("poison") or (payment.id.startswith("flaky") and message.attempt == 1):
         raise ValueError(payment.id)
     return {"paid": payment.amount}
+
+
+async def pay_all(payments: Batch[Payment], tx: Tx) -> None:
+    """As `pay`, for a batch."""
+    await tx.connection.cursor().executemany(
+        "insert into effect values (%s, %s)", [(payment.id, payment.amount) for payment in payments]
+    )
+    for i, payment in enumerate(payments):
+        assert payment.id is not None
+        if payment.id.startswith("poison"):
+            raise ValueError(payment.id)
+        if payment.id.startswith("refused"):
+            payments.reject(i, "no_funds", {"amount": payment.amount})
+        elif payment.id.startswith("flaky") and payments.message(i).attempt == 1:
+            payments.retry(i)
+        else:
+            payments.result(i, {"paid": payment.amount})
+
+
+if "CRASH_BATCHES" in os.environ:
+    app = App("crashing")
+    app.idempotent_handler(SOURCE, key="id", group_size=4, max_attempts=20, backoff="10ms, 10ms", name="pay")(pay_all)
 
 
 @app.idempotent_handler(f"postgres:{BOMBS}", key="id", group_size=4, max_attempts=2)

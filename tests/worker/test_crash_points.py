@@ -38,6 +38,16 @@ NTH: Final = {
     Point.SETTLED: 3,
 }
 
+# Where a batch takes another way than messages one after another do.
+OF_BATCHES: Final = (
+    Point.CLAIMED,
+    Point.HANDLED,
+    Point.SEALING,
+    Point.COMMITTED,
+    Point.ROLLED_BACK,
+    Point.ATTEMPT_COUNTED,
+)
+
 PLAIN = [f"plain-{n}" for n in range(12)]
 APPLIED = sorted([*PLAIN, "flaky-1", "flaky-2", "suspect-1", "suspect-2", "suspect-3"])
 
@@ -58,11 +68,13 @@ class Bench:
         for body in bodies:
             self.db.execute("select idemconsumer.publish_bytes(%s, %s)", (queue, body))
 
-    def work(self, *crash: str) -> int:
+    def work(self, *crash: str, batches: bool = False) -> int:
         """A worker until it has emptied the queue, or died; its exit status."""
         worker = subprocess.run(
             [sys.executable, "-m", "tests.worker.crashing", *crash],
-            env=os.environ | {"IDEMCONSUMER_DSN": self.dsn, "IDEMCONSUMER_SCHEMA": SCHEMA},
+            env=os.environ
+            | {"IDEMCONSUMER_DSN": self.dsn, "IDEMCONSUMER_SCHEMA": SCHEMA}
+            | ({"CRASH_BATCHES": "1"} if batches else {}),
             capture_output=True,
             text=True,
             timeout=60,
@@ -116,6 +128,20 @@ def test_a_crash_at(bench: Bench, point: Point) -> None:
     assert max(bench.effects().values(), default=0) <= 1
     bench.let_visibility_pass()
     assert bench.work() == 0
+    nothing_is_lost_or_doubled(bench)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("point", OF_BATCHES)
+def test_a_crash_of_a_worker_with_batches_at(bench: Bench, point: Point) -> None:
+    assert bench.work(f"{point}:2", batches=True) == -signal.SIGKILL, "the scenario never came to this point"
+    assert max(bench.effects().values(), default=0) <= 1
+    bench.let_visibility_pass()
+    assert bench.work(batches=True) == 0
+    nothing_is_lost_or_doubled(bench)
+
+
+def nothing_is_lost_or_doubled(bench: Bench) -> None:
     assert sorted(bench.effects().elements()) == APPLIED
     assert bench.queued() == 0
     assert bench.states() == {State.COMPLETED: len(APPLIED), State.FAILED: 1, State.DEAD: 1}
