@@ -23,8 +23,8 @@ from benchmarks._sizes import SIZE
 from benchmarks._stage import Stage
 
 OURS = "idemconsumer"
-# The share of a run before its rate is read. On Kafka our lanes take the first messages after an assignment one by one,
-# a thousand of them together, in case the partition's last owner was killed by one.
+# The share of a run before its rate is read. On Kafka our lanes put the first messages after an assignment on record, a
+# thousand of them together, in case the partition's last owner was killed by one.
 _WARM = 0.1
 _COUNTS = {"kafka": (10_000, 60_000), "sqs": (1_500, 10_000)}
 _POLL_SECONDS = 0.25

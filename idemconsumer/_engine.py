@@ -22,10 +22,10 @@ from tenacity.stop import stop_base
 
 from idemconsumer import codecs
 from idemconsumer._batch import Items
-from idemconsumer._machine import Failure, GroupSize, Verdict, after_failure, group_cap, judge
+from idemconsumer._machine import Failure, GroupSize, Settlement, Verdict, after_failure, group_cap, judge, settle
 from idemconsumer._model import Found, Message, Outcome, OutcomeKind, Point, Record, State, StoredResult
 from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
-from idemconsumer._shield import to_end
+from idemconsumer._suspects import Suspects
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
     BadMessage,
@@ -42,7 +42,6 @@ from idemconsumer.ports import Claim, Claims, JoinedStore, Observer, Silent
 
 log = structlog.get_logger("idemconsumer")
 
-_MOST_OPEN_COUNTS = 10_000
 _FREE_RETRIES = 50  # in a row, about half a minute; after that contention is the handler's failure like any other
 
 
@@ -89,7 +88,7 @@ class Engine:
         self._lanes = lanes
         self._chance = chance
         self._sizes: dict[str, GroupSize] = {}
-        self._open_counts: dict[bytes, int] = {}
+        self._suspects = Suspects(store, self._at)
 
     def group_size(self, handler: BoundHandler) -> int:
         """How many messages the next group of this handler may hold."""
@@ -112,9 +111,10 @@ class Engine:
         defer = defer or head.handler.options.on_busy == "defer"
         if head.refusal is not None:
             return [await self._refuse(head, head.refusal)]
-        if head.suspect:
-            return await self._counted_once(works, defer=defer)
-        outcomes = await self._group(_together(works), defer=defer)
+        together = _together(works)
+        if any(work.suspect for work in together):
+            return await self._suspected(together, defer=defer)
+        outcomes = await self._group(together, defer=defer)
         if outcomes[0].kind is OutcomeKind.BUSY and not defer:
             return [await self._wait(head)]
         return outcomes
@@ -123,8 +123,8 @@ class Engine:
         """For each the outcome that its committed record gives, all read by one statement; None where it gives none."""
         outcomes: list[Outcome | None] = []
         for work, record in zip(works, await self._store.peek([work.key for work in works]), strict=True):
-            busy = record is None or judge(record, _claim(work).fingerprint) is Verdict.BUSY
-            outcomes.append(None if record is None or busy else await self.replay(work, record))
+            undecided = record is None or not _decided(work, record)
+            outcomes.append(None if record is None or undecided else await self.replay(work, record))
         return outcomes
 
     # -------------------------------------------------------------------------------------------------------- groups
@@ -200,8 +200,8 @@ class Engine:
                     if result is not None:
                         results[key] = result
             self._at(Point.SEALING, name, keys)
-            counted = [key for key, work in leaders.items() if work.attempts and verdicts[key] is Verdict.RUN]
-            await claims.complete(list(results.items()), counted)
+            begun = [work.key for work in works if work.attempts or work.marked]
+            await claims.complete(list(results.items()), [k for k in begun if verdicts[k] is not Verdict.BUSY])
         self._at(Point.COMMITTED, name, keys)
         outcomes = []
         for work in works:
@@ -296,7 +296,7 @@ class Engine:
         """J5: claim again and again until the rival ends or `wait` is over; no connection is held in between."""
 
         async def again() -> Outcome:
-            rerun = self._suspects if head.suspect else self._group
+            rerun = self._begin if head.suspect else self._group
             return (await rerun([head], defer=True))[0]
 
         poll = AsyncRetrying(
@@ -308,60 +308,49 @@ class Engine:
         outcome: Outcome = await poll(again)
         return outcome
 
-    async def _suspects(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
-        """Deliveries that may have killed a worker: the finished ones are answered together, the first other one is
-        counted in a commit of its own and then run alone."""
-        suspects = list(takewhile(lambda work: work.suspect and work.refusal is None, works))
-        if answered := list(takewhile(bool, await self.answered(suspects))):
-            return [outcome for outcome in answered if outcome is not None]
-        work = works[0]
-        # A run that an outage or a rebalance cut off was counted, and killed nobody: it counts once.
-        counted = self._open_counts.pop(work.key, None)
-        if not work.counted:
-            await to_end(self._count(work, counted))
-            self._at(Point.SUSPECT_COUNTED, work.handler.name, (work.key,))
-        if work.attempts > work.handler.options.max_attempts:
-            error = f"{work.attempts - 1} attempts began and none of them came to an end"
-            outcome = await self._bury(work, "killed_worker", error)
-            if outcome.kind is OutcomeKind.RETRYING:  # a rival runs it right now, and may give its own count back
-                await self._uncount(work)
-            return [outcome]
-        return await self._group([work], defer=defer)
-
-    async def _counted_once(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
-        """`_suspects`, and the count given back if the run did not begin, or was cancelled."""
+    async def _suspected(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
+        """`_begin`, and what it put on record taken back of those that did not run."""
         head = works[0]
         try:
-            outcomes = await self._suspects(works, defer=defer)
+            outcomes = await self._begin(works, defer=defer)
             if outcomes[0].kind is OutcomeKind.BUSY and not defer:
                 outcomes = [await self._wait(head)]
         except asyncio.CancelledError:
             with suppress(Exception):
-                await self._uncount(head)
+                await self._suspects.uncount(head)
+                await self._suspects.unmark(works)
             raise
         except StoreUnavailable:
-            if head.counted:
-                self._remember(head)
+            self._suspects.cut_off(works)
             raise
+        ended = {work for work, outcome in zip(works, outcomes, strict=False) if settle(outcome) is Settlement.FINISH}
+        await self._suspects.unmark([work for work in works if work not in ended])
         if outcomes[0].kind is OutcomeKind.BUSY:  # it did not run, and may be given back before it does
-            await self._uncount(head)
+            await self._suspects.uncount(head)
         return outcomes
 
-    async def _uncount(self, work: Work) -> None:
-        if work.counted:
-            work.counted = False
-            await to_end(self._store.uncount_attempt(_claim(work)))
-            work.attempts -= 1
-
-    async def _count(self, work: Work, counted: int | None) -> None:
-        work.attempts = counted or await self._store.count_attempt(_claim(work), None)
-        work.counted = True
-
-    def _remember(self, work: Work) -> None:
-        """Counted, and cut off: the next delivery of the key in this process takes the count over."""
-        if len(self._open_counts) >= _MOST_OPEN_COUNTS:
-            self._open_counts.pop(next(iter(self._open_counts)))
-        self._open_counts[work.key] = work.attempts
+    async def _begin(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
+        """A group with suspects in it. The finished ones are answered together; the others run once it is on record
+        that they were begun: as a group, or alone where they were begun before."""
+        suspects = [work for work in works if work.suspect]
+        self._suspects.take_over(suspects)
+        records = zip(suspects, await self._store.peek([work.key for work in suspects]), strict=True)
+        final = {work: record for work, record in records if record is not None and _decided(work, record)}
+        if answered := [await self.replay(work, final[work]) for work in takewhile(final.__contains__, works)]:
+            await self._suspects.unmark(works[: len(answered)])
+            return answered
+        head = works[0]
+        group = list(takewhile(lambda work: not work.alone, works))
+        if (len(group) > 1 or not head.suspect or head.marked) and (group := await self._suspects.mark(group, final)):
+            return await self._group(group, defer=defer)
+        await self._suspects.count(head)
+        if head.attempts > head.handler.options.max_attempts:
+            error = f"{head.attempts - 1} attempts began and none of them came to an end"
+            outcome = await self._bury(head, "killed_worker", error)
+            if outcome.kind is OutcomeKind.RETRYING:  # a rival runs it right now, and may give its own count back
+                await self._suspects.uncount(head)
+            return [outcome]
+        return await self._group([head], defer=defer)
 
     # ------------------------------------------------------------------------------------ everything but applied
     async def replay(self, work: Work, found: Found) -> Outcome:
@@ -494,8 +483,8 @@ def _message(work: Work) -> Message:
     return message if message.attempt == work.attempt else replace(message, attempt=work.attempt)
 
 
-def _plain(work: Work) -> bool:
-    return work.refusal is None and not work.suspect
+def _decided(work: Work, record: Record) -> bool:
+    return judge(record, _claim(work).fingerprint) is not Verdict.BUSY
 
 
 def _together(works: Sequence[Work]) -> list[Work]:
@@ -503,7 +492,7 @@ def _together(works: Sequence[Work]) -> list[Work]:
     fail for the others too, and have to be searched for again."""
     if works[0].handler.batch:
         works = list(takewhile(lambda work: not work.attempts, works)) or works[:1]
-    return list(takewhile(_plain, works))
+    return list(takewhile(lambda work: work.refusal is None, works))
 
 
 def _stops(outcomes: Sequence[Outcome]) -> bool:

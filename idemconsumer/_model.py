@@ -38,6 +38,7 @@ class Point(StrEnum):
 
     FETCHED = "fetched"
     DISPATCHED = "dispatched"
+    SUSPECTS_MARKED = "suspects_marked"
     SUSPECT_COUNTED = "suspect_counted"
     CLAIMED = "claimed"
     HANDLED = "handled"

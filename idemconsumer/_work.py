@@ -24,6 +24,8 @@ class Work:
     """One delivery on its way through the engine: decoded, or refused before it could be.
 
     `attempts` were counted so far; `counted` says that the coming run is among them already; `collisions` cost none.
+    A `suspect` may have killed a worker: `marked` when we have put on record that it is about to run, `begun` when
+    somebody had before.
     `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
     `holding` is the saga that this worker holds for it; `resumed`: it came from the store, not from a broker that waits
     for its settlement; `doubt`: a write under the holding's token may still be in flight; `known`: the saga's history
@@ -35,6 +37,8 @@ class Work:
     call: Call | None = None
     refusal: BadMessage | None = None
     suspect: bool = False
+    marked: bool = False
+    begun: bool = False
     attempts: int = 0
     counted: bool = False
     collisions: int = 0
@@ -66,6 +70,11 @@ class Work:
         if self.call is not None:
             return self.call.claim.key
         return b"" if self.holding is None else self.holding.key
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else may run beside it."""
+        return self.suspect and (self.begun or self.attempts > 0)
 
     @property
     def attempt(self) -> int:

@@ -171,6 +171,17 @@ class JoinedStore(Protocol):
         """What committed records say now. Claims nothing."""
         ...
 
+    async def mark_attempts(self, claims: Sequence[Claim]) -> set[bytes]:
+        """Put on record that these are about to run, in one commit and without counting an attempt.
+
+        Returns the keys that were not on record before, be it marked or counted.
+        """
+        ...
+
+    async def unmark_attempts(self, keys: Sequence[bytes]) -> None:
+        """Take marks back. What was counted since stays."""
+        ...
+
     async def count_attempt(self, claim: Claim, error: str | None) -> int:
         """Add one attempt, in a commit of its own; returns how many there are now."""
         ...

@@ -138,12 +138,14 @@ class PostgresStore:
                 self._scopes[claim.scope] = rows[0][0]
         return [self._scopes[claim.scope] for claim in claims]
 
-    async def _run(self, connection: Connection, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+    async def _run(
+        self, connection: Connection, name: str, params: dict[str, Any], *, prepare: bool | None = None
+    ) -> list[tuple[Any, ...]]:
         """One statement that touches no record, in a transaction of its own."""
         try:
             async with connection.pipeline():
                 await connection.execute(self._queries["begin"])
-                cursor = await connection.execute(self._queries[name], params)
+                cursor = await connection.execute(self._queries[name], params, prepare=prepare)
                 await connection.execute("COMMIT")
             return await cursor.fetchall() if cursor.description else []
         except psycopg.Error as error:
@@ -152,15 +154,25 @@ class PostgresStore:
                 cause = StoreUnavailable(str(cause))
             raise cause from error
 
-    async def alone(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+    async def alone(self, name: str, params: dict[str, Any], *, prepare: bool | None = None) -> list[tuple[Any, ...]]:
         async with self._connection() as connection:
-            return await self._run(connection, name, params)
+            return await self._run(connection, name, params, prepare=prepare)
 
     # ------------------------------------------------------------------------- transactions of the engine's own
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
         rows = await self.alone("read", {"keys": list(keys)})
         found = _records(rows)
         return [found.get(key) for key in keys]
+
+    async def mark_attempts(self, claims: Sequence[Claim]) -> set[bytes]:
+        async with self._connection() as connection:
+            scopes = await self.scope_ids(connection, claims)
+            params = {"keys": [claim.key for claim in claims], "scopes": scopes}
+            return {row[0] for row in await self._run(connection, "mark_attempts", params)}
+
+    async def unmark_attempts(self, keys: Sequence[bytes]) -> None:
+        # A plan kept from when the table was small would be a scan of all of it (G5), and this is rare.
+        await self.alone("unmark_attempts", {"keys": list(keys)}, prepare=False)
 
     async def count_attempt(self, claim: Claim, error: str | None) -> int:
         async with self._connection() as connection:

@@ -37,6 +37,17 @@ delete from {schema}.attempt where key = any(%(keys)s)
 -- The last statement before COMMIT: raises unless this is still the transaction that was opened (J3).
 select {schema}.seal(%(token)s)
 
+-- name: mark_attempts
+-- Begun, and no attempt counted. In the order of the keys: two workers that mark the same ones must not deadlock.
+insert into {schema}.attempt (key, scope_id, count, changed_at)
+select key, scope_id, 0, clock_timestamp() from unnest(%(keys)s::bytea[], %(scopes)s::integer[]) as w (key, scope_id)
+order by key
+on conflict (key) do nothing
+returning key
+
+-- name: unmark_attempts
+delete from {schema}.attempt where key = any(%(keys)s) and count = 0
+
 -- name: count_attempt
 insert into {schema}.attempt (key, scope_id, count, error, changed_at)
 values (%(key)s, %(scope)s, 1, %(error)s, clock_timestamp())

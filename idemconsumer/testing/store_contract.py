@@ -263,6 +263,32 @@ class JoinedStoreContract:
         assert await store.count_attempt(A, None) == 1
         assert await store.count_attempt(B, None) == 2
 
+    async def test_marks_are_no_attempts_and_belong_to_who_comes_first(
+        self, store: JoinedStore, rival: JoinedStore
+    ) -> None:
+        await store.count_attempt(A, "counted")
+        assert await store.mark_attempts([A, B, C]) == {B.key, C.key}
+        assert await rival.mark_attempts([C, B, A]) == set()
+        assert await rival.count_attempt(B, None) == 1
+
+        await store.unmark_attempts([A.key, B.key, C.key])
+
+        assert await rival.mark_attempts([A, B, C]) == {C.key}
+        assert [await store.count_attempt(claim, None) for claim in (A, B, C)] == [2, 2, 1]
+
+    async def test_marks_are_forgotten_with_what_they_were_made_for(self, store: JoinedStore) -> None:
+        await store.mark_attempts([A, B])
+        await complete(store, [A, B], forget=[A.key])
+        assert await store.mark_attempts([A, B]) == {A.key}
+
+    async def test_marks_of_the_same_keys_made_at_once_are_somebodys(
+        self, store: JoinedStore, rival: JoinedStore
+    ) -> None:
+        for n in range(10):
+            claims = [claim_of(f"{n} {each}") for each in range(50)]
+            ours, theirs = await asyncio.gather(store.mark_attempts(claims), rival.mark_attempts(claims[::-1]))
+            assert (ours | theirs, ours & theirs) == ({claim.key for claim in claims}, set())
+
     async def test_no_more_is_taken_back_than_was_counted(self, store: JoinedStore) -> None:
         await store.uncount_attempt(A)
         await store.count_attempt(A, None)

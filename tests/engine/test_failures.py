@@ -364,10 +364,17 @@ async def test_suspects_that_were_applied_are_answered_together_and_not_counted(
     assert ledger.attempts == []
 
 
-async def test_a_suspect_runs_alone(ledger: Ledger, engine: Engine) -> None:
-    assert kinds(await engine.run([suspect(pay, 1), *works(pay, 2)])) == ["applied"]
-    assert kinds(await engine.run([*works(pay, 2), suspect(pay, 3)])) == ["applied"]
-    assert ledger.effects == ["1", "2"]
+async def test_a_suspect_that_failed_runs_alone(ledger: Ledger, engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id")
+    async def fail_first(order: dict[str, Any], tx: Tx, message: Message) -> None:
+        await write(tx, order["id"])
+        if order["id"] == 2 and message.attempt == 1:
+            raise ValueError
+
+    group = [*works(fail_first, 1), suspect(fail_first, 2), *works(fail_first, 3)]
+    assert kinds(await engine.run(group)) == ["applied", "retrying"]
+    assert kinds(await engine.run(group[1:])) == ["applied"]
+    assert (ledger.effects, ledger.attempts) == (["1", "2"], [])
 
 
 async def test_a_cancelled_suspect_gets_its_count_back(ledger: Ledger, engine: Engine) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 import psycopg
 import pytest
 
+from idemconsumer import keys
 from idemconsumer._model import Point, State
 from idemconsumer.stores.migrations import migrate
 from tests.worker.crashing import BOMBS, PAYMENTS
@@ -23,6 +24,7 @@ SCHEMA = "idemconsumer"
 NTH: Final = {
     Point.FETCHED: 9,
     Point.DISPATCHED: 9,
+    Point.SUSPECTS_MARKED: 2,
     Point.SUSPECT_COUNTED: 2,
     Point.CLAIMED: 3,
     Point.HANDLED: 7,
@@ -49,7 +51,9 @@ OF_BATCHES: Final = (
 )
 
 PLAIN = [f"plain-{n}" for n in range(12)]
-APPLIED = sorted([*PLAIN, "flaky-1", "flaky-2", "suspect-1", "suspect-2", "suspect-3"])
+SUSPECTS = [f"suspect-{n}" for n in range(1, 9)]
+BEGUN = SUSPECTS[-2:]
+APPLIED = sorted([*PLAIN, *SUSPECTS, "flaky-1", "flaky-2"])
 
 
 def payment(name: str, amount: int = 1) -> bytes:
@@ -95,6 +99,12 @@ class Bench:
         assert row is not None
         return int(row[0])
 
+    def attempts(self) -> int:
+        """How many messages are on record as begun."""
+        row = self.db.execute("select count(*) from idemconsumer.attempt").fetchone()
+        assert row is not None
+        return int(row[0])
+
     def states(self) -> Counter[State]:
         return Counter(State(n) for (n,) in self.db.execute("select state from idemconsumer.record").fetchall())
 
@@ -107,9 +117,12 @@ class Bench:
 def bench(database: str) -> Bench:
     migrate(database, SCHEMA)
     bench = Bench(database)
-    bench.publish(*(payment(name) for name in ("suspect-1", "suspect-2", "suspect-3")))
-    # As an earlier worker leaves them that was killed with them in hand.
+    bench.publish(*map(payment, SUSPECTS))
+    # As an earlier worker leaves them that was killed with them in hand, and with the last ones begun.
     bench.db.execute("update idemconsumer.queue set deliveries = 1")
+    for name in BEGUN:
+        key = keys.digest("crashing", None, "pay", name)
+        bench.db.execute("insert into idemconsumer.attempt values (%s, 1, 0, null, clock_timestamp())", (key,))
     bench.publish(*(payment(name) for name in PLAIN[:6]), payment("flaky-1"), b"{", payment("refused-1"))
     bench.publish(*(payment(name) for name in PLAIN[:4]), payment("poison-1"), payment("plain-1", amount=2))
     bench.publish(payment("suspect-1"), payment("refused-1"), payment("flaky-2"), b'{"amount": 1}')
@@ -143,7 +156,7 @@ def test_a_crash_of_a_worker_with_batches_at(bench: Bench, point: Point) -> None
 
 def nothing_is_lost_or_doubled(bench: Bench) -> None:
     assert sorted(bench.effects().elements()) == APPLIED
-    assert bench.queued() == 0
+    assert (bench.queued(), bench.attempts()) == (0, 0)
     assert bench.states() == {State.COMPLETED: len(APPLIED), State.FAILED: 1, State.DEAD: 1}
     rejection = bench.db.execute(
         "select convert_from(body, 'UTF8') from idemconsumer.result join idemconsumer.record using (key)"
@@ -176,13 +189,14 @@ def test_a_worker_that_dies_at_one_point_after_the_other_comes_to_the_same_end(b
 
 @pytest.mark.kill
 def test_a_message_that_kills_its_worker_ends_as_a_dead_letter_and_takes_no_other_along(bench: Bench) -> None:
-    bench.publish(payment("before"), payment("bomb"), payment("behind"), queue=BOMBS)
+    around = [f"around-{n}" for n in range(6)]
+    bench.publish(*map(payment, [*around[:3], "bomb", *around[3:]]), queue=BOMBS)
     deaths = 0
     while deaths < 10 and bench.work() != 0:
         deaths += 1
         bench.let_visibility_pass()
-    # Once in a group that nobody suspected, then alone and counted, as often as it may.
-    assert deaths == 3
+    # Once in a group that nobody suspected, once in a group of suspects, then alone and counted, as often as it may.
+    assert deaths == 4
     assert ("killed_worker", payment("bomb")) in bench.letters()
-    assert bench.effects() == Counter([*APPLIED, "before", "behind"])
-    assert bench.queued() == 0
+    assert bench.effects() == Counter([*APPLIED, *around])
+    assert (bench.queued(), bench.attempts()) == (0, 0)

@@ -1,0 +1,101 @@
+"""What is on record about a suspect before it runs, so that a message that kills its worker is found out.
+
+A suspect was delivered before, or may have been, so a worker may have died of it; most did not kill anybody. Those
+that nothing is known of are *marked*, all by one commit, and run as one group whose completion forgets the marks. A
+row that somebody else has left means that this message was begun before and came to no end: it is *counted*, in a
+commit of its own, and runs alone. A mark counts nothing, so beside a killer no other message loses an attempt; the
+killer takes one more worker along for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
+from itertools import takewhile
+
+from idemconsumer._model import Point
+from idemconsumer._shield import to_end
+from idemconsumer._work import Work
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.ports import Claim, JoinedStore
+
+_MOST_CUT_OFF = 10_000
+
+
+class Suspects:
+    """The marks and counts of one process. Raises StoreUnavailable, after which `cut_off` keeps what is known."""
+
+    def __init__(self, store: JoinedStore, at: Callable[[Point, str, Sequence[bytes]], None]) -> None:
+        self._store = store
+        self._at = at
+        self._cut_off: dict[bytes, int] = {}
+
+    def take_over(self, suspects: Iterable[Work]) -> None:
+        """What was cut off in this process killed nobody: its mark, or its count, is still ours."""
+        for work in suspects:
+            attempts = self._cut_off.get(work.key)
+            if attempts == 0:
+                del self._cut_off[work.key]
+                work.marked = True
+            elif attempts is not None:
+                work.begun = True  # and counted once: see `count`
+
+    async def mark(self, works: Sequence[Work], final: Container[Work]) -> list[Work]:
+        """As many of the first of `works` as may run together, now that those that are suspects are marked; the `final`
+        ones will not run. None when the first one turns out to have been begun before."""
+        unmarked = [work for work in works if work.suspect and not work.marked and work not in final]
+        if unmarked:
+            await to_end(self._mark(unmarked))
+            self._at(Point.SUSPECTS_MARKED, works[0].handler.name, [work.key for work in unmarked])
+        together = list(takewhile(lambda work: not work.alone, works))
+        running = {work.key for work in together}  # one of these may be delivered once more behind
+        await self.unmark([work for work in works[len(together) :] if work.key not in running])
+        return together
+
+    async def _mark(self, works: Sequence[Work]) -> None:
+        marked = await self._store.mark_attempts([_claim(work) for work in works])
+        for work in works:
+            work.marked = work.key in marked
+            work.begun = not work.marked
+
+    async def count(self, work: Work) -> None:
+        """For a run alone; not again what was counted and then cut off."""
+        cut_off = self._cut_off.pop(work.key, None)
+        if not work.counted:
+            await to_end(self._count(work, cut_off))
+            self._at(Point.SUSPECT_COUNTED, work.handler.name, (work.key,))
+
+    async def _count(self, work: Work, cut_off: int | None) -> None:
+        work.attempts = cut_off or await self._store.count_attempt(_claim(work), None)
+        work.counted = True
+
+    async def uncount(self, work: Work) -> None:
+        """For what did not run, or was cancelled."""
+        if work.counted:
+            work.counted = False
+            await to_end(self._store.uncount_attempt(_claim(work)))
+            work.attempts -= 1
+
+    async def unmark(self, works: Sequence[Work]) -> None:
+        """For what did not run, or was undone. Where that fails they are still marked, and known here as ours."""
+        if marked := [work for work in works if work.marked and not work.attempts]:
+            with suppress(StoreUnavailable):
+                await to_end(self._unmark(marked))
+
+    async def _unmark(self, works: Sequence[Work]) -> None:
+        await self._store.unmark_attempts([work.key for work in works])
+        for work in works:
+            work.marked = False
+
+    def cut_off(self, works: Sequence[Work]) -> None:
+        """An outage: the next delivery of each key in this process takes its mark or its count over."""
+        for work in works:
+            if work.counted or (work.marked and not work.attempts):
+                if len(self._cut_off) >= _MOST_CUT_OFF:
+                    self._cut_off.pop(next(iter(self._cut_off)))
+                self._cut_off[work.key] = work.attempts
+
+
+def _claim(work: Work) -> Claim:
+    assert work.call is not None
+    return work.call.claim
