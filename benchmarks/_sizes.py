@@ -1,13 +1,12 @@
-"""How a benchmark names the size of our groups: "adaptive", or a number."""
+"""How a benchmark names the size of our groups: a number, or "adaptive", which is what a handler gets by default."""
 
 from __future__ import annotations
 
-from idemconsumer._options import Options, Resolved
+from idemconsumer._options import Options
 
-ADAPTIVE = Resolved().group_size != 1  # whether a handler that names no size gets one that follows its time
-SIZE = "adaptive" if ADAPTIVE else "32"
+SIZE = "adaptive"
 OURS = f"group {SIZE}"
 
 
 def sized(group: str) -> Options:
-    return {} if group == "adaptive" else {"group_size": int(group)}
+    return {} if group == SIZE else {"group_size": int(group)}

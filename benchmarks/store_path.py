@@ -16,11 +16,11 @@ from pathlib import Path
 from benchmarks._crew import LANES, Crew, crew
 from benchmarks._loads import Load
 from benchmarks._measure import Result, Subject, Table, Target, side_by_side
-from benchmarks._sizes import ADAPTIVE, OURS
+from benchmarks._sizes import OURS
 from benchmarks._stage import SCHEMA, Stage
 from tests.servers.postgres import system_binaries
 
-GROUPS = ["group 1", "group 32", *(["group 128", "group adaptive"] if ADAPTIVE else [])]
+GROUPS = ["group 1", "group 32", "group 128", OURS]
 
 # What the engine sends for a group of one message with one insert of business data, statement by statement.
 _SCRIPT = f"""

@@ -33,13 +33,13 @@ async def book(payment: Payment, tx: Tx) -> dict[str, int]:
 
 
 # Everything through `tx` is committed together with the key, or not at all.
-@app.idempotent_handler("postgres:payments", key="id", group_size=32)
+@app.idempotent_handler("postgres:payments", key="id")
 async def from_postgres(payment: Payment, tx: Tx) -> dict[str, int]:
     return await book(payment, tx)
 
 
 # Payments of one account stay in order. The topic has to exist; needs pip install 'idemconsumer[kafka]'.
-@app.idempotent_handler("kafka:payments", key="id", order_by="account", group_size=32, retain="14d")
+@app.idempotent_handler("kafka:payments", key="id", order_by="account", retain="14d")
 async def from_kafka(payment: Payment, tx: Tx) -> dict[str, int]:
     return await book(payment, tx)
 

@@ -8,7 +8,6 @@ exists only inside a transaction, so nobody ever reads it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Final
 
@@ -135,34 +134,3 @@ def after_failure(*, retryable: bool, attempts: int, max_attempts: int) -> Failu
 def backoff(attempt: int, *, first: float, factor: float, cap: float, jitter: float) -> float:
     """Seconds before the attempt after `attempt` (from 1). `jitter` in [0, 1) takes off up to a quarter."""
     return float(min(cap, first * factor ** min(attempt - 1, 64)) * (1 - jitter / 4))
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSize:
-    """How many deliveries the next group of a handler may take.
-
-    Each failure halves it, since a group that fails is run twice (G2); eight clean groups double it, up to `cap`.
-    """
-
-    size: int
-    cap: int
-    clean: int = 0
-
-    def after(self, *, failed: bool) -> GroupSize:
-        if failed:
-            return GroupSize(max(1, self.size // 2), self.cap)
-        if self.size >= self.cap:
-            return self
-        if self.clean + 1 < 8:
-            return GroupSize(self.size, self.cap, self.clean + 1)
-        return GroupSize(min(self.cap, self.size * 2), self.cap)
-
-    def capped(self) -> GroupSize:
-        """After 53200, out of shared memory: half of what was allowed (G4)."""
-        cap = max(1, self.cap // 2)
-        return GroupSize(min(self.size, cap), cap)
-
-
-def group_cap(asked: int, *, lanes: int, most_locks: int) -> int:
-    """At most 128 keys, and all lanes together within the share of the lock table that is ours (G4)."""
-    return max(1, min(asked, 128, most_locks // max(1, lanes)))

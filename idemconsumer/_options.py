@@ -11,13 +11,13 @@ from datetime import timedelta
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from idemconsumer import _machine
+from idemconsumer._groups import MAX_GROUP
 from idemconsumer.errors import ConfigurationError, HandlerError
 from idemconsumer.keys import KeySpec
 from idemconsumer.ports_sagas import Done, NotDone, Unknown
 
 Duration: TypeAlias = str | float | timedelta
 
-MAX_GROUP = 128  # keys in one claim; each holds an entry of the shared lock table until the commit
 MAX_INLINE_DELAY = 30.0  # seconds; the lane stands still meanwhile
 MIN_LEASE = 1.0  # seconds; it is renewed three times in that time
 MAX_INLINE_TOTAL = 15 * 60.0  # seconds; RabbitMQ closes a channel that leaves a delivery unacked for 30 minutes
@@ -81,7 +81,9 @@ class Options(TypedDict, total=False):
     """What `@idempotent_handler` takes besides its sources and `key`.
 
     * `name`: what keys are unique within; default the function's name. Renaming it forgets every key.
-    * `group_size`: how many messages may share one transaction, at most 128. Default 1.
+    * `group_size`: how many messages share one transaction to begin with and at most, up to 128; trouble makes it less.
+      Default: as many as go well, which follows the handler's time, its failures and its collisions. 1 for a handler
+      that minds sharing `now()` and `SET LOCAL`, or running again because another message of its group failed.
     * `consumer_group`: the Kafka consumer group. Default the app's name.
     * `tenant`: whose message it is; keys of two tenants never meet.
     * `order_by`: the entity within which order is kept; "partition" keeps that of the Kafka partition.
@@ -129,7 +131,7 @@ class Options(TypedDict, total=False):
 class Resolved:
     """The options of one handler, checked, times in seconds. `retry_on` None: every exception is retried."""
 
-    group_size: int = 1
+    group_size: int | None = None
     consumer_group: str | None = None
     retain: float = 14 * 86_400.0
     on_busy: Literal["wait", "defer"] = "wait"

@@ -163,8 +163,12 @@ class JoinedStore(Protocol):
         """How many keys all lanes together may hold at once (G4)."""
         ...
 
-    def transaction(self, *, group: int) -> AbstractAsyncContextManager[Claims]:
-        """A transaction for `group` messages. Leaving without `complete` rolls back; a broken connection is dropped."""
+    def transaction(self, *, group: int, gate: str | None = None) -> AbstractAsyncContextManager[Claims]:
+        """A transaction for `group` messages. Leaving without `complete` rolls back; a broken connection is dropped.
+
+        Those with one `gate` take turns, in all processes: the first claim waits, before it claims, until no other one
+        is open. That wait is no collision, however short the lock time-out of a group is.
+        """
         ...
 
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:

@@ -198,9 +198,10 @@ class Worker:
     def bounds(self) -> Bounds:
         """What one session may have outstanding."""
         settings = self._settings
+        assert self._lanes is not None
         return Bounds(
             lanes=settings.concurrency,
-            group=max((min(plan.options.group_size, 128) for plan in self.plans), default=1),
+            group=max((1 if plan.leased else self._lanes.engine.most(plan) for plan in self.plans), default=1),
             room=settings.room,
             max_uncommitted=settings.max_uncommitted,
             drain=settings.drain_timeout,

@@ -12,14 +12,12 @@ from idemconsumer._machine import (
     TRANSITIONS,
     Event,
     Failure,
-    GroupSize,
     IllegalTransition,
     Settlement,
     Verdict,
     after_failure,
     backoff,
     diagram,
-    group_cap,
     judge,
     move,
     settle,
@@ -148,42 +146,3 @@ def test_backoff_doubles_up_to_its_cap_and_jitter_only_shortens_it() -> None:
 def test_backoff_is_bounded_for_any_attempt(attempt: int, first: float, factor: float, jitter: float) -> None:
     pause = backoff(attempt, first=first, factor=factor, cap=60, jitter=jitter)
     assert 0 < first * 0.75 <= pause <= 60
-
-
-# ---- group sizes
-def test_a_failure_halves_the_group_and_eight_clean_ones_double_it() -> None:
-    size = GroupSize(32, 32).after(failed=True)
-    assert size.size == 16
-    for _ in range(7):
-        size = size.after(failed=False)
-    assert size.size == 16
-    assert size.after(failed=False).size == 32
-
-
-def test_a_failure_starts_the_count_of_clean_groups_anew() -> None:
-    size = GroupSize(16, 32, clean=7).after(failed=True)
-    assert (size.size, size.clean) == (8, 0)
-
-
-@given(st.integers(1, 128), st.lists(st.sampled_from(["failed", "clean", "locks"]), max_size=200))
-def test_a_group_stays_between_one_and_its_cap(cap: int, history: list[str]) -> None:
-    size = GroupSize(cap, cap)
-    for event in history:
-        size = size.capped() if event == "locks" else size.after(failed=event == "failed")
-        assert 1 <= size.size <= size.cap <= cap
-
-
-def test_running_out_of_locks_lowers_what_a_group_may_ever_hold() -> None:
-    size = GroupSize(64, 64).capped()
-    assert (size.size, size.cap) == (32, 32)
-    for _ in range(100):
-        size = size.after(failed=False)
-    assert size.size == 32
-
-
-@pytest.mark.parametrize(
-    ("asked", "lanes", "locks", "cap"),
-    [(32, 8, 640, 32), (1_000, 1, 10_000, 128), (128, 8, 640, 80), (128, 1_000, 640, 1), (1, 0, 0, 1)],
-)
-def test_all_lanes_together_stay_within_their_share_of_the_locks(asked: int, lanes: int, locks: int, cap: int) -> None:
-    assert group_cap(asked, lanes=lanes, most_locks=locks) == cap

@@ -21,7 +21,7 @@ import psycopg
 from benchmarks._child import serve
 from benchmarks._loads import Load
 from benchmarks._loop import run
-from benchmarks._sizes import ADAPTIVE, sized
+from benchmarks._sizes import SIZE, sized
 from benchmarks.rivals.applying import HANDS, Apply, Connection, statement
 from idemconsumer import App, Handler, Message, OutcomeKind, Reject, Tx
 from idemconsumer._engine import Engine
@@ -63,11 +63,7 @@ def made(fn: Any, group: str) -> Handler[..., Any]:
 
 HANDLERS = {
     handler.name: handler
-    for handler in (
-        made(fn, group)
-        for group in ("1", "8", "32", "128", *(["adaptive"] if ADAPTIVE else []))
-        for fn in (plain, result, trouble)
-    )
+    for handler in (made(fn, group) for group in ("1", "8", "32", "128", SIZE) for fn in (plain, result, trouble))
 }
 
 

@@ -153,7 +153,7 @@ async def test_each_failure_halves_the_group_and_clean_ones_restore_it(engine: E
 async def test_groups_stay_within_the_share_of_the_lock_table(store: PostgresStore) -> None:
     bound = pay.plan.bind("shop")
     store.most_locks = 20
-    assert Engine(store, lanes=4).group_size(bound) == 5
+    assert Engine(store, lanes=4).group_size(bound) == Engine(store, lanes=4).most(bound) == 5
     assert Engine(store, lanes=100).group_size(bound) == 1
 
 
@@ -232,7 +232,7 @@ async def test_handlers_of_one_group_share_now_and_those_of_size_one_do_not(ledg
         await tx.execute("set local my.own = 'left behind'")
 
     grouped = idempotent_handler(SOURCE, key="id", name="grouped", group_size=8)(stamp)
-    alone = idempotent_handler(SOURCE, key="id", name="alone")(stamp)
+    alone = idempotent_handler(SOURCE, key="id", name="alone", group_size=1)(stamp)
 
     await engine.run(works(grouped, 1, 2, 3))
     stamps = [note for (note,) in ledger.run("select note from witness where note like '%left behind'")]
@@ -241,6 +241,7 @@ async def test_handlers_of_one_group_share_now_and_those_of_size_one_do_not(ledg
 
     ledger.run("truncate witness")
     for each in works(alone, 1, 2, 3):
+        assert engine.group_size(each.handler) == 1
         await engine.run([each])
     stamps = [note for (note,) in ledger.run("select note from witness")]
     assert len(set(stamps)) == 3

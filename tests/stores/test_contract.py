@@ -10,7 +10,7 @@ import pytest
 from psycopg import sql
 
 from idemconsumer._headers import restored
-from idemconsumer._model import Message, Record, State, Subscription
+from idemconsumer._model import Mark, Message, Record, State, Subscription
 from idemconsumer.brokers.postgres import PostgresBroker
 from idemconsumer.errors import ConfigurationError, GuardViolated, StoreUnavailable
 from idemconsumer.ports import Bounds, JoinedStore, Tx
@@ -23,7 +23,7 @@ from tests.stores.conftest import OpenStore
 
 pytest.register_assert_rewrite("idemconsumer.testing.store_contract")
 
-from idemconsumer.testing.store_contract import A, B, JoinedStoreContract, StoreHarness, complete  # noqa: E402
+from idemconsumer.testing.store_contract import PATIENCE, A, B, C, JoinedStoreContract, StoreHarness, complete  # noqa: E402
 
 
 class PostgresHarness:
@@ -219,3 +219,42 @@ async def test_waiting_for_a_connection_that_others_use_is_no_outage(
         assert not done
     await waiting
     await store.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- the gate
+def waits_at_a_gate(ledger: Ledger, seconds: float = 0.0) -> bool:
+    """Whether a store's connection has waited for an advisory lock for so long. A claim only tries to get its own."""
+    rows = ledger.run(
+        "select 1 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+        " and wait_event = 'advisory' and clock_timestamp() - query_start > make_interval(secs => %s)",
+        [seconds],
+    )
+    return bool(rows)
+
+
+async def test_groups_with_one_gate_take_turns_and_waiting_for_it_is_no_collision(
+    ledger: Ledger, open_store: OpenStore
+) -> None:
+    one, two = await open_store(ledger.dsn), await open_store(ledger.dsn)
+
+    async def second() -> None:
+        async with two.transaction(group=2, gate="shop") as claims:
+            assert await claims.claim([B]) == [Mark.CLAIMED]
+            rows = await claims.tx().execute("show lock_timeout")
+            assert await rows.one() == ("50ms",)
+            assert ledger.states == [State.COMPLETED], "the first one has not committed yet"
+            await claims.complete([], [])
+
+    async with asyncio.timeout(PATIENCE), one.transaction(group=2, gate="shop") as claims:
+        assert await claims.claim([A]) == [Mark.CLAIMED]
+        waiting = asyncio.create_task(second())
+        # Far beyond the lock time-out of a group: the wait comes before that is set.
+        while not waits_at_a_gate(ledger, 0.3):
+            assert not waiting.done()
+            await asyncio.sleep(0.01)
+        for gate in ("another", None):
+            async with two.transaction(group=2, gate=gate) as not_waiting:
+                await not_waiting.claim([C])
+        await claims.complete([], [])
+        await waiting
+    assert ledger.states == [State.COMPLETED] * 2

@@ -11,6 +11,7 @@ from structlog.testing import LogCapture
 
 from idemconsumer import App, Tx
 from idemconsumer._model import Subscription
+from idemconsumer._options import Options
 from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.errors import SessionEnded
 from idemconsumer.ports import Bounds, Delivery, Outgoing
@@ -98,3 +99,34 @@ async def test_a_drain_does_not_wait_for_the_next_session(bench: Bench, monkeypa
         await running.until(lambda: len(broker.opened) == 4)
         async with asyncio.timeout(0.7):  # the pause that has just begun is 1.2 s at least
             await running.leave()
+
+
+class Bounded(Lasting):
+    """Remembers how much each session may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bounds: list[Bounds] = []
+
+    async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> MemorySession:
+        self.bounds.append(bounds)
+        return await super().open(subscriptions, bounds)
+
+
+@pytest.mark.parametrize("size", [None, 4])
+async def test_a_session_may_hold_the_largest_groups_that_its_handlers_may_come_to(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, size: int | None
+) -> None:
+    broker, made = Bounded(), App("sessions")
+    options: Options = {} if size is None else {"group_size": size}
+
+    @made.idempotent_handler("memory:q", key="id", **options)
+    async def handle(item: Item, tx: Tx) -> None: ...
+
+    connected(bench, monkeypatch, memory=broker)
+    ((locks,),) = bench.do(
+        "select current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int / 10"
+    )
+    async with bench.running(made, concurrency=20) as running:
+        await running.until(lambda: bool(broker.bounds))
+    assert [bounds.group for bounds in broker.bounds] == [size or min(128, locks // 20)]
