@@ -9,6 +9,7 @@ answer is whole. Whatever is not a plain wait for an answer goes psycopg's own w
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Generator
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ RV = TypeVar("RV")
 Answer = Generator[Wait, Ready | int, RV]  # psycopg's steps of one exchange with the server
 
 _INTERVAL = 0.1  # psycopg's own default
+_LOOK_OUT = 1.0  # seconds between two looks for an error of the socket that the loop does not tell of
 _READING = int(Wait.R)  # its compiled generators yield plain numbers
 
 
@@ -28,6 +30,7 @@ class Connection(psycopg.AsyncConnection[Any]):
     it is registered would shadow the next one with its number."""
 
     _watched: int | None = None
+    _lookout: asyncio.TimerHandle | None = None
     _answer: Answer[Any] | None = None
     _waiter: asyncio.Future[Any] | None = None
     spare: psycopg.AsyncCursor[Any] | None = None  # for the next statement that returns plain rows, or none
@@ -64,12 +67,22 @@ class Connection(psycopg.AsyncConnection[Any]):
         return self._waiter
 
     def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._watched is not None and not isinstance(loop, asyncio.BaseEventLoop):
-            self.unwatch()  # uvloop: libuv stops polling a socket for good once it has had an error
         if self._watched is None:
+            loop = asyncio.get_running_loop()
             self._watched = self.pgconn.socket
             loop.add_reader(self._watched, self._readable)
+            if not isinstance(loop, asyncio.BaseEventLoop):
+                self._lookout = loop.call_later(_LOOK_OUT, self._look_out)
+
+    def _look_out(self) -> None:
+        """For uvloop: after an error of a socket libuv stops polling it for good, and calls no reader (uv__poll_io)."""
+        if self._watched is None:
+            return
+        self._lookout = asyncio.get_running_loop().call_later(_LOOK_OUT, self._look_out)
+        socket = select.poll()
+        socket.register(self._watched, 0)  # errors and the end are told without being asked for
+        if socket.poll(0):
+            self._readable()
 
     def _readable(self) -> None:
         waiter, answer = self._waiter, self._answer
@@ -78,9 +91,7 @@ class Connection(psycopg.AsyncConnection[Any]):
             return
         try:
             state = answer.send(Ready.R)
-            if state == _READING:
-                self._watch()
-            else:
+            if state != _READING:
                 waiter.set_result((False, state))
         except StopIteration as end:
             waiter.set_result((True, end.value))
@@ -96,6 +107,9 @@ class Connection(psycopg.AsyncConnection[Any]):
         if self._watched is not None:
             asyncio.get_running_loop().remove_reader(self._watched)
             self._watched = None
+        if self._lookout is not None:
+            self._lookout.cancel()
+            self._lookout = None
 
     async def close(self) -> None:
         """See `psycopg.AsyncConnection.close`."""

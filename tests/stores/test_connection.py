@@ -8,8 +8,10 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.stores._connection import Connection
+from tests.servers.proxy import Proxy
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -81,6 +83,33 @@ def test_a_lost_server_ends_the_statement_and_leaves_no_socket_behind(
                 assert await one(again, "select 1") == 1
             await again.close()
             await connection.close()
+
+    run(loops, main())
+
+
+def test_a_reset_connection_ends_the_statement_and_the_next_one(
+    database: str, loops: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def main() -> None:
+        async with Proxy(int(str(conninfo_to_dict(database)["port"]))) as proxy:
+            dsn = make_conninfo(database, host="127.0.0.1", port=proxy.port)
+            waiting, resting = await connected(dsn), await connected(dsn)
+            await one(waiting, "select 1")
+            await one(resting, "select 1")
+            sleeping = asyncio.create_task(waiting.execute("select pg_sleep(60)"))
+            await asyncio.sleep(0)
+            assert waiting._waiter is not None
+            assert resting._watched is not None
+            proxy.cut()
+            async with asyncio.timeout(5):
+                with pytest.raises(psycopg.OperationalError):
+                    await sleeping
+                with pytest.raises(psycopg.OperationalError):
+                    await resting.execute("select 1")
+                while resting._watched is not None:
+                    await asyncio.sleep(0.01)
+            await waiting.close()
+            await resting.close()
 
     run(loops, main())
 
