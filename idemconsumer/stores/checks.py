@@ -40,7 +40,8 @@ from ours join pg_class c on c.relnamespace = ours.oid and c.relname in ('queue_
 where not has_sequence_privilege(c.oid, 'usage')
 union all
 select 'EXECUTE on ' || f.proname from ours join pg_proc f on f.pronamespace = ours.oid
-where f.proname in ('claim', 'seal', 'publish_bytes', 'publish') and not has_function_privilege(f.oid, 'execute')
+where f.proname in ('claim', 'seal', 'begin_step', 'finish_step', 'publish_bytes', 'publish')
+  and not has_function_privilege(f.oid, 'execute')
 """
 _GRANT: Final = (
     "GRANT USAGE ON SCHEMA {schema} TO {role}; "

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from idemconsumer import _headers
 from idemconsumer._model import Found, Mark, Message, State, StepKind, StepState, StoredResult
@@ -20,6 +20,9 @@ from idemconsumer.ports import Claim, DeadLetter
 from idemconsumer.ports_sagas import Holding, StepRow
 from idemconsumer.stores._shared import BEGIN_SAGAS, BEGIN_STEPS, END_SAGAS, FINISH_STEPS, SharedCommits, Write, send
 from idemconsumer.stores.postgres import PostgresClaims, PostgresStore, clean
+
+_NOT_OURS: Final = "the saga has another owner, or another phase"
+_ENDED: Final = "the step has come to its end already, so somebody else has gone on with the saga"
 
 
 class Lease(Protocol):
@@ -96,7 +99,11 @@ class PostgresLeases:
     async def step(self, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> AsyncIterator[PostgresStep]:
         async with self._store.transaction(group=1) as claims:
             state = StepState.UNDO_INTENT if undo else StepState.DONE
-            await _alone(claims, holding, Write(BEGIN_STEPS, _step(holding, name, StepKind.TX, state, has_undo)))
+            attempt = await claims.begin_step(_step(holding, name, StepKind.TX, state, has_undo))
+            if attempt is None:
+                raise Fenced(_NOT_OURS)
+            if not attempt:
+                raise Fenced(_ENDED)
             yield PostgresStep(claims, holding, name, has_undo=has_undo, undo=undo)
 
     async def intend(self, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> int:
@@ -205,14 +212,14 @@ async def _alone(claims: PostgresClaims, holding: Holding, write: Write) -> int:
         await _lock(claims, "own" if write.statement == END_SAGAS else "fence", holding)
         answer = (await send(claims, [write])).get(write)
     if answer is None:
-        raise Fenced("the step has come to its end already, so somebody else has gone on with the saga")
+        raise Fenced(_ENDED)
     return answer
 
 
 async def _lock(claims: PostgresClaims, lock: str, holding: Holding) -> None:
     params = {"key": holding.key, "token": holding.token, "worker": holding.worker, "state": int(holding.state)}
     if not await claims.send(lock, params):
-        raise Fenced("the saga has another owner, or another phase")
+        raise Fenced(_NOT_OURS)
 
 
 def _owned(holding: Holding) -> dict[str, Any]:

@@ -227,16 +227,26 @@ class PostgresClaims:
         self._lock_timeout = _GROUP_LOCK_TIMEOUT if group > 1 else _LOCK_TIMEOUT
         self._gate = gate
         self._token = ""
-        self._writer = psycopg.AsyncClientCursor(connection)
         self._tx: PostgresTx | None = None
 
     async def begin(self) -> None:
         """Open the transaction; `claim` does so by itself."""
         if not self._token:
             try:
-                await self._simple(self._opening())
+                await self.connection.simple(self._opening())
             except psycopg.Error as error:
                 raise translate(self.connection, error, ours=True) from error
+
+    async def begin_step(self, params: dict[str, Any]) -> int | None:
+        """Open the transaction, lock the saga's row and begin its step. None: fenced; 0: the step has ended already."""
+        self._token = secrets.token_hex(8)
+        mark = {"mark": self._token, "lock_timeout": self._lock_timeout}
+        try:
+            statements = [self._queries["begin"], self._written("begin_step", params | mark)]
+            begun = (await self.connection.simple(b"; ".join(statements)))[-1].get_value(0, 0)
+        except psycopg.Error as error:
+            raise translate(self.connection, error, ours=True) from error
+        return None if begun is None else int(begun)
 
     def _opening(self) -> bytes:
         self._token = secrets.token_hex(8)
@@ -278,8 +288,26 @@ class PostgresClaims:
         return [found.get(key, Mark.CLAIMED) for key in keys]
 
     def _written(self, name: str, params: dict[str, Any]) -> bytes:
-        """A statement with its parameters in it."""
-        return self._writer.mogrify(self._queries[name], params).encode(self.connection.info.encoding)
+        """A statement with its parameters in it. psycopg's own way to do so takes ten times as long."""
+        return self._queries[name] % {key.encode(): self._literal(value) for key, value in params.items()}
+
+    def _literal(self, value: object) -> bytes:
+        match value:
+            case None:
+                return b"null"
+            case bool() | int():
+                return str(value).encode()
+            case bytes():
+                return b"E'\\\\x%s'" % value.hex().encode()
+            case str():
+                text = value.encode(self.connection.info.encoding)
+                if b"\0" in text:  # libpq would cut it off there
+                    raise psycopg.DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
+                return bytes(pq.Escaping(self.connection.pgconn).escape_literal(text))
+            case list():
+                return b"array[%s]" % b",".join(map(self._literal, value))
+            case _:
+                raise TypeError(f"a {type(value).__name__} is not written into statements")
 
     async def send(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         """One more statement of the engine's own in this transaction, and its rows."""
@@ -339,7 +367,7 @@ class PostgresClaims:
         *,
         last: tuple[str, dict[str, Any]] | None = None,
     ) -> None:
-        """See `ports.Claims`. `last` is one more statement, sent with the others."""
+        """See `ports.Claims`. `last` is one more statement, sent with the others, which seals."""
         # J4: a connection that is given back busy would commit later.
         self.end()
         await to_end(self._complete(results, forget, last))
@@ -351,7 +379,7 @@ class PostgresClaims:
         last: tuple[str, dict[str, Any]] | None,
     ) -> None:
         connection = self.connection
-        statements = [] if last is None else [self._written(*last)]
+        statements = []
         if results:
             columns = {
                 "keys": [key for key, _ in results],
@@ -361,17 +389,20 @@ class PostgresClaims:
             statements.append(self._written("store_results", columns))
         if forget:
             statements.append(self._written("forget_attempts", {"keys": list(forget)}))
-        statements.append(self._written("seal", {"token": self._token}))
+        if last is None:
+            statements.append(self._written("seal", {"token": self._token}))
+        else:
+            statements.append(self._written(last[0], last[1] | {"mark": self._token}))
         try:
-            tag = (await self._simple(b"; ".join([*statements, b"COMMIT"]))).statusmessage
+            tag = (await connection.simple(b"; ".join([*statements, b"COMMIT"])))[-1].command_status
         except psycopg.Error as error:
             if connection.closed:
                 raise CommitUnknown(f"the answer to COMMIT was lost: {error}") from error
             if error.sqlstate == "IC002" and not await _durable(connection):
                 raise ConfigurationError(f"database: {error.diag.message_primary}; set it to on") from error
             raise translate(connection, error) from error
-        if tag != "COMMIT":
-            raise GuardViolated(f"COMMIT was answered by {tag}: the transaction had failed before")
+        if tag != b"COMMIT":
+            raise GuardViolated(f"COMMIT was answered by {tag!r}: the transaction had failed before")
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers

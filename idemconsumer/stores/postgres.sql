@@ -31,7 +31,7 @@ insert into {schema}.result (key, body, content_type)
 select * from unnest(%(keys)s::bytea[], %(bodies)s::bytea[], %(types)s::text[])
 
 -- name: forget_attempts
-delete from {schema}.attempt where key = any(%(keys)s)
+delete from {schema}.attempt where key = any(%(keys)s::bytea[])
 
 -- name: seal
 -- The last statement before COMMIT: raises unless this is still the transaction that was opened (J3).
@@ -287,14 +287,15 @@ set state = excluded.state, overlapped = step.overlapped or excluded.overlapped,
 where case when excluded.state = 5 then step.state = 4 else step.position is null end
 returning key, name, attempt
 
+-- name: begin_step
+-- See the function (migrations/0005). As `begin_steps`, but it waits for the saga's row.
+select {schema}.begin_step(%(mark)s, %(lock_timeout)s, %(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s,
+    %(kind)s::smallint, %(state)s::smallint, %(has_undo)s)
+
 -- name: finish_step
--- By the transaction that began it, which holds the fence. Sent as text with COMMIT, so it has to be quick to plan.
-update {schema}.step
-set state = %(state)s, overlapped = overlapped or %(overlapped)s, token = %(token)s,
-    position = coalesce(position, nextval('{schema}.saga_token')), output = coalesce(output, %(output)s),
-    content_type = coalesce(content_type, %(content_type)s), finished_at = coalesce(finished_at, clock_timestamp()),
-    undone_at = case when %(state)s = 5 then clock_timestamp() end
-where key = %(key)s and name = %(name)s
+-- See the function. By the transaction that began it, which holds the fence; seals it, too.
+select {schema}.finish_step(%(mark)s, %(key)s, %(name)s, %(state)s::smallint, %(overlapped)s, %(token)s, %(output)s,
+    %(content_type)s)
 
 -- name: open_intents
 -- In a statement after the row lock: with NOT EXISTS in one statement an intent that was committing passed (L7).

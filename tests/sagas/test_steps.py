@@ -180,7 +180,9 @@ async def test_a_reject_of_a_step_reaches_the_handler_and_is_a_checkpoint(
     assert bench.effects == ["instead"]
 
 
-ENDINGS: list[LiteralString] = ["commit", "commit; begin", "rollback", "rollback; begin", "end", "commit and chain"]
+ENDINGS: list[LiteralString] = [
+    "commit", "commit; begin", "rollback", "rollback; begin", "rollback; begin read write", "end", "commit and chain",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -200,6 +202,31 @@ async def test_a_step_that_ends_its_transaction_is_never_done_and_commits_nothin
 
     outcome = await one.deliver(saga(book, max_attempts=1))
     assert (outcome.kind, outcome.reason) == (OutcomeKind.DEAD, "attempts_exhausted")
+    assert (bench.effects, bench.steps) == ([], [])
+
+
+async def test_names_and_outputs_of_a_step_are_stored_as_they_are(bench: Bench, one: Station) -> None:
+    names = ["it's", 'a "name"', r"back\slash \' \\", "100 %s %(name)s %%", "$1 $$ -- ; /*", "naïve ☃ 🚕", ""]
+
+    async def say(tx: Tx, name: str) -> list[object]:
+        return [name, None, True, -7]
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        for name in names:
+            await saga.tx(name, say, name)
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.APPLIED
+    stored = bench.run("select name, convert_from(output, 'utf8')::jsonb from idemconsumer.step order by position")
+    assert stored == [(name, [name, None, True, -7]) for name in names]
+
+
+async def test_a_step_whose_name_the_database_cannot_hold_is_refused_and_not_cut_short(
+    bench: Bench, one: Station
+) -> None:
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("cut\0here", put, "a")
+
+    assert (await one.deliver(saga(book, max_attempts=1))).kind is OutcomeKind.DEAD
     assert (bench.effects, bench.steps) == ([], [])
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
+import struct
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -110,6 +114,60 @@ def test_a_reset_connection_ends_the_statement_and_the_next_one(
                     await asyncio.sleep(0.01)
             await waiting.close()
             await resting.close()
+
+    run(loops, main())
+
+
+class LastAnswer:
+    """Passes on what the server says until an answer has `mark` in it, which a reset follows at once."""
+
+    def __init__(self, dsn: str, mark: bytes) -> None:
+        parts = conninfo_to_dict(dsn)
+        self._server = (str(parts["host"]), int(parts["port"] or 5432))
+        self._mark = mark
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        port = self._listener.getsockname()[1]
+        self.dsn = make_conninfo(dsn, host="127.0.0.1", port=port, sslmode="disable", gssencmode="disable")
+        self.over = threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        client, _ = self._listener.accept()
+        with self._listener, client, socket.create_connection(self._server) as server:
+            while True:
+                for readable in select.select([client, server], [], [])[0]:
+                    data = readable.recv(65_536)
+                    (server if readable is client else client).sendall(data)
+                    if readable is server and self._mark in data:
+                        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        client.close()
+                        self.over.set()
+                    if not data or self.over.is_set():
+                        return
+
+
+def test_a_connection_that_was_reset_right_after_an_answer_does_not_keep_the_next_statement_waiting(
+    database: str, loops: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """libuv has forgotten the socket by then: answer and reset were one event."""
+
+    async def main() -> None:
+        server = LastAnswer(database, b"the last one")
+        connection = await connected(server.dsn)
+        assert await one(connection, "select 1") == 1
+        last = asyncio.create_task(one(connection, "select 'the last' || ' one'"))
+        await asyncio.sleep(0)
+        assert server.over.wait(5)  # the loop stands still, so that it sees both at once
+        assert await last == "the last one"
+        following = asyncio.create_task(connection.execute("select 1"))
+        ended, _ = await asyncio.wait([following], timeout=5)
+        if not ended:  # a cancellation would wait for the same answer
+            connection.unwatch()
+            connection._watch()
+        with pytest.raises(psycopg.OperationalError):
+            await following
+        assert ended
+        await connection.close()
 
     run(loops, main())
 

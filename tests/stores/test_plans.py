@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -168,6 +169,42 @@ def test_the_claim_keeps_no_plan_that_scans_a_full_table(shared_ledger: Ledger, 
         after = {table: connection.execute(scans, [table]).fetchone() for table in ("record", "result")}
         assert after == before
         connection.rollback()
+
+
+@pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])
+def test_steps_keep_no_plan_that_scans_a_full_table(shared_ledger: Ledger, mode: str) -> None:
+    begin = "select idemconsumer.begin_step('t', '10s', %s, 1, 1, 1::smallint, 's', 2::smallint, %s::smallint, false)"
+    finish = "select idemconsumer.finish_step('t', %s, 's', 2::smallint, false, 1, null, null)"
+    tables = ("saga", "step")
+    with psycopg.connect(shared_ledger.dsn, autocommit=True) as connection:
+        for table in tables:
+            name = sql.Identifier(table)
+            connection.execute(sql.SQL("alter table idemconsumer.{} set (autovacuum_enabled = off)").format(name))
+            connection.execute(sql.SQL("vacuum analyze idemconsumer.{}").format(name))  # known to be empty, not new
+        connection.execute(sql.SQL("set plan_cache_mode = {}").format(sql.Literal(mode)))
+        for filled in (False, True):
+            if filled:
+                with psycopg.connect(shared_ledger.dsn) as other:
+                    for statement in FILL.split(";\n"):
+                        if statement.strip():
+                            other.execute(statement.encode())
+            scans = "select seq_scan from pg_stat_xact_user_tables where schemaname = 'idemconsumer' and relname = %s"
+            for _ in range(8):
+                with connection.transaction():
+                    key = hashlib.sha256(b"7").digest() if filled else secrets.token_bytes(32)
+                    if not filled:
+                        connection.execute(
+                            "insert into idemconsumer.saga (key, scope_id, handler, state, token, worker, due, attempt,"
+                            " source, position, body, headers, started_at)"
+                            " values (%s, 1, 'h', 1, 1, 1, now(), 1, '', '', '', '', now())",
+                            [key],
+                        )
+                    before = [connection.execute(scans, [table]).fetchone() for table in tables]
+                    assert connection.execute(begin, [key, 1]).fetchone() == (2 if filled else 1,)
+                    connection.execute(finish, [key])
+                    after = [connection.execute(scans, [table]).fetchone() for table in tables]
+                    raise psycopg.Rollback
+            assert not filled or after == before
 
 
 def ordered(query: bytes, values: Mapping[str, Any]) -> list[Any]:
