@@ -12,7 +12,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -53,6 +53,19 @@ class _Failed(Exception):
         super().__init__(index)
         self.index = index
         self.error = error
+
+
+@dataclass(slots=True)
+class _Behind:
+    """A message that failed behind a group, to be counted in the group's commit, which saves one of its own.
+
+    `attempts` it has then. `doubt`: the answer to that commit was lost.
+    """
+
+    claim: Claim
+    error: str
+    attempts: int = 0
+    doubt: bool = False
 
 
 class _Cut(Exception):
@@ -133,15 +146,17 @@ class Engine:
         return outcomes
 
     # -------------------------------------------------------------------------------------------------------- groups
-    async def _group(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
-        """Claim, run and commit `works`, or a prefix of them."""
-        handler, lost = works[0].handler, False
+    async def _group(self, works: Sequence[Work], *, defer: bool, behind: _Behind | None = None) -> list[Outcome]:
+        """Claim, run and commit `works`, or a prefix of them; `behind` is counted if they all go at once."""
+        handler, lost, whole = works[0].handler, False, len(works)
         while True:
             try:
-                return await self._commit_group(works, defer=defer)
+                return await self._commit_group(works, defer=defer, behind=behind if len(works) == whole else None)
             except _Cut as cut:
                 works = works[: cut.length]
             except CommitUnknown as unknown:
+                if behind is not None:
+                    behind.doubt, behind = True, None
                 # Only a new claim can tell: it finds the record, inserts it, or is busy while the old one lives (J4).
                 log.warning("commit unknown, claiming again", handler=handler.name, error=str(unknown))
                 if lost:  # the group itself may be why: idle for so long that the server ended its transaction
@@ -177,7 +192,7 @@ class Engine:
                     return [await self._failed(works[0], error)]
                 return await self._one_by_one(works, defer=defer)
 
-    async def _commit_group(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
+    async def _commit_group(self, works: Sequence[Work], *, defer: bool, behind: _Behind | None) -> list[Outcome]:
         handler, now = works[0].handler, asyncio.get_running_loop().time
         name = handler.name
         leaders: dict[bytes, Work] = {}
@@ -211,7 +226,11 @@ class Engine:
             seconds = now() - began
             self._at(Point.SEALING, name, keys)
             begun = [work.key for work in works if work.attempts or work.marked]
-            await claims.complete(list(results.items()), [k for k in begun if verdicts[k] is not Verdict.BUSY])
+            ended = [key for key in begun if verdicts[key] is not Verdict.BUSY]
+            failed = None if behind is None else (behind.claim, behind.error)
+            attempts = await claims.complete(list(results.items()), ended, failed=failed)
+        if behind is not None:
+            behind.attempts = attempts
         self._at(Point.COMMITTED, name, keys)
         self._sizes[name] = self._size(handler).clean_group(len(new), seconds, now())
         outcomes = []
@@ -289,10 +308,16 @@ class Engine:
     async def _around(self, works: Sequence[Work], index: int, error: Exception, *, defer: bool) -> list[Outcome]:
         """G2: rerun and commit what came before the failed one, then say what becomes of that one."""
         self._at(Point.ROLLED_BACK, works[0].handler.name, [work.key for work in works])
-        outcomes = await self._group(works[:index], defer=defer) if index else []
-        if len(outcomes) < index or _stops(outcomes):
-            return outcomes
-        return [*outcomes, await self._failed(works[index], error)]
+        failed, outcomes = works[index], list[Outcome]()
+        final = isinstance(error, (Reject, *failed.handler.options.fail_on))
+        behind = None if final or failed.counted else _Behind(_claim(failed), describe(error))
+        if index:
+            outcomes = await self._group(works[:index], defer=defer, behind=behind)
+            if len(outcomes) < index or _stops(outcomes):
+                return outcomes
+            if behind is not None and behind.doubt:
+                failed.counted = all(outcome.kind is OutcomeKind.DUPLICATE for outcome in outcomes)
+        return [*outcomes, await self._failed(failed, error, behind)]
 
     async def _one_by_one(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -377,8 +402,9 @@ class Engine:
             case _:
                 return Outcome(OutcomeKind.BUSY, attempt=work.attempt)
 
-    async def _failed(self, work: Work, error: Exception) -> Outcome:
-        """Everything is rolled back; count, and decide between another attempt, a rejection and a dead letter."""
+    async def _failed(self, work: Work, error: Exception, counted: _Behind | None = None) -> Outcome:
+        """Everything is rolled back; count, unless that was done with the group before it, and decide between another
+        attempt, a rejection and a dead letter."""
         options = work.handler.options
         if isinstance(error, (Reject, *options.fail_on)):
             try:
@@ -386,7 +412,9 @@ class Engine:
             except TypeError as unencodable:
                 error = unencodable
         text = describe(error)
-        if work.counted:
+        if counted is not None and counted.attempts:
+            work.attempts = counted.attempts
+        elif work.counted:
             work.attempts = await self._store.note_error(_claim(work), text)
         else:
             work.attempts = await self._store.count_attempt(_claim(work), text)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
-async def to_end(act: Coroutine[Any, Any, None]) -> None:
+async def to_end(act: Coroutine[Any, Any, T]) -> T:
     """Do it whole, then let a cancellation pass.
 
     `asyncio.shield` would return at once and let the act go on behind the caller's back. A task of its own also for
@@ -23,4 +25,4 @@ async def to_end(act: Coroutine[Any, Any, None]) -> None:
     if cancelled is not None:
         task.exception()
         raise cancelled
-    task.result()
+    return task.result()

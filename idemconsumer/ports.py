@@ -142,8 +142,17 @@ class Claims(Protocol):
         """What an error that left a handler really is: StoreUnavailable, Contention, or the handler's own."""
         ...
 
-    async def complete(self, results: Sequence[tuple[bytes, StoredResult]], forget: Sequence[bytes]) -> None:
+    async def complete(
+        self,
+        results: Sequence[tuple[bytes, StoredResult]],
+        forget: Sequence[bytes],
+        *,
+        failed: tuple[Claim, str] | None = None,
+    ) -> int:
         """Store results, delete the attempt rows of `forget`, seal and COMMIT, as one act.
+
+        `failed` is a message that failed behind these, and its error: one attempt of it is counted in the same commit.
+        Returns how many it has now, else 0.
 
         Runs to its end even when the caller is cancelled, then re-raises the cancellation. Raises GuardViolated when
         the transaction is not the one that was opened, Contention, CommitUnknown when the answer of COMMIT was lost,

@@ -365,21 +365,28 @@ class PostgresClaims:
         results: Sequence[tuple[bytes, StoredResult]],
         forget: Sequence[bytes],
         *,
+        failed: tuple[Claim, str] | None = None,
         last: tuple[str, dict[str, Any]] | None = None,
-    ) -> None:
+    ) -> int:
         """See `ports.Claims`. `last` is one more statement, sent with the others, which seals."""
         # J4: a connection that is given back busy would commit later.
         self.end()
-        await to_end(self._complete(results, forget, last))
+        return await to_end(self._complete(results, forget, failed, last))
 
     async def _complete(
         self,
         results: Sequence[tuple[bytes, StoredResult]],
         forget: Sequence[bytes],
+        failed: tuple[Claim, str] | None,
         last: tuple[str, dict[str, Any]] | None,
-    ) -> None:
+    ) -> int:
         connection = self.connection
         statements = []
+        if failed is not None:
+            claim, error = failed
+            (scope,) = await self._store.scope_ids(connection, [claim])  # known: it was claimed before it failed
+            attempt = {"key": claim.key, "scope": scope, "error": clean(error)}
+            statements.append(self._written("count_attempt", attempt))
         if results:
             columns = {
                 "keys": [key for key, _ in results],
@@ -394,15 +401,16 @@ class PostgresClaims:
         else:
             statements.append(self._written(last[0], last[1] | {"mark": self._token}))
         try:
-            tag = (await connection.simple(b"; ".join([*statements, b"COMMIT"])))[-1].command_status
+            answers = await connection.simple(b"; ".join([*statements, b"COMMIT"]))
         except psycopg.Error as error:
             if connection.closed:
                 raise CommitUnknown(f"the answer to COMMIT was lost: {error}") from error
             if error.sqlstate == "IC002" and not await _durable(connection):
                 raise ConfigurationError(f"database: {error.diag.message_primary}; set it to on") from error
             raise translate(connection, error) from error
-        if tag != b"COMMIT":
+        if (tag := answers[-1].command_status) != b"COMMIT":
             raise GuardViolated(f"COMMIT was answered by {tag!r}: the transaction had failed before")
+        return 0 if failed is None else int(answers[0].get_value(0, 0) or 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers

@@ -289,6 +289,19 @@ class JoinedStoreContract:
             ours, theirs = await asyncio.gather(store.mark_attempts(claims), rival.mark_attempts(claims[::-1]))
             assert (ours | theirs, ours & theirs) == ({claim.key for claim in claims}, set())
 
+    async def test_an_attempt_of_another_message_is_counted_with_a_commit_or_not_at_all(
+        self, store: JoinedStore, rival: JoinedStore
+    ) -> None:
+        for expected in (1, 2):
+            async with store.transaction(group=2) as claims:
+                await claims.claim([claim_of(f"{expected}"), C])
+            async with store.transaction(group=1) as claims:
+                await claims.claim([claim_of(f"{expected}")])
+                assert await claims.complete([], [], failed=(C, "boom\x00")) == expected
+        async with store.transaction(group=1) as claims:
+            await claims.claim([A])
+        assert await rival.note_error(C, "the same one") == 2
+
     async def test_no_more_is_taken_back_than_was_counted(self, store: JoinedStore) -> None:
         await store.uncount_attempt(A)
         await store.count_attempt(A, None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer._engine import Engine
 from idemconsumer._model import Point, SagaPoint, State
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.postgres import PostgresClaims, PostgresStore
 from tests.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 
 PATIENCE = 20.0
@@ -113,6 +114,45 @@ async def test_what_comes_before_a_failure_is_committed_and_what_comes_after_is_
     assert kinds(outcomes) == ["applied"] * index + ["retrying"]
     assert ledger.effects == [str(id) for id in ids[:index]]
     assert ledger.attempts == [1]
+
+
+async def test_a_failure_is_counted_in_the_commit_of_what_comes_before_it(ledger: Ledger, engine: Engine) -> None:
+    outcomes = await engine.run(works(fail_at_minus, 1, 2, -3, 4))
+
+    assert [(outcome.kind, outcome.attempt) for outcome in outcomes] == [
+        ("applied", 1),
+        ("applied", 1),
+        ("retrying", 1),
+    ]
+    commits = "select xmin::text from idemconsumer.record union select xmin::text from idemconsumer.attempt"
+    assert len(ledger.run(commits)) == 1
+
+
+async def test_a_failure_behind_one_that_has_to_be_waited_for_is_not_counted_without_it(
+    ledger: Ledger, store: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rerun meets a rival that the first run did not."""
+    transaction, opened = store.transaction, 0
+    first, second, failing = works(fail_at_minus, 1, 2, -3)
+    assert second.call is not None
+    claim = second.call.claim
+
+    async with transaction(group=1) as rival:
+
+        @asynccontextmanager
+        async def taken_before_the_rerun(**options: Any) -> AsyncIterator[PostgresClaims]:
+            nonlocal opened
+            opened += 1
+            if opened == 2:
+                await rival.claim([claim])
+            async with transaction(**options) as claims:
+                yield claims
+
+        monkeypatch.setattr(store, "transaction", taken_before_the_rerun)
+        outcomes = await Engine(store).run([first, second, failing])
+
+    assert kinds(outcomes) == ["applied"]
+    assert ledger.attempts == []
 
 
 @pytest.mark.parametrize("index", [0, 2, 4], ids=["first", "middle", "last"])

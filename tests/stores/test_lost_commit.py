@@ -62,7 +62,7 @@ async def engine(ledger: Ledger, proxy: Proxy, observer: CutCommitAt, open_store
     """An engine behind the proxy, which has seen its scopes: their commit comes first and is not meant."""
     store = await open_store(make_conninfo(ledger.dsn, host="127.0.0.1", port=proxy.port))
     engine = Engine(store, observer)
-    for handler in (pay, refuse, fail, fail_once):
+    for handler in (pay, refuse, fail, fail_second, fail_once):
         await engine.run(works(handler, "first"))
     ledger.clear()
     return engine
@@ -98,6 +98,13 @@ async def fail(order: dict[str, Any], tx: Tx) -> None:
     raise RuntimeError
 
 
+@idempotent_handler(SOURCE, key="id", group_size=8)
+async def fail_second(order: dict[str, Any], tx: Tx) -> None:
+    await tx.execute("insert into witness (id) values (%s)", (order["id"],))
+    if order["id"] == "2":
+        raise RuntimeError
+
+
 @idempotent_handler(SOURCE, key="id")
 async def fail_once(order: dict[str, Any], tx: Tx, message: Message) -> None:
     await tx.execute("insert into witness (id) values (%s)", (order["id"],))
@@ -121,6 +128,19 @@ async def test_a_group_whose_commit_is_unknown_is_applied_once(
     assert [outcome.result for outcome in outcomes] == [b'{"paid":"%s"}' % id.encode() for id in ids]
     assert ledger.effects == ids
     assert ledger.states == [State.COMPLETED] * size
+
+
+@before_and_after
+async def test_a_failure_that_was_to_be_counted_with_what_came_before_it_counts_once(
+    ledger: Ledger, engine: Engine, observer: CutCommitAt, cut: Cut
+) -> None:
+    observer.arm(Point.SEALING, cut)  # the group that fails never gets there
+
+    outcomes = await engine.run(works(fail_second, "1", "2"))
+
+    observer.assert_sprung()
+    assert kinds(outcomes) == ["applied" if cut == "before" else "duplicate", "retrying"]
+    assert (outcomes[1].attempt, ledger.attempts, ledger.effects) == (1, [1], ["1"])
 
 
 @before_and_after
