@@ -15,8 +15,10 @@ import structlog
 
 from idemconsumer import codecs
 from idemconsumer._engine import asked
+from idemconsumer._limit import TimeLimit
 from idemconsumer._machine import Event, move
 from idemconsumer._model import Outcome, OutcomeKind, Point, SagaPoint, State, StepKind, StepState, StoredResult
+from idemconsumer._shield import ended
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
     CommitUnknown,
@@ -25,13 +27,22 @@ from idemconsumer.errors import (
     Reject,
     Retry,
     SagaChanged,
-    SagaMisused,
     StoreUnavailable,
     UnknownEffect,
 )
 from idemconsumer.handlers import Call
-from idemconsumer.ports_sagas import Done, Holding, LeaseStore, NotDone, StepRow, Unknown
-from idemconsumer.saga import Asked, Replayed, SagaRun, StepCall, decode_output, step_key
+from idemconsumer.ports_sagas import Done, Holding, LeaseStore, NotDone, StepRow
+from idemconsumer.saga import (
+    Asked,
+    Replayed,
+    SagaInterrupted,
+    SagaRun,
+    StepCall,
+    answered,
+    called,
+    decode_output,
+    step_key,
+)
 
 log = structlog.get_logger("idemconsumer")
 
@@ -44,12 +55,13 @@ class Attempt:
     """Owns what `work` holds until `go` ends. `work.holding` follows the saga's phase meanwhile; `run` is there once
     the handler runs."""
 
-    def __init__(self, work: Work, leases: LeaseStore, at: At, chance: Callable[[], float]) -> None:
+    def __init__(self, work: Work, leases: LeaseStore, at: At, lease: float, chance: Callable[[], float]) -> None:
         self._work = work
         self._handler = work.handler
         self._options = work.handler.options
         self._leases = leases
         self._tell = at
+        self._lease = lease
         self._chance = chance
         self.run: SagaRun | None = None
 
@@ -91,11 +103,13 @@ class Attempt:
             holding,
             steps,
             timeout=options.timeout,
+            lease=self._lease,
+            fail_on=options.fail_on,
             accepted=holding.version == ANY_VERSION,
             at=self._tell,
         )
         try:
-            value, error = await _ended(asyncio.create_task(self._handler.run(call, run, holding.attempt)))
+            value, error = await ended(asyncio.create_task(self._handler.run(call, run, holding.attempt)))
         except asyncio.CancelledError:
             await run.settle()
             raise
@@ -134,23 +148,27 @@ class Attempt:
     async def _failed(self, run: SagaRun, error: BaseException) -> Outcome:
         """Another attempt, or the end of all attempts. A finished step since the last one makes it the first again."""
         options, attempt = self._options, self._holding.attempt
-        self._warn("saga failed", error, recovery_point=run.recovery_point)
+        step = run.step_of(error)
+        told = _told(error, step and f"step {step!r}")
+        self._warn("saga failed", error, recovery_point=run.recovery_point, step=step)
         retryable = isinstance(error, Retry) or options.retry_on is None or isinstance(error, options.retry_on)
         if retryable and (run.progressed or attempt < options.max_attempts):
-            return await self._again(error, self._pause(1 if run.progressed else attempt))
+            return await self._again(error, self._pause(1 if run.progressed else attempt), told)
         rows = await self._leases.steps(self._holding.key)
         if any(row.state is StepState.INTENT for row in rows):
-            return await self._park(UnknownEffect.reason, describe(error))
+            return await self._park(UnknownEffect.reason, told)
         if any(row.has_undo and row.state is StepState.DONE for row in rows):
             return await self._reject(run, ("attempts_exhausted", type(error).__name__), error)
-        return await self._park("attempts_exhausted", describe(error))
+        return await self._park("attempts_exhausted", told)
 
-    async def _again(self, error: BaseException, delay: float, *, count: bool = True) -> Outcome:
+    async def _again(
+        self, error: BaseException, delay: float, told: str | None = None, *, count: bool = True
+    ) -> Outcome:
         """Another attempt, by whoever takes the saga after `delay` seconds, or as long as the error asks for."""
         holding = self._holding
         if isinstance(error, Retry) and error.after is not None:
             delay = asked(error.after, self._handler.name)
-        await self._leases.release(holding, delay, describe(error), count=count)
+        await self._leases.release(holding, delay, told or describe(error), count=count)
         self._at(SagaPoint.RELEASED)
         kind = type(error).__name__
         return Outcome(OutcomeKind.RETRYING, state=holding.state, due=delay, attempt=holding.attempt, error=kind)
@@ -173,13 +191,16 @@ class Attempt:
         holding = self._holding
         try:
             async with self._leases.completion(holding) as opened:
+                limit = TimeLimit(self._options.timeout, self._lease)
                 try:
-                    async with asyncio.timeout(self._options.timeout):
-                        asking = self._handler.reconcile(call, opened.tx(), holding.attempt)
-                        answer = _answer(*await _ended(asyncio.create_task(asking)))
+                    asking = asyncio.create_task(self._handler.reconcile(call, opened.tx(), holding.attempt))
+                    said, wrong = await limit.hold(ended(asking))
+                    if isinstance(wrong, Exception):
+                        raise wrong
+                    answer = answered("reconcile", said if wrong is None else wrong)
                     opened.check()
                 except Exception as error:
-                    raise opened.diagnose(error) from error
+                    raise limit.blame(opened.diagnose(error)) from error
                 if isinstance(answer, Done):
                     result = codecs.encode(answer.result)
                     self._at(Point.SEALING)
@@ -190,9 +211,10 @@ class Attempt:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it raises, nobody knows the answer yet
             self._warn("reconcile failed", error)
+            told = _told(error, "reconcile")
             if holding.attempt < self._options.max_attempts:
-                return await self._again(error, self._pause(holding.attempt))
-            return await self._park(UnknownEffect.reason, f"reconcile: {describe(error)}")
+                return await self._again(error, self._pause(holding.attempt), told)
+            return await self._park(UnknownEffect.reason, told)
         if isinstance(answer, NotDone):
             await self._leases.note(holding.key, "reconciled", "not done")
             return None
@@ -202,12 +224,16 @@ class Attempt:
     # ------------------------------------------------------------------------------------------------ rejection, undo
     async def _reject(self, run: SagaRun, code_and_body: tuple[str, object], cause: BaseException) -> Outcome:
         """UNDOING first, once it is known how every call has ended (L7)."""
-        holding, rejection = self._holding, codecs.encode_rejection(*code_and_body)
+        holding = self._holding
+        try:
+            rejection = codecs.encode_rejection(*code_and_body)
+        except TypeError as unencodable:
+            return await self._failed(run, unencodable)
         self._at(Point.REJECTING)
         undoing = await self._leases.undo(holding, rejection)
         if undoing is None:
             resolving = asyncio.create_task(run.resolve(await self._leases.steps(holding.key)))
-            if (error := (await _ended(resolving))[1]) is not None:
+            if (error := (await ended(resolving))[1]) is not None:
                 if isinstance(error, (*_UNDECIDED, SagaChanged, UnknownEffect)):
                     raise error
                 return await self._failed(run, error)
@@ -237,11 +263,10 @@ class Attempt:
             return await self._not_undone(f"the handler, before step {lost[0]!r}", cause)
         progressed = False
         for row in sorted(todo, key=lambda row: row.position or 0, reverse=True):
-            try:
-                await self._undo_step(row, steps[row.name])
-            except _UNDECIDED:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever an undo raises is retried like a step
+            _, error = await ended(asyncio.create_task(self._undo_step(row, steps[row.name])))
+            if isinstance(error, _UNDECIDED) or not isinstance(error, Exception | SagaInterrupted | None):
+                raise error
+            if error is not None:
                 return await self._not_undone(f"undo of {row.name!r}", error, progressed=progressed)
             progressed = True
         assert holding.rejection is not None
@@ -250,9 +275,10 @@ class Attempt:
     async def _not_undone(self, what: str, error: BaseException, *, progressed: bool = False) -> Outcome:
         attempt = self._holding.attempt
         self._warn("undo failed", error)
+        told = _told(error, what)
         if not progressed and attempt >= self._options.max_attempts:
-            return await self._park("undo_failed", f"{what}: {describe(error)}")
-        return await self._again(error, self._pause(attempt))
+            return await self._park("undo_failed", told)
+        return await self._again(error, self._pause(attempt), told)
 
     async def _undo_step(self, row: StepRow, step: Asked) -> None:
         assert step.undo is not None
@@ -261,18 +287,21 @@ class Attempt:
         self._at(SagaPoint.UNDOING)
         if row.kind is StepKind.TX:
             async with self._leases.step(holding, row.name, has_undo=True, undo=True) as opened:
+                limit = TimeLimit(timeout, self._lease)
                 try:
-                    async with asyncio.timeout(timeout):
-                        await step.undo(opened.tx(), output, *step.args)
+                    await limit.hold(
+                        called(step.undo, opened.tx(), output, *step.args, gets="tx and the step's output")
+                    )
                     opened.check()
+                    limit.check()
                 except Exception as error:
-                    raise opened.diagnose(error) from error
+                    raise limit.blame(opened.diagnose(error)) from error
                 await opened.finish(None, overlapped=False)
         else:
             attempt = await self._leases.intend(holding, row.name, has_undo=True, undo=True)
             key = step_key(holding.scope, holding.key, row.name, undo=True)
-            async with asyncio.timeout(timeout):
-                await step.undo(StepCall(key, attempt), output, *step.args)
+            undoing = called(step.undo, StepCall(key, attempt), output, *step.args, gets="step and the step's output")
+            await TimeLimit(timeout).hold(undoing)
             self._at(SagaPoint.CALLED)
             await self._leases.record(
                 holding, row.name, row.kind, StepState.UNDONE, None, has_undo=True, overlapped=row.overlapped
@@ -294,14 +323,9 @@ class Attempt:
         log.warning(event, error=type(error).__name__, where=where(error), **self._named(), **more)
 
 
-def _answer(answer: object, error: BaseException | None) -> Done[object] | NotDone | Unknown:
-    """What a reconcile has said. Raises what it raised, and SagaMisused for what is no answer."""
-    if isinstance(error, Exception):
-        raise error
-    if isinstance(answer, Done | NotDone | Unknown):
-        return answer
-    said = f"returned {type(answer).__name__}" if error is None else f"ended by {type(error).__name__}"
-    raise SagaMisused(f"reconcile {said}; return Done(result), NotDone() or Unknown()")
+def _told(error: BaseException, what: str | None) -> str:
+    """An error for whoever reads the saga's history."""
+    return describe(error) if what is None else f"{what}: {describe(error)}"
 
 
 def _outcome(kind: OutcomeKind, holding: Holding, state: State, result: StoredResult | None) -> Outcome:
@@ -312,26 +336,6 @@ def _outcome(kind: OutcomeKind, holding: Holding, state: State, result: StoredRe
         state=state,
         attempt=holding.attempt,
     )
-
-
-async def _ended(handler: asyncio.Task[object]) -> tuple[object, BaseException | None]:
-    """What the handler returned or raised. A cancellation of the caller is passed on, and raised whatever the handler
-    makes of it.
-
-    The handler has a task of its own, since what user code does to its task must end with it: before Python 3.13 a
-    TaskGroup with a failed child leaves `cancelling()` raised for good.
-    """
-    cancelled: asyncio.CancelledError | None = None
-    while not handler.done():
-        try:
-            await asyncio.wait([handler])
-        except asyncio.CancelledError as error:
-            cancelled = error
-            handler.cancel()
-    raised = asyncio.CancelledError() if handler.cancelled() else handler.exception()
-    if cancelled is not None:
-        raise cancelled
-    return (None if raised is not None else handler.result()), raised
 
 
 def _one_rejection(error: Exception, kinds: tuple[type[Exception], ...]) -> Exception | None:

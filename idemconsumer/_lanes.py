@@ -21,6 +21,7 @@ from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
 from idemconsumer._machine import Settlement, settle
 from idemconsumer._model import Outcome, OutcomeKind, Point
+from idemconsumer._shield import ended
 from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports import Delivery, Observer, Session
@@ -199,9 +200,17 @@ class Lanes:
         """Until drained. A bug in one lane ends them all: better a restart than a lane that silently stopped."""
         try:
             async with asyncio.TaskGroup() as group:
-                self._tasks = [group.create_task(place.work()) for place in self._places]
+                self._tasks = [group.create_task(self._live(place)) for place in self._places]
         finally:
             self.finished.set()
+
+    async def _live(self, place: Lane | Room) -> None:
+        """A TaskGroup forgets a task that was cancelled, and the other lanes would go on without this one."""
+        _, error = await ended(lane := asyncio.create_task(place.work()))
+        if lane.cancelled():
+            raise RuntimeError("a lane was cancelled by what it ran, and the worker cannot go on without it") from error
+        if error is not None:
+            raise error
 
     def cancel(self) -> None:
         """What still runs is rolled back, costs no attempt and is not settled."""

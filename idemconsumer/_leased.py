@@ -8,6 +8,7 @@ What a held saga comes to is the business of `_attempt`.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -37,11 +38,14 @@ class LeasedEngine:
         leases: LeaseStore,
         observer: Observer | None = None,
         *,
+        lease: float = math.inf,
         chance: Callable[[], float] = random.random,
     ) -> None:
+        """`lease` is the worker's, in seconds."""
         self._engine = engine
         self._leases = leases
         self._at = (observer or Silent()).at
+        self._lease = lease
         self._chance = chance
         self._active: dict[asyncio.Task[object], Attempt | None] = {}
         self._works: set[Work] = set()
@@ -163,7 +167,7 @@ class LeasedEngine:
 
     async def _attempt(self, work: Work, holding: Holding) -> Outcome | Holding:
         """One run of the handler; a Holding when a COMMIT's answer was lost and it must be run anew with that token."""
-        attempt = Attempt(work, self._leases, self._at, self._chance)
+        attempt = Attempt(work, self._leases, self._at, self._lease, self._chance)
         task = asyncio.current_task()
         assert task is not None
         self._active[task] = attempt

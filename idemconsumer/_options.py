@@ -96,7 +96,7 @@ class Options(TypedDict, total=False):
     * `backoff`: a Backoff, (first, cap) or "first, cap". Default half a second, doubling, at most 30 s.
     * `retry`: "inline", the only one in this version.
     * `lease` (sagas): how long a worker that is gone is waited for. Default "30s"; the shortest of
-      a worker's handlers counts.
+      a worker's handlers counts, and bounds the transaction of each of their steps.
     * `version` (sagas): raise it when the steps change so that what has begun must not go on by itself.
     * `on_stale` (sagas): "resume" on any worker (the default), or "review": a person decides.
     * `reconcile` (sagas): an async function of payload, Tx and the like that is asked before a saga whose worker was

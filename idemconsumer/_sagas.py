@@ -38,7 +38,7 @@ class Sagas:
         try:
             heartbeat = Heartbeat(dsn, schema, lease=lease, patience=longest_run)
             leases = PostgresLeases(store, heartbeat)
-            sagas = LeasedEngine(engine, leases, observer)
+            sagas = LeasedEngine(engine, leases, observer, lease=lease)
             await heartbeat.start(sagas.lose)
         except BaseException:
             await store.close()

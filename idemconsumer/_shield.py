@@ -1,10 +1,12 @@
-"""What must not be left half done by a cancellation."""
+"""What must not be left half done, or end its caller, by a cancellation."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from idemconsumer.errors import HandlerFault
 
 T = TypeVar("T")
 
@@ -26,3 +28,26 @@ async def to_end(act: Coroutine[Any, Any, T]) -> T:
         task.exception()
         raise cancelled
     return task.result()
+
+
+async def ended(task: asyncio.Task[Any]) -> tuple[Any, BaseException | None]:
+    """What the task returned or raised. A cancellation of the caller is passed on, and raised whatever the task makes
+    of it; one that came from inside is a HandlerFault.
+
+    User code has a task of its own, since what it does to its task must end with it: cancelled from inside it would
+    end its lane, and before Python 3.13 a TaskGroup with a failed child leaves `cancelling()` raised for good.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            task.cancel()
+    try:
+        raised = task.exception()
+    except asyncio.CancelledError as error:
+        raised = HandlerFault("raised CancelledError though nobody cancelled it").with_traceback(error.__traceback__)
+    if cancelled is not None:
+        raise cancelled
+    return (None if raised is not None else task.result()), raised

@@ -46,12 +46,13 @@ def encode(result: object) -> StoredResult | None:
         return None
     if isinstance(result, bytes):
         return StoredResult(result, "application/octet-stream")
-    return StoredResult(_json(result))
+    return StoredResult(_json(result, f"a result of type {type(result).__name__}", "return"))
 
 
 def encode_rejection(code: str, body: object) -> StoredResult:
-    """A rejection as it is stored and replayed: `{"code": …, "body": …}`."""
-    return StoredResult(_json({"code": code, "body": body}))
+    """A rejection as it is stored and replayed: `{"code": …, "body": …}`. Raises TypeError where it cannot be."""
+    what = f"Reject with a code of type {type(code).__name__} and a body of type {type(body).__name__}"
+    return StoredResult(_json({"code": code, "body": body}, what, "give it"))
 
 
 def decode_rejection(stored: StoredResult | None) -> Reject:
@@ -60,12 +61,12 @@ def decode_rejection(stored: StoredResult | None) -> Reject:
     return Reject(rejection.get("code", ""), rejection.get("body"))
 
 
-def _json(value: object) -> bytes:
+def _json(value: object, what: str, instead: str) -> bytes:
     try:
         return msgspec.json.encode(value, enc_hook=_encode_pydantic)
     except Exception as error:  # noqa: BLE001 - a value's own code runs while it is encoded
         raise TypeError(
-            f"a result of type {type(value).__name__} cannot be stored as JSON: {_why(error)}; return a "
+            f"{what} cannot be stored as JSON: {_why(error)}; {instead} a "
             "Struct, dataclass, dict, list, str, number, bytes or None"
         ) from None
 
@@ -75,7 +76,10 @@ def _why(error: Exception) -> str:
         return "it is nested too deeply, or contains itself"
     if isinstance(error, UnicodeEncodeError):
         return "it contains text that is no Unicode (a lone surrogate)"
-    return str(error)
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a value's own code raised it, and that may be broken as well
+        return type(error).__name__
 
 
 def _encode_pydantic(value: object) -> object:

@@ -66,6 +66,10 @@ class StoreUnavailable(Unavailable):
     """The database cannot be reached, or the connection broke before COMMIT was sent."""
 
 
+class TransactionEnded(StoreUnavailable):
+    """The server has ended a transaction in which nothing was sent for too long (25P03). Nothing of it is committed."""
+
+
 class BrokerUnavailable(Unavailable):
     """The broker cannot be reached, or a source does not exist. The text says which and what to do."""
 

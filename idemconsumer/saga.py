@@ -9,16 +9,27 @@ engine completes nothing while the flag is set or a step is in flight (L4).
 from __future__ import annotations
 
 import asyncio
+import inspect
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, TypeVar, TypeVarTuple, get_type_hints
 
 from idemconsumer import codecs
+from idemconsumer._limit import TimeLimit
 from idemconsumer._model import Point, SagaPoint, State, StepKind, StepState, StoredResult
-from idemconsumer.errors import BadMessage, Reject, SagaChanged, SagaMisused, UnknownEffect
+from idemconsumer.errors import (
+    BadMessage,
+    HandlerFault,
+    Interrupted,
+    Reject,
+    SagaChanged,
+    SagaMisused,
+    SagaParked,
+    Unavailable,
+    UnknownEffect,
+)
 from idemconsumer.ports import Tx
 from idemconsumer.ports_sagas import Done, Holding, LeaseStore, NotDone, Step, StepRow, Unknown
 
@@ -66,6 +77,8 @@ class SagaRun:
         rows: Sequence[StepRow],
         *,
         timeout: float,
+        lease: float,
+        fail_on: tuple[type[Exception], ...],
         accepted: bool = False,
         at: Callable[[Point | SagaPoint, str, Sequence[bytes]], None],
     ) -> None:
@@ -73,11 +86,14 @@ class SagaRun:
         self._holding = holding
         self._rows = {row.name: row for row in rows}
         self._timeout = timeout
+        self._lease = lease
+        self._fail_on = fail_on
         self._accepted = accepted  # a person lets it go on with a handler that asks for other steps
         self._at = at
         self._overlapped: set[str] = set()
         self._in_flight: dict[str, asyncio.Task[Any] | None] = {}
-        self._unfinished = 0  # steps asked for, begun or not, that have not come to an end
+        self._unfinished: list[str] = []  # steps asked for, begun or not, that have not come to an end
+        self._open = {row.name for row in rows if row.state is StepState.INTENT}  # calls without a known outcome
         self._over = False
         done = [row for row in rows if row.position is not None]
         self._finished_last = max(done, key=lambda row: row.position or 0).name if done else None
@@ -86,6 +102,7 @@ class SagaRun:
         self.progressed = False  # a step has finished in this run
         self.rejected = False  # a step of this run was rejected, now or before
         self.interruption: BaseException | None = None
+        self._from: tuple[BaseException, str] | None = None  # an error, and the step that it came from
 
     # -------------------------------------------------------------------------------------------- what a handler sees
     @property
@@ -100,8 +117,8 @@ class SagaRun:
         *args: *Ts,
         undo: Callable[[Tx, R, *Ts], Awaitable[object]] | None = None,
     ) -> Coroutine[Any, Any, R]:
-        # Counted when it is asked for and not when it begins: a task may be forgotten before its first step.
-        self._unfinished += 1
+        # Noted when it is asked for and not when it begins: a task may be forgotten before its first step.
+        self._unfinished.append(name)
         asked = Asked(StepKind.TX, fn, args, undo)
         return self._ask(name, asked, lambda: self._tx_step(name, asked))
 
@@ -114,14 +131,17 @@ class SagaRun:
         undo: Callable[[Step, R, *Ts], Awaitable[object]] | None = None,
         reconcile: Callable[[Step, *Ts], Awaitable[Done[R] | NotDone | Unknown]] | None = None,
     ) -> Coroutine[Any, Any, R]:
-        self._unfinished += 1
+        self._unfinished.append(name)
         asked = self._calls[name] = Asked(StepKind.CALL, fn, args, undo, reconcile)
         return self._ask(name, asked, lambda: self._call_step(name, asked))
 
     # -------------------------------------------------------------------------------------------------------- one step
     async def _ask(self, name: str, asked: Asked, run: Callable[[], Awaitable[Any]]) -> Any:
         if self._over or self.interruption is not None:
-            raise SagaInterrupted from self.interruption
+            raise SagaInterrupted(f"step {name!r} is asked for when the run is over") from self.interruption
+        task = asyncio.current_task()
+        assert task is not None
+        asked_before = task.cancelling()
         try:
             self._meet(name, asked)
             row = self._rows.get(name)
@@ -134,17 +154,20 @@ class SagaRun:
             else:
                 self._check_met(finished_only=True)
                 output = await self._run(name, run)
-            self._unfinished -= 1
+            self._unfinished.remove(name)
             return output
         except Reject:
-            self._unfinished -= 1
+            self._unfinished.remove(name)
             self.rejected = True
             raise
         except BaseException as error:
-            self.interrupt(error)
-            if isinstance(error, asyncio.CancelledError):
+            cancelled = isinstance(error, asyncio.CancelledError)
+            from_outside = cancelled and task.cancelling() > asked_before
+            cause = _cancellation(error, from_outside) if cancelled else error
+            self.interrupt(cause, name)
+            if from_outside:
                 raise
-            raise SagaInterrupted(f"step {name!r}: {error}") from error
+            raise SagaInterrupted(f"step {name!r}: {type(cause).__name__}") from error
 
     def _meet(self, name: str, asked: Asked) -> None:
         if name in self.asked:
@@ -173,8 +196,7 @@ class SagaRun:
             self._overlapped |= {name, *self._in_flight}
         self._in_flight[name] = asyncio.current_task()
         try:
-            async with asyncio.timeout(self._timeout):
-                return await run()
+            return await run()
         finally:
             del self._in_flight[name]
 
@@ -182,14 +204,17 @@ class SagaRun:
         holding, has_undo = self._holding, asked.undo is not None
         self._point(SagaPoint.STEP_OPENING)
         async with self._store.step(holding, name, has_undo=has_undo, undo=False) as step:
+            limit = TimeLimit(self._timeout, self._lease)
             try:
-                value = await asked.fn(step.tx(), *asked.args)
+                value = await limit.hold(called(asked.fn, step.tx(), *asked.args, gets="tx"))
                 step.check()
                 output = codecs.encode(value)
-            except Reject as rejection:
-                rejected = rejection
+                limit.check()
             except Exception as error:
-                raise step.diagnose(error) from error
+                cause = error if isinstance(error, Reject) else limit.blame(step.diagnose(error))
+                refusal = self._refusal(cause)
+                if refusal is None:
+                    raise cause from error
             else:
                 self._point(SagaPoint.STEP_COMMITTING)
                 await step.finish(output, overlapped=name in self._overlapped)
@@ -197,33 +222,63 @@ class SagaRun:
                 self._point(SagaPoint.STEP_COMMITTED)
                 return value
         await self._record(
-            name, StepKind.TX, StepState.REJECTED, codecs.encode_rejection(rejected.code, rejected.body), has_undo
+            name, StepKind.TX, StepState.REJECTED, codecs.encode_rejection(refusal.code, refusal.body), has_undo
         )
-        raise rejected
+        raise refusal
 
     async def _call_step(self, name: str, asked: Asked) -> Any:
         holding, has_undo = self._holding, asked.undo is not None
         key = step_key(holding.scope, holding.key, name)
         row = self._rows.get(name)
         if row is not None and asked.reconcile is not None:  # an intent without outcome: the remote may have done it
-            found = await asked.reconcile(StepCall(key, row.attempt), *asked.args)
+            found = await self._reconcile(name, asked.reconcile, StepCall(key, row.attempt), asked.args)
             if isinstance(found, Done):
                 await self._record(name, StepKind.CALL, StepState.DONE, codecs.encode(found.result), has_undo)
                 return found.result
             if not isinstance(found, NotDone):
                 raise UnknownEffect(f"step {name!r}: the remote cannot say whether it was done")
         self._point(SagaPoint.INTENDING)
+        self._open.add(name)
         attempt = await self._store.intend(holding, name, has_undo=has_undo, undo=False)
         self._point(SagaPoint.INTENDED)
+        limit = TimeLimit(self._timeout)
         try:
-            value = await asked.fn(StepCall(key, attempt), *asked.args)
-        except Reject as rejection:
-            body = codecs.encode_rejection(rejection.code, rejection.body)
+            value = await limit.hold(called(asked.fn, StepCall(key, attempt), *asked.args, gets="step"))
+        except Exception as error:
+            refusal = None if limit.caused(error) else self._refusal(error)
+            if refusal is None:
+                raise
+            body = codecs.encode_rejection(refusal.code, refusal.body)
             await self._record(name, StepKind.CALL, StepState.REJECTED, body, has_undo)
-            raise
+            raise refusal from refusal.__cause__
         self._point(SagaPoint.CALLED)
         await self._record(name, StepKind.CALL, StepState.DONE, codecs.encode(value), has_undo)
         return value
+
+    async def _reconcile(
+        self, name: str, fn: Callable[..., Awaitable[Any]], call: StepCall, args: tuple[Any, ...]
+    ) -> Done[Any] | NotDone | Unknown:
+        try:
+            found = await TimeLimit(self._timeout).hold(called(fn, call, *args, gets="step"))
+        except Exception as error:
+            if self._refusal(error) is None:
+                raise
+            # Not for the handler, which would take it for the end of the call that nobody knows.
+            raise SagaMisused(
+                f"reconcile of step {name!r} raised {type(error).__name__}, and it has nothing to refuse; "
+                "return Done(result), NotDone() or Unknown()"
+            ) from error
+        return answered(f"reconcile of step {name!r}", found)
+
+    def _refusal(self, error: Exception) -> Reject | None:
+        """The final refusal that `error` is, if it is one. One of `fail_on` becomes what it is after a resume."""
+        if isinstance(error, Reject):
+            return error
+        if not isinstance(error, self._fail_on) or isinstance(error, (Unavailable, Interrupted, SagaParked)):
+            return None
+        refusal = Reject(type(error).__name__)
+        refusal.__cause__ = error
+        return refusal
 
     async def _record(
         self, name: str, kind: StepKind, state: StepState, output: StoredResult | None, has_undo: bool
@@ -235,35 +290,49 @@ class SagaRun:
 
     def _finish(self, name: str) -> None:
         self.progressed, self._finished_last = True, name
+        self._open.discard(name)
 
     def _point(self, point: SagaPoint) -> None:
         self._at(point, self._holding.handler, (self._holding.key,))
 
     # ------------------------------------------------------------------------------------------------ the engine
-    def interrupt(self, error: BaseException) -> None:
+    def interrupt(self, error: BaseException, step: str | None = None) -> None:
         """End this run. The first cause stays."""
         if self.interruption is None:
             self.interruption = error
+            self._from = None if step is None else (error, step)
+
+    def step_of(self, error: BaseException) -> str | None:
+        """The name of the step that `error` came from, where its text does not say so."""
+        ours = isinstance(error, SagaMisused | SagaParked)
+        return self._from[1] if self._from is not None and self._from[0] is error and not ours else None
 
     async def settle(self, *, rejected: bool = False) -> None:
         """The handler has ended: steps that it left in flight interrupt the run, are cancelled and waited for; so do
         those that it never let begin, unless it was `rejected`: nothing of them is open then. What is asked for from
         now on is refused."""
-        left = [task for task in self._in_flight.values() if task is not None and task is not asyncio.current_task()]
+        left = self._left()
         if left:
-            self.interrupt(SagaMisused("the handler ended while a step was in flight; await every step"))
-            for task in left:
+            names = ", ".join(map(repr, left))
+            self.interrupt(SagaMisused(f"the handler ended while step {names} was in flight; await every step"))
+            for task in left.values():
                 task.cancel()
-            await asyncio.wait(left)
+            await asyncio.wait(left.values())
         elif self._unfinished and not rejected:
-            self.interrupt(SagaMisused("the handler ended before a step that it had asked for; await every step"))
+            names = ", ".join(map(repr, self._unfinished))
+            self.interrupt(
+                SagaMisused(f"the handler ended before step {names}, which it had asked for; await every step")
+            )
         self._over = True
 
     async def siblings(self) -> None:
         """A Reject has left the handler: let the steps beside it come to their own end (L7)."""
-        left = [task for task in self._in_flight.values() if task is not None and task is not asyncio.current_task()]
-        if left:
-            await asyncio.wait(left)
+        if left := self._left():
+            await asyncio.wait(left.values())
+
+    def _left(self) -> dict[str, asyncio.Task[Any]]:
+        here = asyncio.current_task()
+        return {name: task for name, task in self._in_flight.items() if task is not None and task is not here}
 
     async def resolve(self, rows: Sequence[StepRow]) -> None:
         """A rejection cut off calls beside it. Learn how each ended: from its reconcile, or by the same call with the
@@ -275,13 +344,52 @@ class SagaRun:
             if (asked := self._calls.get(name)) is None:
                 raise UnknownEffect(f"it was rejected while nobody knows how step {name!r} ended")
             self.asked[name] = asked
-            with suppress(Reject):  # recorded, so that it is known
-                async with asyncio.timeout(self._timeout):
-                    await self._call_step(name, asked)
+            try:
+                await self._call_step(name, asked)
+            except Reject:  # recorded, so that it is known
+                continue
+            except Exception as error:
+                self._from = error, name
+                raise
 
     def check_complete(self) -> None:
-        """Before completion every recorded step must have been asked for."""
+        """Before completion every recorded step must have been asked for, and every call must have a known end."""
         self._check_met(finished_only=False)
+        if self._open:
+            raise UnknownEffect(f"the handler has ended, and nobody knows how step {min(self._open)!r} did")
+
+
+def called(fn: Callable[..., Awaitable[Any]], *args: object, gets: str) -> Awaitable[Any]:
+    """Call the function of a step, and say what to write where it cannot be called like that. `gets`: what it is given
+    before the step's own arguments."""
+    try:
+        running: object = fn(*args)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise
+        raise TypeError(f"{error}; it is called with {gets}, and then with the arguments of the step") from None
+    if not inspect.isawaitable(running):
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        raise TypeError(f"{name} is not async, it returned {type(running).__name__}; write async def")
+    return running
+
+
+def answered(who: str, answer: object) -> Done[Any] | NotDone | Unknown:
+    """What a reconcile has said. Raises SagaMisused for what is no answer."""
+    if isinstance(answer, Done | NotDone | Unknown):
+        return answer
+    said = f"the class {answer.__name__}" if isinstance(answer, type) else type(answer).__name__
+    raise SagaMisused(f"{who} returned {said}; return Done(result), NotDone() or Unknown()")
+
+
+def _cancellation(error: BaseException, from_outside: bool) -> BaseException:
+    """What is told of a step that ended by CancelledError."""
+    cause: BaseException
+    if from_outside:
+        cause = asyncio.CancelledError("the handler cancelled it, itself or by a timeout or a TaskGroup around it")
+    else:
+        cause = HandlerFault("raised CancelledError though nobody cancelled it")
+    return cause.with_traceback(error.__traceback__)
 
 
 class Replayed(Exception):

@@ -378,6 +378,30 @@ def test_check_is_content_with_a_good_setup(shop: Shop) -> None:
     assert any(each["subject"] == "handler take_order" and "kept 3d" in each["text"] for each in findings)
 
 
+SAGAS = """
+from idemconsumer import App, Saga
+
+app = App("shop")
+
+@app.idempotent_handler("postgres:orders", key="id", lease="1s", timeout="1s")
+async def quick(order: dict, saga: Saga) -> None: ...
+
+@app.idempotent_handler("postgres:mails", key="id", lease="30s", timeout="20s")
+async def slow(order: dict, saga: Saga) -> None: ...
+"""
+
+
+def test_check_warns_of_steps_that_the_shortest_lease_cuts_off(shop: Shop) -> None:
+    (shop.folder / "sagas.py").write_text(SAGAS)
+
+    findings = json.loads(shop("check", "sagas:app", "--json"))
+
+    ((subject, text),) = [(each["subject"], each["text"]) for each in findings if "lease" in each["text"]]
+    assert subject == "handler slow"
+    assert "20 s (timeout), those with saga.tx only 1 s" in text
+    assert "that of quick" in text
+
+
 def test_check_fails_where_something_would_go_wrong(empty: Shop, database: str) -> None:
     assert "error" in empty("check", "shop:app", code=Exit.ERROR)
 

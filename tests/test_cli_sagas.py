@@ -200,7 +200,7 @@ def test_what_happened_to_a_saga_is_shown_in_time(parked: Travel) -> None:
     assert "step charged called, not known how it ended" in whats
     assert [what for what in whats if not what.startswith("step")][-3:] == ["taken", "parked", "resumed"]
     (released,) = [event for event in timeline if event["what"] == "released"]
-    assert released["detail"].startswith("ValueError: gateway on fire")
+    assert released["detail"].startswith("step 'charged': ValueError: gateway on fire")
     assert (released["token"], released["attempt"]) == (timeline[0]["token"], 1)
 
     text = parked("show", by_prefix("a"))

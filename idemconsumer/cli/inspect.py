@@ -82,6 +82,8 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
     for plan in plans:
         text = f"{', '.join(sources(plan))}; key: {plan.key_rule}; records kept {retention(plan)}"
         yield Finding("ok", f"handler {plan.name}", text)
+    for finding in _leases(plans):
+        yield finding
     yield await _database(settings)
     brokers: dict[str, Broker] = {}
     try:
@@ -92,6 +94,25 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
     finally:
         for broker in brokers.values():
             await broker.close()
+
+
+def _leases(plans: Sequence[BoundHandler]) -> list[Finding]:
+    """One lease holds for all sagas of a worker, and cuts off transactions that their timeouts would allow."""
+    leased = [plan for plan in plans if plan.leased]
+    shortest = min(leased, key=lambda plan: plan.options.lease, default=None)
+    if shortest is None:
+        return []
+    lease = shortest.options.lease
+    return [
+        Finding(
+            "warning",
+            f"handler {plan.name}",
+            f"its steps have {plan.options.timeout:g} s (timeout), those with saga.tx only {lease:g} s, which is the "
+            f'shortest lease of a worker\'s sagas (that of {shortest.name}); write timeout="{lease:g}s", or raise it',
+        )
+        for plan in leased
+        if plan.options.timeout > lease
+    ]
 
 
 async def _database(settings: Settings) -> Finding:

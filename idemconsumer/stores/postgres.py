@@ -33,12 +33,14 @@ from idemconsumer.errors import (
     Reject,
     Retry,
     StoreUnavailable,
+    TransactionEnded,
 )
 from idemconsumer.ports import Claim, DeadLetter
 from idemconsumer.stores._connection import Connection
 from idemconsumer.stores._tx import PostgresTx
 from idemconsumer.stores.checks import check_database
 
+_IDLE_TOO_LONG: Final = "25P03"
 _CONTENTION: Final = {"40001", "40P01", "55P03", "53200"}
 # Of any statement: the disk is full, or broken. More would take a handler's own mistakes for an outage, for ever.
 _SERVER_TROUBLE: Final = ("53100", "58030")
@@ -352,7 +354,9 @@ class PostgresClaims:
 
     def diagnose(self, error: Exception) -> Exception:
         if self.connection.closed:  # the handler's own text is left out: this one is logged
-            return StoreUnavailable(f"the connection broke while the handler ran ({type(error).__name__})")
+            states = (_sqlstate(error), _sqlstate(error.__cause__))
+            kind = TransactionEnded if _IDLE_TOO_LONG in states else StoreUnavailable
+            return kind(f"the connection broke while the handler ran ({type(error).__name__})")
         if isinstance(error, psycopg.Error):
             return translate(self.connection, error)
         if isinstance(error.__cause__, psycopg.Error) and not isinstance(error, Reject | Retry):
@@ -414,6 +418,10 @@ class PostgresClaims:
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
+def _sqlstate(error: BaseException | None) -> str:
+    return (error.sqlstate or "") if isinstance(error, psycopg.Error) else ""
+
+
 def translate(connection: Connection, error: psycopg.Error, *, ours: bool = False) -> Exception:
     """A driver's error as one of ours: by the connection's state first, since a dead one says nothing reliable.
 

@@ -73,26 +73,14 @@ def hog(seconds: float) -> None:
         pass
 
 
-@pytest.mark.parametrize("kind", ["tx", "call"])
-async def test_a_step_that_computes_for_longer_than_the_lease_keeps_its_saga(
-    bench: Bench, two: Station, kind: str
-) -> None:
-    async def computes(step: Step, name: str) -> None:
+async def test_a_step_that_computes_for_longer_than_the_lease_keeps_its_saga(bench: Bench, two: Station) -> None:
+    """Not inside a transaction, which the lease bounds."""
+
+    async def computes(step: Step) -> None:
         hog(2.5 * LEASE)
 
-    async def computes_in_tx(tx: Tx, name: str) -> None:
-        await tx.execute("select 1")
-        hog(0.6 * LEASE)  # a transaction may be idle for a lease at most
-        await put(tx, name)
-        hog(0.6 * LEASE)
-        await put(tx, name)
-        hog(0.6 * LEASE)
-
     async def book(order: dict[str, Any], saga: Saga) -> None:
-        if kind == "tx":
-            await saga.tx("computed", computes_in_tx, "x")
-        else:
-            await saga.call("computed", computes, "x")
+        await saga.call("computed", computes)
         assert await two.take(handler) is None
         await saga.tx("last", put, "last")
 
@@ -101,7 +89,20 @@ async def test_a_step_that_computes_for_longer_than_the_lease_keeps_its_saga(
         worker = sagas.leases._lease.worker
         assert await run(sagas, Work.of(handler, order())) is OutcomeKind.APPLIED
         assert sagas.leases._lease.worker == worker
-    assert bench.effects == (["x", "x"] if kind == "tx" else []) + ["last"]
+    assert bench.effects == ["last"]
+
+
+async def test_a_step_inside_a_transaction_is_bounded_by_the_lease_of_its_process(bench: Bench) -> None:
+    async def waits(tx: Tx) -> None:
+        await asyncio.Event().wait()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("waits", waits)
+
+    async with process(bench.dsn) as sagas:
+        assert await run(sagas, Work.of(saga(book, timeout="3s"), order())) is OutcomeKind.RETRYING
+    ((error,),) = bench.run("select error from idemconsumer.saga")
+    assert "did not end within 1 s, the shortest `lease`" in error
 
 
 async def test_a_lost_database_cancels_the_sagas_before_others_may_take_them(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import psycopg
@@ -76,6 +77,65 @@ async def test_an_exception_of_fail_on_in_a_step_is_a_rejection(bench: Bench, on
 
     outcome = await one.deliver(saga(book, fail_on=(LookupError,)))
     assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, b'{"code":"LookupError","body":null}')
+    assert bench.effects == ["a", "undo:a:out:a"]
+
+
+@pytest.mark.parametrize("caught", [False, True])
+async def test_an_exception_of_fail_on_in_a_call_is_a_known_end(
+    bench: Bench, one: Station, remote: Remote, caught: bool
+) -> None:
+    async def hopeless(step: Step, name: str) -> str:
+        await remote.charge(step, name)
+        raise LookupError("no such card")
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        await saga.tx("a", put, "a", undo=take_back)
+        try:
+            await saga.call("b", hopeless, "b")
+        except Reject as refusal:
+            if not caught:
+                raise
+            return refusal.code
+        return "charged"
+
+    outcome = await one.deliver(saga(book, fail_on=(LookupError,)))
+    assert len(remote.calls) == 1
+    if caught:
+        assert (outcome.kind, outcome.result, bench.effects) == (OutcomeKind.APPLIED, b'"LookupError"', ["a"])
+    else:
+        assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, b'{"code":"LookupError","body":null}')
+        assert bench.effects == ["a", "undo:a:out:a"]
+
+
+async def test_a_call_that_was_cut_off_has_no_known_end_whatever_fail_on_says(
+    bench: Bench, one: Station, remote: Remote
+) -> None:
+    """It may go on at the remote."""
+
+    async def slow(step: Step, name: str) -> str:
+        await remote.charge(step, name)
+        if len(remote.calls) == 1:
+            await asyncio.Event().wait()
+        return "charged"
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.call("b", slow, "b", undo=remote.refund)
+
+    assert (await one.deliver(saga(book, timeout="50ms", fail_on=(TimeoutError,)))).kind is OutcomeKind.FAILED
+    assert [name for name, _ in remote.calls] == ["b", "b", "refund:b:charged"]
+
+
+async def test_a_rejection_that_cannot_be_stored_fails_the_attempt(bench: Bench, one: Station) -> None:
+    rejections = [Reject("no", object()), Reject("half a pair \ud800")]
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=take_back)
+        raise rejections.pop()
+
+    handler = saga(book, max_attempts=1)
+    assert (await one.deliver(handler)).kind is OutcomeKind.RETRYING
+    outcome = await one.resume(handler)
+    assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, b'{"code":"attempts_exhausted","body":"TypeError"}')
     assert bench.effects == ["a", "undo:a:out:a"]
 
 
@@ -183,6 +243,64 @@ async def test_an_undo_that_keeps_failing_is_put_aside(bench: Bench, one: Statio
         outcomes.append(await one.resume(handler))
     assert len(outcomes) in (3, 4)  # the step that finished under the same token may make the first takeover free
     assert (outcomes[-1].reason, bench.letters, bench.state) == ("undo_failed", ["undo_failed"], State.DEAD)
+
+
+async def cancelled_by_nobody() -> None:
+    raise asyncio.CancelledError
+
+
+async def cancelled_by_itself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.Event().wait()
+
+
+async def cancelled_with_what_it_awaits() -> None:
+    awaited = asyncio.create_task(asyncio.Event().wait())
+    asyncio.get_running_loop().call_soon(awaited.cancel)
+    await awaited
+
+
+@pytest.mark.parametrize("kind", ["tx", "call"])
+@pytest.mark.parametrize(
+    "cancelled", [cancelled_by_nobody, cancelled_by_itself, cancelled_with_what_it_awaits], ids=lambda fn: fn.__name__
+)
+async def test_an_undo_that_is_cancelled_from_inside_costs_an_attempt_and_not_its_lane(
+    bench: Bench, one: Station, remote: Remote, kind: str, cancelled: Callable[[], Awaitable[None]]
+) -> None:
+    async def undo(given: Tx | Step, output: str, name: str) -> None:
+        await cancelled()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        if kind == "tx":
+            await saga.tx("a", put, "a", undo=undo)
+        else:
+            await saga.call("a", remote.charge, "a", undo=undo)
+        raise Reject("no")
+
+    handler = saga(book, max_attempts=2)
+    outcomes = [await one.deliver(handler)]
+    while outcomes[-1].kind is OutcomeKind.RETRYING and len(outcomes) < 5:
+        outcomes.append(await one.resume(handler))
+    assert (outcomes[-1].reason, len(outcomes) in (2, 3)) == ("undo_failed", True)
+    assert "undo of 'a': idemconsumer.errors.HandlerFault: raised CancelledError" in bench.letter
+
+
+async def test_an_undo_that_asks_for_a_step_is_put_aside(bench: Bench, one: Station, remote: Remote) -> None:
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        async def undo(step: Step, output: str, name: str) -> None:
+            await saga.tx("inside", put, "inside")
+
+        await saga.call("a", remote.charge, "a", undo=undo)
+        raise Reject("no")
+
+    handler = saga(book, max_attempts=1)
+    outcome = await one.deliver(handler)
+    while outcome.kind is OutcomeKind.RETRYING:
+        outcome = await one.resume(handler)
+    assert (outcome.reason, bench.effects) == ("undo_failed", [])
+    assert "undo of 'a': idemconsumer.saga.SagaInterrupted: step 'inside' is asked for when" in bench.letter
 
 
 async def test_an_undo_that_kills_its_workers_is_put_aside(
@@ -557,3 +675,73 @@ async def test_reconcile_is_asked_about_an_intent_without_outcome(
     }
     assert (outcome.kind, outcome.result, outcome.reason) == expected[answer]
     assert len(remote.calls) == (1 if answer == "not done" else 0)
+
+
+@pytest.mark.parametrize("refusal", [Reject("nope"), LookupError("of fail_on")])
+@pytest.mark.parametrize("caught", [False, True])
+async def test_a_reconcile_that_rejects_has_not_said_how_the_call_ended(
+    bench: Bench, one: Station, two: Station, refusal: Exception, caught: bool
+) -> None:
+    async def lost(step: Step) -> str:
+        raise TimeoutError
+
+    async def ask(step: Step) -> Done[str] | NotDone | Unknown:
+        raise refusal
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        await saga.tx("a", put, "a", undo=take_back)
+        try:
+            await saga.call("c", lost, reconcile=ask)
+        except Reject:
+            if not caught:
+                raise
+        return "complete"
+
+    handler = saga(book, max_attempts=2, fail_on=(LookupError,))
+    outcome = await one.deliver(handler)
+    while outcome.kind is OutcomeKind.RETRYING:
+        outcome = await two.resume(handler)
+    assert (outcome.kind, outcome.reason, bench.effects) == (OutcomeKind.DEAD, "unknown_effect", ["a"])
+    assert f"reconcile of step 'c' raised {type(refusal).__name__}" in bench.letter
+
+
+@pytest.mark.parametrize(("answer", "said"), [(True, "bool"), (None, "NoneType"), (NotDone, "the class NotDone")])
+async def test_a_wrong_answer_of_a_reconcile_is_a_failure_that_says_what_to_return(
+    bench: Bench, one: Station, two: Station, answer: Any, said: str
+) -> None:
+    answers = [answer, Done("found")]
+
+    async def lost(step: Step) -> str:
+        raise TimeoutError
+
+    async def ask(step: Step) -> Any:
+        return answers.pop(0)
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        return await saga.call("c", lost, reconcile=ask)
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.RETRYING
+    assert (await two.resume(saga(book))).kind is OutcomeKind.RETRYING
+    ((error,),) = bench.run("select error from idemconsumer.saga")
+    assert f"reconcile of step 'c' returned {said}; return Done(result), NotDone() or Unknown()" in error
+    outcome = await two.resume(saga(book))
+    assert (outcome.kind, outcome.result) == (OutcomeKind.APPLIED, b'"found"')
+
+
+async def test_nothing_completes_over_a_call_whose_end_nobody_knows(bench: Bench, one: Station, two: Station) -> None:
+    """Not even when a person has let it go on with a handler that no longer asks for that call."""
+
+    async def lost(step: Step) -> str:
+        raise TimeoutError
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.call("c", lost)
+
+    async def shorter(order: dict[str, Any], saga: Saga) -> None:
+        return
+
+    await one.deliver(saga(book))
+    bench.run("update idemconsumer.saga set version = '*'")
+    outcome = await two.resume(saga(shorter))
+    assert (outcome.kind, outcome.reason) == (OutcomeKind.DEAD, "unknown_effect")
+    assert "step 'c'" in bench.letter

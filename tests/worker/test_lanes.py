@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 
+import pytest
+
 from idemconsumer import App, Message, Reject, Retry, Tx
+from idemconsumer._lanes import Lane
 from idemconsumer._model import Point
 from tests.worker.conftest import Bench, Item, note
 
@@ -166,3 +169,21 @@ async def test_nothing_is_settled_before_its_commit(bench: Bench) -> None:
     order = [point for point, _, _ in running.watch.seen if point in (Point.COMMITTED, Point.SETTLING)]
     assert order[::2] == [Point.COMMITTED] * (len(order) // 2)
     assert order[1::2] == [Point.SETTLING] * (len(order) // 2)
+
+
+async def test_a_lane_that_is_cancelled_from_inside_ends_the_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A TaskGroup takes a cancelled child for one that is done, and the other lanes would go on."""
+    app = App("lanes")
+
+    @app.idempotent_handler("memory:q", key="id")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    async def cancelled(self: Lane) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Lane, "work", cancelled)
+    with pytest.raises(RuntimeError, match="a lane was cancelled"):
+        await bench.until_empty(app)

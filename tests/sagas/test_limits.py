@@ -1,0 +1,209 @@
+"""What takes too long inside a transaction is its own failure, which is counted, and never an outage (L5)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from idemconsumer import Done, NotDone, Outcome, OutcomeKind, Reject, Saga, Step, Tx, Unknown
+from idemconsumer._limit import TimeLimit
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.handlers import BoundHandler
+from tests.sagas.conftest import Bench, OpenStation, Remote, Station, put, saga, until
+from tests.sagas.test_reconcile import lost
+
+LEASE = 0.2
+Slow = Callable[[Tx], Awaitable[object]]
+
+
+def hog(seconds: float) -> None:
+    """Computes, and never lets the loop cancel it."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+async def waits(tx: Tx) -> None:
+    await asyncio.Event().wait()
+
+
+async def swallows() -> None:
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        return
+
+
+async def swallows_its_cancellation(tx: Tx) -> None:
+    await swallows()
+
+
+async def computes(tx: Tx) -> None:
+    hog(1.5 * LEASE)
+
+
+async def computes_and_then_asks(tx: Tx) -> None:
+    hog(1.5 * LEASE)
+    await tx.execute("select 1")
+
+
+async def asks_all_the_time(tx: Tx) -> None:
+    while True:
+        await tx.execute("select 1")
+
+
+SLOW: list[Slow] = [waits, swallows_its_cancellation, computes, computes_and_then_asks, asks_all_the_time]
+every_slow = pytest.mark.parametrize("slow", SLOW, ids=lambda fn: fn.__name__)
+
+
+@pytest.fixture
+async def bounded(open_station: OpenStation) -> Station:
+    """Of a worker with a short lease."""
+    station = await open_station(lease=LEASE)
+    station.engine._lease = LEASE
+    return station
+
+
+async def to_the_end(station: Station, handler: BoundHandler, outcome: Outcome) -> list[Outcome]:
+    outcomes = [outcome]
+    while outcomes[-1].kind is OutcomeKind.RETRYING:
+        assert len(outcomes) < 6, "it is tried for ever"
+        outcomes.append(await station.resume(handler))
+    return outcomes
+
+
+@every_slow
+async def test_a_step_that_takes_longer_than_the_lease_runs_out_of_attempts(
+    bench: Bench, bounded: Station, slow: Slow
+) -> None:
+    runs = 0
+
+    async def step(tx: Tx) -> None:
+        nonlocal runs
+        runs += 1
+        await put(tx, "s")
+        await slow(tx)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("slow", step)
+
+    handler = saga(book, max_attempts=2)
+    *_, last = await to_the_end(bounded, handler, await bounded.deliver(handler))
+    assert (last.kind, last.reason, runs, bench.effects) == (OutcomeKind.DEAD, "attempts_exhausted", 2, [])
+    assert "step 'slow': TimeoutError: did not end within 0.2 s" in bench.letter
+    assert "raise `lease`" in bench.letter
+
+
+@every_slow
+async def test_an_undo_that_takes_longer_than_the_lease_runs_out_of_attempts(
+    bench: Bench, bounded: Station, slow: Slow
+) -> None:
+    async def undo(tx: Tx, output: str, name: str) -> None:
+        await put(tx, "undone")
+        await slow(tx)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", put, "a", undo=undo)
+        raise Reject("no")
+
+    handler = saga(book, max_attempts=2)
+    *_, last = await to_the_end(bounded, handler, await bounded.deliver(handler))
+    assert (last.reason, bench.effects) == ("undo_failed", ["a"])
+    assert "undo of 'a': TimeoutError: did not end within 0.2 s" in bench.letter
+
+
+@every_slow
+async def test_a_question_that_takes_longer_than_the_lease_is_left_to_a_person(
+    bench: Bench, one: Station, bounded: Station, slow: Slow
+) -> None:
+    async def reconcile(order: dict[str, Any], tx: Tx) -> Done[str] | NotDone | Unknown:
+        await put(tx, "asked")
+        await slow(tx)
+        return Done("late")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        raise AssertionError("it runs, and nobody knows whether it is done")
+
+    handler = saga(book, reconcile=reconcile, max_attempts=3)
+    await lost(bench, one, handler)
+    *_, last = await to_the_end(bounded, handler, await bounded.resume(handler))
+    assert (last.reason, bench.effects) == ("unknown_effect", [])
+    assert "reconcile: TimeoutError: did not end within 0.2 s" in bench.letter
+
+
+async def test_a_transaction_that_the_server_ended_for_being_idle_is_the_failure_of_its_step(
+    bench: Bench, open_station: OpenStation
+) -> None:
+    """The server may look at its clock a moment before us."""
+    station = await open_station(lease=LEASE)
+
+    async def idle(tx: Tx) -> None:
+        ((pid,),) = await (await tx.execute("select pg_backend_pid()")).all()
+        await until(
+            lambda: not bench.run("select 1 from pg_stat_activity where pid = %s", (pid,)), "the server has ended it"
+        )
+        await tx.execute("select 1")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("idle", idle)
+
+    handler = saga(book, max_attempts=1)
+    assert (await station.deliver(handler)).reason == "attempts_exhausted"
+    assert "step 'idle': TimeoutError" in bench.letter
+
+
+async def test_a_connection_that_breaks_before_that_is_an_outage(bench: Bench, bounded: Station) -> None:
+    async def broken(tx: Tx) -> None:
+        bench.kill_transactions()
+        await tx.execute("select 1")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("broken", broken)
+
+    with pytest.raises(StoreUnavailable):
+        await bounded.deliver(saga(book, max_attempts=1, fail_on=(Exception,)))
+    assert (bench.held, bench.letters) == (True, [])
+
+
+async def test_a_step_that_computes_for_longer_than_its_timeout_is_not_committed(bench: Bench, one: Station) -> None:
+    async def step(tx: Tx) -> None:
+        await put(tx, "s")
+        hog(0.1)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("slow", step)
+
+    assert (await one.deliver(saga(book, timeout="50ms", max_attempts=1))).reason == "attempts_exhausted"
+    assert bench.effects == []
+    assert "step 'slow': TimeoutError: did not end within its timeout of 0.05 s" in bench.letter
+
+
+async def test_a_call_that_returns_too_late_is_recorded_since_its_end_is_known(
+    bench: Bench, one: Station, remote: Remote
+) -> None:
+    async def late(step: Step, name: str) -> str:
+        charged = await remote.charge(step, name)
+        hog(0.1)
+        return charged
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        return await saga.call("c", late, "c")
+
+    assert (await one.deliver(saga(book, timeout="50ms"))).kind is OutcomeKind.APPLIED
+    assert len(remote.calls) == 1
+
+
+async def test_what_was_cut_off_and_swallows_it_is_late_whatever_our_clock_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """uvloop counts from the beginning of its turn, and may be a millisecond early."""
+    monkeypatch.setattr("idemconsumer._limit.time", SimpleNamespace(monotonic=lambda: 0.0))
+    limit = TimeLimit(30.0, LEASE)
+    await limit.hold(swallows())
+    with pytest.raises(TimeoutError, match=r"did not end within 0\.2 s"):
+        limit.check()

@@ -1,0 +1,127 @@
+"""What is told of a failed attempt: which step it was, what happened, and what to write instead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
+from tests.sagas.conftest import Bench, Remote, Station, put, saga
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("cannot even say so")
+
+
+async def ok(tx: Tx) -> int:
+    return 1
+
+
+def plain(tx: Tx) -> int:
+    return 1
+
+
+async def hang(tx: Tx) -> None:
+    await asyncio.Event().wait()
+
+
+async def unstorable(step: Step) -> object:
+    return object()
+
+
+async def mute(step: Step) -> None:
+    raise Mute
+
+
+async def cancelled(step: Step) -> None:
+    raise asyncio.CancelledError
+
+
+async def waits_too_long(saga: Saga) -> None:
+    async with asyncio.timeout(0.05):
+        await saga.tx("s", hang)
+
+
+async def forgets(saga: Saga) -> None:
+    _ = saga.tx("s", ok)
+
+
+async def leaves_in_flight(saga: Saga) -> None:
+    begun = asyncio.Event()
+
+    async def hung(tx: Tx) -> None:
+        begun.set()
+        await hang(tx)
+
+    leaves_in_flight.task = asyncio.create_task(saga.tx("s", hung))  # type: ignore[attr-defined]
+    await begun.wait()
+
+
+WRONG: dict[str, tuple[Callable[[Any], Awaitable[object]], str]] = {
+    "an argument too many": (
+        lambda saga: saga.tx("s", ok, 1, 2),
+        "step 's': TypeError: ok() takes 1 positional argument but 3 were given; it is called with tx, and then",
+    ),
+    "no function": (lambda saga: saga.call("s", 42), "step 's': TypeError: 'int' object is not callable; it is called"),
+    "not async": (lambda saga: saga.tx("s", plain), "step 's': TypeError: plain is not async, it returned int; write"),
+    "unstorable": (lambda saga: saga.call("s", unstorable), "step 's': TypeError: a result of type object cannot be"),
+    "without words": (lambda saga: saga.call("s", mute), "step 's': tests.sagas.test_told.Mute"),
+    "cancelled": (
+        lambda saga: saga.call("s", cancelled),
+        "step 's': idemconsumer.errors.HandlerFault: raised CancelledError though nobody cancelled it (test_told.py",
+    ),
+    "cancelled by the handler": (
+        waits_too_long,
+        "step 's': asyncio.exceptions.CancelledError: the handler cancelled it, itself or by a timeout",
+    ),
+    "forgotten": (forgets, "the handler ended before step 's', which it had asked for; await every step"),
+    "in flight": (leaves_in_flight, "the handler ended while step 's' was in flight; await every step"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_an_error_names_its_step_and_what_to_do(bench: Bench, one: Station, wrong: str) -> None:
+    act, says = WRONG[wrong]
+    raised: list[str] = []
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("first", put, "first")
+        try:
+            await act(saga)
+        except BaseException as error:
+            raised.append(type(error).__name__)
+            raise
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.RETRYING
+    ((error,),) = bench.run("select error from idemconsumer.saga")
+    assert says in error
+    assert set(raised) <= {"SagaInterrupted", "TimeoutError"}
+
+
+async def test_a_step_that_is_cut_off_says_where_it_was(bench: Bench, one: Station) -> None:
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("s", hang)
+
+    await one.deliver(saga(book, timeout="50ms"))
+    ((error,),) = bench.run("select error from idemconsumer.saga")
+    assert "step 's': TimeoutError: did not end within its timeout of 0.05 s; raise `timeout`" in error
+    assert "(test_told.py" in error
+
+
+async def test_an_undo_that_cannot_be_called_says_with_what_it_is(bench: Bench, one: Station, remote: Remote) -> None:
+    async def without_output(step: Step) -> None:
+        return
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.call("a", remote.charge, "a", undo=without_output)  # type: ignore[arg-type]
+        raise Reject("no")
+
+    await one.deliver(saga(book))
+    ((error,),) = bench.run("select error from idemconsumer.saga")
+    assert "undo of 'a': TypeError: " in error
+    assert "it is called with step and the step's output, and then with the arguments of the step" in error
