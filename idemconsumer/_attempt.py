@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import structlog
@@ -48,6 +49,7 @@ log = structlog.get_logger("idemconsumer")
 
 ANY_VERSION: Final = "*"  # a person has decided that the saga may go on with whatever the handler is now
 _UNDECIDED: Final = (Fenced, StoreUnavailable, CommitUnknown, Contention)
+_MOST_NAMES: Final = 50  # in the error of a dead letter
 At = Callable[[Point | SagaPoint, str, Sequence[bytes]], None]
 
 
@@ -69,7 +71,9 @@ class Attempt:
         """Raises Fenced, StoreUnavailable and CommitUnknown: nothing is decided, then."""
         try:
             return await self._go()
-        except (SagaChanged, UnknownEffect) as error:
+        except SagaChanged as error:
+            return await self._park(error.reason, f"{error}; {await self._both_lists()}")
+        except UnknownEffect as error:
             return await self._park(error.reason, str(error))
         except Contention as collision:
             # The saga waits instead of its lane, which would take this for an outage.
@@ -109,7 +113,8 @@ class Attempt:
             at=self._tell,
         )
         try:
-            value, error = await ended(asyncio.create_task(self._handler.run(call, run, holding.attempt)))
+            handler = partial(self._handler.run, call, run, holding.attempt)
+            value, error = await ended(asyncio.create_task(run.main(handler)))
         except asyncio.CancelledError:
             await run.settle()
             raise
@@ -309,6 +314,12 @@ class Attempt:
         self._at(SagaPoint.UNDONE)
 
     # -------------------------------------------------------------------------------------------------------- helpers
+    async def _both_lists(self) -> str:
+        """What is to be compared by whoever decides about a changed handler."""
+        recorded = _names([row.name for row in await self._leases.steps(self._holding.key)])
+        asked_for = "nothing, it did not run" if self.run is None else _names(list(self.run.asked))
+        return f"recorded: {recorded}; asked for: {asked_for}"
+
     def _pause(self, attempt: int) -> float:
         return self._options.backoff.delay(attempt, self._chance())
 
@@ -321,6 +332,11 @@ class Attempt:
 
     def _warn(self, event: str, error: BaseException, **more: object) -> None:
         log.warning(event, error=type(error).__name__, where=where(error), **self._named(), **more)
+
+
+def _names(steps: Sequence[str]) -> str:
+    more = f" and {len(steps) - _MOST_NAMES} more" if len(steps) > _MOST_NAMES else ""
+    return (", ".join(steps[:_MOST_NAMES]) or "no step") + more
 
 
 def _told(error: BaseException, what: str | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from idemconsumer import keys
 from idemconsumer._engine import Engine
@@ -14,7 +14,7 @@ from idemconsumer._results import Results
 from idemconsumer._sagas import Sagas
 from idemconsumer._work import Work
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.handlers import BoundHandler
+from idemconsumer.handlers import BoundHandler, HandlerPlan
 from idemconsumer.ports import Silent
 from idemconsumer.settings import Settings
 from idemconsumer.stores.postgres import PostgresStore
@@ -23,8 +23,11 @@ from idemconsumer.stores.postgres import PostgresStore
 class Front:
     """Made by the first call that needs it. A lease and the resources are opened only for what needs them."""
 
-    def __init__(self, settings: Settings, dsn: str, store: PostgresStore, resources: Resources) -> None:
+    def __init__(
+        self, settings: Settings, dsn: str, store: PostgresStore, leased: Sequence[Resolved], resources: Resources
+    ) -> None:
         self.settings = settings
+        self._leased = leased
         self._dsn = dsn
         self._store = store
         self._engine = Engine(store)
@@ -35,7 +38,7 @@ class Front:
         self._sagas: Sagas | None = None
 
     @classmethod
-    async def open(cls, settings: Settings, options: Iterable[Resolved], resources: Resources) -> Front:
+    async def open(cls, settings: Settings, plans: Sequence[HandlerPlan], resources: Resources) -> Front:
         """Raises ConfigurationError or StoreUnavailable."""
         if settings.dsn is None:
             raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN")
@@ -43,9 +46,10 @@ class Front:
             settings.dsn,
             settings.schema,
             connections=settings.concurrency,
-            longest_run=max((each.timeout for each in options), default=30.0),
+            longest_run=max((plan.options.timeout for plan in plans), default=30.0),
         )
-        return cls(settings, settings.dsn, store, resources)
+        leased = [plan.options for plan in plans if plan.signature.needs_saga]
+        return cls(settings, settings.dsn, store, leased, resources)
 
     async def close(self) -> None:
         await self._results.close()
@@ -64,7 +68,7 @@ class Front:
         if not handler.leased or work.call is None:
             return await self._engine.process(work)
         sagas = self._sagas or await self._open_sagas(handler.options)
-        outcome = await sagas.engine.run(work, _untold)
+        outcome = await sagas.engine.run(work, _untold, unfed=True)
         waits = handler.options.on_busy == "wait" and outcome.kind is OutcomeKind.BUSY
         if waits and await self._results.over(work.key, handler.options.wait) is not None:
             (answered,) = await self._engine.answered([work])
@@ -82,14 +86,15 @@ class Front:
     async def _open_sagas(self, options: Resolved) -> Sagas:
         async with self._opening:
             if self._sagas is None:
+                leased = [*self._leased, options]  # it may be a handler that the app has not included
                 self._sagas = await Sagas.open(
                     self._dsn,
                     self.settings.schema,
                     self._engine,
                     Silent(),
                     connections=self.settings.concurrency,
-                    lease=options.lease,
-                    longest_run=options.timeout,
+                    lease=min(each.lease for each in leased),
+                    longest_run=max(each.timeout for each in leased),
                 )
             return self._sagas
 

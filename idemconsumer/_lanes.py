@@ -94,13 +94,11 @@ class Lanes:
     def dispatch(self, work: Work, delivery: Delivery, session: Session) -> None:
         held = Held(work, delivery, session)
         work.abandoned = lambda: held.abandoned or self.draining
-        place: Lane | Room
-        if work.call is None:
-            place = self._lane_of(work.message.source, work.message.position)
-        else:
-            key = work.key
-            holder, count = self._holders.get(key, (None, 0))
-            place = holder or self._lane_of(work.message.source, work.call.order)
+        place: Lane | Room = self._lane_of(
+            work.message.source, work.message.position if work.call is None else work.call.order
+        )
+        if key := work.key:  # also of a saga whose message cannot be read any more
+            place, count = self._holders.get(key, (place, 0))
             self._holders[key] = (place, count + 1)
             if work.holding is not None:
                 # Ours already, and out of its order: what waits for its end here, or has its lane, must not delay it.
@@ -121,7 +119,7 @@ class Lanes:
         """These are settled, given back, or no longer ours."""
         for held in helds:
             self.in_flight -= 1
-            if held.work.call is None:
+            if not held.work.key:
                 continue
             place, count = self._holders[held.work.key]
             if count == 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import structlog
@@ -66,19 +66,22 @@ class LeasedEngine:
             self._drained.add(task)
             task.cancel()
 
-    async def run(self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool = False) -> Outcome:
+    async def run(
+        self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool = False, unfed: bool = False
+    ) -> Outcome:
         """Claim the saga or go on with one that was taken over, and run it to an end of this attempt.
 
         `claimed` is awaited as soon as the message is ours, committed: the broker may be told then. When
         StoreUnavailable is raised afterwards, `work` remembers what it holds, and may be presented again. With `defer`
-        a saga that has begun is not taken over here.
+        a saga that has begun is not taken over here. `unfed`: no source of this process goes on with what an earlier
+        call left behind, so this call does.
         """
         task = asyncio.current_task()
         assert task is not None
         self._active[task] = None
         self._works.add(work)
         try:
-            outcome = await self._go(work, claimed, defer)
+            outcome = await self._go(work, claimed, defer=defer, unfed=unfed)
         except (StoreUnavailable, CommitUnknown, Contention) as error:
             work.doubt = work.holding is not None
             if isinstance(error, StoreUnavailable):
@@ -117,9 +120,9 @@ class LeasedEngine:
             # In a task of its own: the store gives no connection to one that is being cancelled.
             await asyncio.gather(self._leases.release(work.holding, 0.0, None, count=False), return_exceptions=True)
 
-    async def _go(self, work: Work, claimed: Callable[[], Awaitable[None]], defer: bool) -> Outcome:
+    async def _go(self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool, unfed: bool) -> Outcome:
         if work.holding is None:
-            begun = await self._begin(work, defer)
+            begun = await self._begin(work, defer=defer, unfed=unfed)
             if isinstance(begun, Outcome):
                 return begun
             work.holding = begun
@@ -136,7 +139,7 @@ class LeasedEngine:
                 return end
             work.holding = end
 
-    async def _begin(self, work: Work, defer: bool) -> Holding | Outcome:
+    async def _begin(self, work: Work, *, defer: bool, unfed: bool) -> Holding | Outcome:
         call = work.call
         assert call is not None
         options = work.handler.options
@@ -159,11 +162,16 @@ class LeasedEngine:
                 if defer:
                     return Outcome(OutcomeKind.BUSY, state=found.state)
                 # A redelivery may be the first to notice that the owner is gone.
-                # What another call of this process runs is not to be taken from it.
-                held = [other.key for other in self._works if other is not work]
-                taken = await self._leases.take([work.handler.name], 1, held=held, key=work.key)
+                unheld = await self._unheld(work) if unfed else ()
+                app, name = work.handler.app, work.handler.name
+                taken = await self._leases.take(app, [name], 1, unheld=unheld, key=work.key)
                 return taken[0] if taken else Outcome(OutcomeKind.BUSY, state=found.state)
             return Outcome(OutcomeKind.BUSY) if found is Mark.BUSY else await self._engine.replay(work, found)
+
+    async def _unheld(self, work: Work) -> Sequence[tuple[bytes, int]]:
+        """This saga, if it is ours and no other call has it, or may be getting it: each is among `_works` before."""
+        own = await self._leases.own(work.key)
+        return () if any(other.key == work.key for other in self._works if other is not work) else own
 
     async def _attempt(self, work: Work, holding: Holding) -> Outcome | Holding:
         """One run of the handler; a Holding when a COMMIT's answer was lost and it must be run anew with that token."""

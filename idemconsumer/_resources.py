@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -68,13 +69,16 @@ class Resources:
         try:
             for resource in self._resources:
                 made = resource.make()
+                cancelled = _cancelling()
                 try:
                     self.values[resource.type] = await anext(made)
                 except StopAsyncIteration:
                     raise ConfigurationError(
                         f"resource {resource.name!r} ended without a yield; yield the object once"
                     ) from None
-                except Exception as error:
+                except (Exception, asyncio.CancelledError) as error:
+                    if _cancelling() > cancelled:
+                        raise
                     raise ConfigurationError(
                         f"resource {resource.name!r} could not be made: {type(error).__name__}: {error}"
                     ) from error
@@ -88,11 +92,20 @@ class Resources:
         while self._open:
             resource, made = self._open.pop()
             self.values.pop(resource.type, None)
+            cancelled = _cancelling()
             try:
                 await anext(made)
             except StopAsyncIteration:
                 continue
-            except Exception as error:  # noqa: BLE001 - the user's; the others are still to be closed
+            except (Exception, asyncio.CancelledError) as error:  # the user's; the others are still to be closed
+                if _cancelling() > cancelled:
+                    raise
                 log.warning("resource not closed", resource=resource.name, error=f"{type(error).__name__}: {error}")
             else:
                 log.warning("resource yielded twice", resource=resource.name)
+
+
+def _cancelling() -> int:
+    """How often this task was asked to end; not more often, when a resource raises CancelledError by itself."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()

@@ -6,7 +6,7 @@ import hashlib
 import sysconfig
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from idemconsumer import keys
@@ -53,17 +53,14 @@ class Work:
         cls, handler: BoundHandler, message: Message, *, suspect: bool = False, holding: Holding | None = None
     ) -> Work:
         suspect = suspect and not handler.leased  # a saga counts its takeovers
+        resumed = holding is not None
         try:
-            return cls(
-                message,
-                handler,
-                call=handler.call_for(message),
-                suspect=suspect,
-                holding=holding,
-                resumed=bool(holding),
-            )
+            call = handler.call_for(message)
         except BadMessage as refusal:
-            return cls(message, handler, refusal=refusal, holding=holding, resumed=bool(holding))
+            return cls(message, handler, refusal=refusal, holding=holding, resumed=resumed)
+        if holding is not None:  # under which key it is stored, whatever the key rule makes of the message now
+            call.claim = replace(call.claim, key=holding.key, scope=holding.scope, fingerprint=None)
+        return cls(message, handler, call=call, suspect=suspect, holding=holding, resumed=resumed)
 
     @property
     def key(self) -> bytes:
@@ -82,11 +79,11 @@ class Work:
 
 
 def dead_letter(work: Work, reason: str, error: str, attempts: int) -> DeadLetter:
-    call = work.call
+    stored = work.holding or (None if work.call is None else work.call.claim)
     return DeadLetter(
         identity=_identity(work, reason),
         handler=work.handler.name,
-        scope=keys.scope_name(work.handler.app, None, work.handler.name) if call is None else call.claim.scope,
+        scope=keys.scope_name(work.handler.app, None, work.handler.name) if stored is None else stored.scope,
         source=work.message.source,
         position=work.message.position,
         reason=reason,

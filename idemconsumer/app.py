@@ -18,7 +18,16 @@ from idemconsumer.brokers import connect
 from idemconsumer.brokers import destination as parse_destination
 from idemconsumer.brokers.postgres import enqueue
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.handlers import TENANT, BoundHandler, Decorate, Handler, Options, asks_for_key, idempotent_handler
+from idemconsumer.handlers import (
+    TENANT,
+    BoundHandler,
+    Decorate,
+    Handler,
+    Options,
+    asks_for_key,
+    given_key,
+    idempotent_handler,
+)
 from idemconsumer.keys import KeySpec
 from idemconsumer.ports import Broker, Observer, Outgoing, Tx
 from idemconsumer.settings import Settings, load
@@ -137,6 +146,7 @@ class App:
         chosen = handler or next((h for h in self._handlers.values() if message.source in h.plan.sources), None)
         if chosen is None:
             raise ConfigurationError(f"app {self.name!r}: no handler on {message.source!r}; give handler=")
+        self._decorated(chosen)
         front = self._front or await self._open_front()
         return await front.process(self._bind(chosen, front.settings, self._made), message)
 
@@ -154,24 +164,23 @@ class App:
         With `tx` (of a handler, or a psycopg connection of one's own) it begins if and only if that transaction
         commits; without, it is committed on return. A second start under the same key is a duplicate, or a conflict
         when its payload differs. `key` stands in for the handler's key rule, and `tenant` for its tenant rule.
-        Raises BadMessage when the handler could not take the payload or the key, and ConfigurationError when it is
-        not a saga of this app.
+        Raises BadMessage when the handler could not take the payload or the key, TypeError when the payload is no
+        JSON, and ConfigurationError when it is not a saga of this app.
         """
-        if self._handlers.get(handler.name) is not handler or not handler.plan.signature.needs_saga:
+        if not self._has(handler) or not handler.plan.signature.needs_saga:
             raise ConfigurationError(
                 f"app {self.name!r}: {handler.name!r} is not a saga of this app; start a handler that asks for Saga, "
                 "and publish to the source of any other"
             )
         settings = load()
         bound = self._bind(handler, settings, Resources(()))
-        encoded = codecs.encode(payload)
+        key, encoded = given_key(key), codecs.encode(payload, "payload", "give")
         headers = {} if tenant is None else {TENANT: tenant}
         outgoing = Outgoing(b"null" if encoded is None else encoded.body, headers, key)
         bound.call_for(Message(bound.own_source, outgoing.body, headers, message_id=key))
         queue = bound.own_source.partition(":")[2]
         if tx is not None:
-            connection = tx if isinstance(tx, AsyncConnection) else tx.connection
-            await enqueue(connection, settings.schema, queue, [outgoing])
+            await enqueue(_connection(tx), settings.schema, queue, [outgoing])
         else:
             await self._broker("postgres", settings).publish(queue, [outgoing])
 
@@ -183,18 +192,35 @@ class App:
         `duplicate` carries the stored result (state COMPLETED) or the rejection (FAILED); `dead` was put aside for a
         person; `busy` has not ended: its state is None when nobody has begun it, or nobody knows of it. All callers of
         a process that wait are answered by one statement at a time, at most a second after the end. Raises
-        StoreUnavailable.
+        StoreUnavailable, BadMessage for what can be no key, and ConfigurationError for another app's handler.
         """
-        seconds = parse_duration(wait)
+        if not self._has(handler):
+            raise ConfigurationError(
+                f"app {self.name!r}: {handler.name!r} is not a handler of this app; ask the app that has it, or "
+                "include it"
+            )
+        seconds, key = parse_duration(wait), given_key(key)
         front = self._front or await self._open_front()
         return await front.result(self.name, handler.name, tenant, key, seconds)
+
+    def _has(self, handler: Handler[..., Any]) -> bool:
+        return self._handlers.get(self._decorated(handler).name) is handler
+
+    def _decorated(self, handler: Handler[..., Any]) -> Handler[..., Any]:
+        given: object = handler
+        if not isinstance(given, Handler):
+            raise ConfigurationError(
+                f"app {self.name!r}: {getattr(given, '__name__', repr(given))} is no handler; give what "
+                "@app.idempotent_handler(…) has made of the function"
+            )
+        return handler
 
     async def _open_front(self) -> Front:
         async with self._opening:  # the first messages often come together
             if self._front is None:
-                options = [handler.plan.options for handler in self._handlers.values()]
+                plans = [handler.plan for handler in self._handlers.values()]
                 self._made = Resources(list(self._resources.values()))
-                self._front = await Front.open(load(), options, self._made)
+                self._front = await Front.open(load(), plans, self._made)
             return self._front
 
     def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler:
@@ -221,7 +247,7 @@ class App:
         as JSON.
         """
         scheme, name = parse_destination(destination)
-        encoded = codecs.encode(payload)
+        encoded = codecs.encode(payload, "payload", "give")
         message = Outgoing(b"null" if encoded is None else encoded.body, dict(headers or {}), key)
         settings = load()
         if tx is not None:
@@ -229,7 +255,7 @@ class App:
                 raise ConfigurationError(
                     f"publish to {destination!r} with tx=: only a postgres: queue shares the handler's transaction"
                 )
-            await enqueue(tx.connection, settings.schema, name, [message])
+            await enqueue(_connection(tx), settings.schema, name, [message])
             return
         await self._broker(scheme, settings).publish(name, [message])
 
@@ -246,3 +272,13 @@ class App:
         front, self._front = self._front, None
         if front is not None:
             await front.close()
+
+
+def _connection(tx: Tx | AsyncConnection[Any]) -> AsyncConnection[Any]:
+    connection = tx if isinstance(tx, AsyncConnection) else getattr(tx, "connection", None)
+    if not isinstance(connection, AsyncConnection):
+        raise ConfigurationError(
+            f"tx= is of type {type(tx).__name__}; give the Tx of a handler or of a step, or a psycopg.AsyncConnection "
+            "in whose transaction it is to be"
+        )
+    return connection

@@ -40,13 +40,13 @@ def decoder(annotation: Any) -> Decode:
     return _safe(msgspec.json.Decoder(annotation).decode, _msgspec_detail)
 
 
-def encode(result: object) -> StoredResult | None:
+def encode(result: object, what: str = "result", instead: str = "return") -> StoredResult | None:
     """A handler's result as it is stored; None stores nothing. Raises TypeError naming what cannot be."""
     if result is None:
         return None
     if isinstance(result, bytes):
         return StoredResult(result, "application/octet-stream")
-    return StoredResult(_json(result, f"a result of type {type(result).__name__}", "return"))
+    return StoredResult(_json(result, f"a {what} of type {type(result).__name__}", instead))
 
 
 def encode_rejection(code: str, body: object) -> StoredResult:

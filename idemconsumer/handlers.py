@@ -228,7 +228,7 @@ class BoundHandler:
     def _identity(self, message: Message, payload: object) -> tuple[str, str | None]:
         plan = self._plan
         ours = message.source == self.own_source and message.message_id is not None
-        key = (_given_key if ours else plan.key)(message, payload)  # begun from code, which gave the key
+        key = (_message_id if ours else plan.key)(message, payload)  # begun from code, which gave the key
         if ours and (given := message.headers.get(TENANT)) is not None:
             return key, str(given)
         return key, None if plan.tenant is None else plan.tenant(message, payload)
@@ -409,4 +409,11 @@ def _fingerprint(handler: str, payload_type: Any, given: Options) -> Fingerprint
 
 
 _WHOLE_BODY = keys.Key.payload()
-_given_key = keys.compile_key(keys.Key.message_id(), Any, handler="app.start")
+_message_id = keys.compile_key(keys.Key.message_id(), Any, handler="app.start")
+
+
+def given_key(key: object) -> str:
+    """A key that stands in for the handler's key rule. Raises BadMessage for what no rule would give."""
+    if key is not None and not isinstance(key, str):
+        raise BadMessage("key_invalid", f"key= is of type {type(key).__name__}, not a text")
+    return _message_id(Message("", b"", message_id=key), None)

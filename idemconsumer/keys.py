@@ -139,6 +139,11 @@ def scope_name(app: str, tenant: str | None, handler: str) -> str:
     return f"{_escape(app)}/{middle}/{_escape(handler)}"
 
 
+def scopes_of(app: str) -> str:
+    """How the names of all scopes of an app begin, and those of no other app."""
+    return f"{_escape(app)}/"
+
+
 def _escape(part: str) -> str:
     return part.replace("%", "%25").replace("/", "%2F")
 

@@ -106,7 +106,8 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A checkpointed step. `position` orders by finishing; `overlapped`: another one ran at the same time."""
+    """A checkpointed step. `position` orders by finishing; `overlapped`: it has no fixed place among the
+    others, since another one ran at the same time, or another task than the handler's own asked for it."""
 
     name: str
     kind: StepKind
@@ -152,13 +153,27 @@ class LeaseStore(Protocol):
         """Claim the key and store the message with it, committed on return; else what is there."""
         ...
 
+    async def own(self, key: bytes | None = None) -> list[tuple[bytes, int]]:
+        """Key and token of each saga that is ours in the database; with `key`, of that one alone.
+
+        One that nobody in this process has in hand *after* this returned was left by a lost answer, or by a release
+        that failed: whoever gets a saga has it in hand before asking for it.
+        """
+        ...
+
     async def take(
-        self, handlers: Sequence[str], limit: int, *, held: Sequence[bytes] = (), key: bytes | None = None
+        self,
+        app: str,
+        handlers: Sequence[str],
+        limit: int,
+        *,
+        unheld: Sequence[tuple[bytes, int]] = (),
+        key: bytes | None = None,
     ) -> list[Holding]:
         """Take over sagas that are due or stale, each with a new token. Skips those that somebody is writing to.
 
-        `held` are the keys that this process knows it holds: what is ours in the database and not among them is taken
-        too (the answer to an earlier take was lost). With `key`, that saga alone.
+        `unheld` are those of `own` that nobody here has in hand: they are taken too, at the cost of no attempt, unless
+        they have another token by now. With `key`, that saga alone.
         """
         ...
 

@@ -12,11 +12,11 @@ import asyncio
 import inspect
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final, TypeVar, TypeVarTuple, get_type_hints
+from typing import Any, Final, TypeVar, TypeVarTuple
 
-from idemconsumer import codecs
+from idemconsumer import _outputs, codecs
 from idemconsumer._limit import TimeLimit
 from idemconsumer._model import Point, SagaPoint, State, StepKind, StepState, StoredResult
 from idemconsumer.errors import (
@@ -36,6 +36,8 @@ from idemconsumer.ports_sagas import Done, Holding, LeaseStore, NotDone, Step, S
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
+_LONGEST_NAME: Final = 200  # characters
+_UNDO: Final = "undo:"
 _NAMESPACE: Final = uuid.UUID("6f6a0f8e-6f0f-5d1b-9a57-3b1f0a7f7c11")
 
 
@@ -64,7 +66,7 @@ class Asked:
 
 def step_key(scope: str, key: bytes, name: str, *, undo: bool = False) -> uuid.UUID:
     """The key that a remote is given: the same for every attempt of a step, another one for its undo."""
-    return uuid.uuid5(_NAMESPACE, f"{len(scope)}:{scope}:{key.hex()}:{'undo:' if undo else ''}{name}")
+    return uuid.uuid5(_NAMESPACE, f"{len(scope)}:{scope}:{key.hex()}:{_UNDO if undo else ''}{name}")
 
 
 class SagaRun:
@@ -95,6 +97,8 @@ class SagaRun:
         self._unfinished: list[str] = []  # steps asked for, begun or not, that have not come to an end
         self._open = {row.name for row in rows if row.state is StepState.INTENT}  # calls without a known outcome
         self._over = False
+        self._main: asyncio.Task[Any] | None = None
+        self._met = asyncio.Event()  # another step has been asked for
         done = [row for row in rows if row.position is not None]
         self._finished_last = max(done, key=lambda row: row.position or 0).name if done else None
         self._calls: dict[str, Asked] = {}  # asked for, begun or not
@@ -132,7 +136,10 @@ class SagaRun:
         reconcile: Callable[[Step, *Ts], Awaitable[Done[R] | NotDone | Unknown]] | None = None,
     ) -> Coroutine[Any, Any, R]:
         self._unfinished.append(name)
-        asked = self._calls[name] = Asked(StepKind.CALL, fn, args, undo, reconcile)
+        asked = Asked(StepKind.CALL, fn, args, undo, reconcile)
+        given: object = name
+        if isinstance(given, str):  # anything else is refused when it begins
+            self._calls[given] = asked
         return self._ask(name, asked, lambda: self._call_step(name, asked))
 
     # -------------------------------------------------------------------------------------------------------- one step
@@ -146,13 +153,20 @@ class SagaRun:
             self._meet(name, asked)
             row = self._rows.get(name)
             if row is not None and row.state is StepState.REJECTED:
+                await self._let_branches_on(row)
                 raise codecs.decode_rejection(row.output)
             if row is not None and row.state is not StepState.INTENT:
                 output = decode_output(name, asked.fn, row.output)
             elif self._holding.state is State.UNDOING:
+                await self._let_branches_on(row)
                 raise Replayed(name)
             else:
-                self._check_met(finished_only=True)
+                if asyncio.current_task() is self._main:  # a branch has no place among what the others ask for
+                    self._check_met(finished_only=True)
+                try:
+                    _outputs.check(asked.fn)
+                except TypeError as error:  # before the remote has done what could not be stored
+                    raise SagaMisused(f"step {name!r} returns what cannot be stored: {error}") from None
                 output = await self._run(name, run)
             self._unfinished.remove(name)
             return output
@@ -170,12 +184,14 @@ class SagaRun:
             raise SagaInterrupted(f"step {name!r}: {type(cause).__name__}") from error
 
     def _meet(self, name: str, asked: Asked) -> None:
+        _check_name(name)
         if name in self.asked:
             raise SagaMisused(
                 f"step {name!r} is asked for twice in one run, and a step is known by its name; "
                 'give each one its own, in a loop with a suffix: saga.tx(f"line_{n}", …)'
             )
         self.asked[name] = asked
+        self._met.set()
         row = self._rows.get(name)
         if row is not None and row.kind is not asked.kind:
             raise SagaChanged(
@@ -183,7 +199,8 @@ class SagaRun:
             )
 
     def _check_met(self, *, finished_only: bool) -> None:
-        """L6: nothing recorded may be passed over. Steps that overlapped another have no fixed place before the end."""
+        """L6: nothing recorded may be passed over. What overlapped another step, or was asked for by a branch, has no
+        fixed place before the end."""
         if self._accepted:
             return
         for row in self._rows.values():
@@ -191,9 +208,31 @@ class SagaRun:
             if row.name not in self.asked and not (finished_only and early):
                 raise SagaChanged(f"step {row.name!r} is recorded, and the handler no longer asks for it")
 
+    async def _let_branches_on(self, row: StepRow | None) -> None:
+        """Backward, the step of `row` ends the replay, which is to ask for all that is to be undone; other branches may
+        not be as far yet. What had finished before this step does not depend on it, so it is asked for, unless the
+        handler has changed."""
+        if self._holding.state is not State.UNDOING:
+            return
+        branch = asyncio.current_task() is not self._main
+        awaited = {
+            other.name
+            for other in self._rows.values()
+            if other.has_undo and other.state in (StepState.DONE, StepState.UNDO_INTENT)
+            if branch or other.overlapped
+            if row is None or (other.position or 0) < (row.position or 0)
+        }
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout):
+                while not awaited <= self.asked.keys():
+                    self._met.clear()
+                    await self._met.wait()
+
     async def _run(self, name: str, run: Callable[[], Awaitable[Any]]) -> Any:
         if self._in_flight:
             self._overlapped |= {name, *self._in_flight}
+        if asyncio.current_task() is not self._main:
+            self._overlapped.add(name)  # it may as well have come at another time
         self._in_flight[name] = asyncio.current_task()
         try:
             return await run()
@@ -208,7 +247,7 @@ class SagaRun:
             try:
                 value = await limit.hold(called(asked.fn, step.tx(), *asked.args, gets="tx"))
                 step.check()
-                output = codecs.encode(value)
+                output, value = _stored(name, asked.fn, value)
                 limit.check()
             except Exception as error:
                 cause = error if isinstance(error, Reject) else limit.blame(step.diagnose(error))
@@ -233,8 +272,9 @@ class SagaRun:
         if row is not None and asked.reconcile is not None:  # an intent without outcome: the remote may have done it
             found = await self._reconcile(name, asked.reconcile, StepCall(key, row.attempt), asked.args)
             if isinstance(found, Done):
-                await self._record(name, StepKind.CALL, StepState.DONE, codecs.encode(found.result), has_undo)
-                return found.result
+                output, result = _stored(name, asked.fn, found.result)
+                await self._record(name, StepKind.CALL, StepState.DONE, output, has_undo)
+                return result
             if not isinstance(found, NotDone):
                 raise UnknownEffect(f"step {name!r}: the remote cannot say whether it was done")
         self._point(SagaPoint.INTENDING)
@@ -252,7 +292,8 @@ class SagaRun:
             await self._record(name, StepKind.CALL, StepState.REJECTED, body, has_undo)
             raise refusal from refusal.__cause__
         self._point(SagaPoint.CALLED)
-        await self._record(name, StepKind.CALL, StepState.DONE, codecs.encode(value), has_undo)
+        output, value = _stored(name, asked.fn, value)
+        await self._record(name, StepKind.CALL, StepState.DONE, output, has_undo)
         return value
 
     async def _reconcile(
@@ -296,6 +337,12 @@ class SagaRun:
         self._at(point, self._holding.handler, (self._holding.key,))
 
     # ------------------------------------------------------------------------------------------------ the engine
+    async def main(self, handler: Callable[[], Awaitable[object]]) -> object:
+        """Run the handler in this task. What it asks for here has a place among the steps; other tasks are branches,
+        which come to theirs in any order."""
+        self._main = asyncio.current_task()
+        return await handler()
+
     def interrupt(self, error: BaseException, step: str | None = None) -> None:
         """End this run. The first cause stays."""
         if self.interruption is None:
@@ -396,19 +443,29 @@ class Replayed(Exception):
     """An undoing saga's handler has been replayed to its first unfinished step."""
 
 
-@lru_cache(maxsize=1024)
-def _decoder(fn: Callable[..., Any]) -> Callable[[bytes], object]:
+def _check_name(name: object) -> None:
+    """Raises SagaMisused for what could not be stored, shown, or told from an undo."""
+    if not isinstance(name, str):
+        raise SagaMisused(f'a step\'s name is {name!r}; write a text, such as saga.tx("ride_created", …)')
+    if not name or not name.isprintable() or name != name.strip() or len(name) > _LONGEST_NAME:
+        shown = repr(name if len(name) <= _LONGEST_NAME else f"{name[:40]}…")
+        raise SagaMisused(f"a step's name is {shown}; write a printable text of 1 to {_LONGEST_NAME} characters")
+    if name.startswith(_UNDO):
+        raise SagaMisused(
+            f"step {name!r}: names that start with {_UNDO!r} are reserved, since undos have their keys by them; "
+            f"choose another, such as {name.replace(':', '_')!r}"
+        )
+
+
+def _stored(name: str, fn: Callable[..., Any], value: object) -> tuple[StoredResult | None, Any]:
     try:
-        annotation = get_type_hints(fn).get("return", Any)
-    except (NameError, TypeError):
-        annotation = Any
-    return codecs.decoder(annotation)
+        return _outputs.encode(fn, value)
+    except TypeError as error:
+        raise SagaMisused(f"step {name!r}: {error}") from error
 
 
 def decode_output(name: str, fn: Callable[..., Any], output: StoredResult | None) -> object:
-    if output is None:
-        return None
     try:
-        return _decoder(fn)(output.body)
+        return _outputs.decode(fn, output)
     except (BadMessage, TypeError) as error:
         raise SagaChanged(f"the stored output of step {name!r} no longer decodes: {error}") from error

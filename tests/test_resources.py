@@ -172,6 +172,51 @@ async def test_one_that_cannot_be_closed_does_not_keep_the_others_open(migrated:
     assert life.events[-2:] == ["cache closed", "client closed"]
 
 
+@pytest.mark.parametrize("when", ["made", "closed"])
+async def test_one_that_is_cancelled_from_inside_is_told_like_any_that_fails(migrated: str, when: str) -> None:
+    life = Life()
+
+    @life.app.resource
+    async def gateway() -> AsyncIterator[Gateway]:
+        if when == "made":
+            raise asyncio.CancelledError
+        yield Gateway()
+        raise asyncio.CancelledError
+
+    @life.app.idempotent_handler("postgres:lives", key="id")
+    async def live(payload: dict[str, Any], tx: Tx) -> None:
+        life.finished.set()
+
+    await publish(migrated, "lives", 1)
+    worker = life.app.worker(life.settings(migrated))
+    if when == "made":
+        with pytest.raises(ConfigurationError, match="resource 'gateway' could not be made: CancelledError"):
+            await worker.run()
+    else:
+        await drained(worker, life.finished)
+    assert life.events == ["client made", "cache made", "cache closed", "client closed"]
+
+
+async def test_a_start_that_is_cancelled_while_a_resource_is_made_is_cancelled(migrated: str) -> None:
+    life, making = Life(), asyncio.Event()
+
+    @life.app.resource
+    async def gateway() -> AsyncIterator[Gateway]:
+        making.set()
+        await asyncio.Event().wait()
+        yield Gateway()
+
+    @life.app.idempotent_handler("postgres:lives", key="id")
+    async def live(payload: dict[str, Any], tx: Tx) -> None: ...
+
+    running = asyncio.create_task(life.app.worker(life.settings(migrated)).run())
+    await making.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert life.events == ["client made", "cache made", "cache closed", "client closed"]
+
+
 async def test_a_resource_without_a_yield_is_refused(migrated: str) -> None:
     app = App("lives")
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -22,10 +23,13 @@ from idemconsumer import (
     Reject,
     Retry,
     Saga,
+    StoreUnavailable,
     Tx,
 )
-from idemconsumer._model import Record, State
+from idemconsumer._model import Record, State, StoredResult
+from idemconsumer.ports_sagas import Holding
 from idemconsumer.settings import Settings
+from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.stores.postgres import PostgresStore
 
@@ -224,6 +228,56 @@ async def test_only_a_saga_of_this_app_can_be_started(rides: Rides) -> None:
         await App("other").start(rides.book, Ride("ann"), key="k")
 
 
+async def test_a_result_is_only_that_of_a_handler_of_this_app_and_of_what_can_be_a_key(rides: Rides) -> None:
+    other = App("other")
+
+    @other.idempotent_handler("memory:other", key="rider", name="book")
+    async def book(ride: Ride, saga: Saga) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="app 'rides': 'book' is not a handler of this app; ask the app"):
+        await rides.app.result(book, key="k")
+    with pytest.raises(BadMessage, match="key_missing"):
+        await rides.app.result(rides.book, key="")
+    assert await rides.app.result(rides.joined, key="k") == Outcome(OutcomeKind.BUSY)
+
+
+async def test_a_key_is_a_text(rides: Rides) -> None:
+    wrong: Any = 5
+    with pytest.raises(BadMessage, match="key_invalid: key= is of type int, not a text"):
+        await rides.app.start(rides.book, Ride("ann"), key=wrong)
+    with pytest.raises(BadMessage, match="key_invalid: key= is of type int, not a text"):
+        await rides.app.result(rides.book, key=wrong)
+    with pytest.raises(BadMessage, match="key_missing"):
+        await rides.app.start(rides.book, Ride("ann"), key=None)  # type: ignore[arg-type]
+
+
+async def test_what_is_no_handler_and_no_transaction_is_told_so(rides: Rides) -> None:
+    async def bare(ride: Ride, saga: Saga) -> None: ...
+
+    wrong: Any = bare
+    for call in (
+        rides.app.start(wrong, Ride("ann"), key="k"),
+        rides.app.result(wrong, key="k"),
+        rides.app.process(message(), handler=wrong),
+    ):
+        with pytest.raises(ConfigurationError, match="app 'rides': bare is no handler; give what @app"):
+            await call
+    with psycopg.connect(rides.dsn) as connection:
+        unfit: Any
+        for unfit, named in (("tx", "str"), (connection, "Connection")):
+            told = f"tx= is of type {named}; give the Tx of a handler or of a step, or a psycopg.AsyncConnection"
+            with pytest.raises(ConfigurationError, match=told):
+                await rides.app.start(rides.book, Ride("ann"), key="k", tx=unfit)
+            with pytest.raises(ConfigurationError, match=told):
+                await rides.app.publish("postgres:q", {}, tx=unfit)
+
+
+async def test_a_payload_that_is_no_json_is_called_a_payload(rides: Rides) -> None:
+    wrong: Any = {"rider": object()}
+    with pytest.raises(TypeError, match="a payload of type dict cannot be stored as JSON"):
+        await rides.app.start(rides.book, wrong, key="k")
+
+
 # ------------------------------------------------------------------------------------------------------------- process
 async def test_process_runs_a_saga_to_its_end_without_a_worker(rides: Rides) -> None:
     first = await rides.app.process(message())
@@ -276,6 +330,37 @@ async def test_a_saga_that_a_worker_runs_is_waited_for_so_long_and_no_longer(rid
         rides.go.set()
         assert (await patient).kind is OutcomeKind.DUPLICATE
     assert rides.runs == 1
+
+
+async def test_the_lease_of_the_process_suits_all_of_its_sagas_whichever_comes_first(rides: Rides) -> None:
+    @rides.app.idempotent_handler("memory:slow", key="rider", lease="40s", timeout="50s")
+    async def slow(ride: Ride, saga: Saga) -> str:
+        return ride.rider
+
+    @rides.app.idempotent_handler("memory:waits", key="rider", lease="1h", timeout="1h")
+    async def waits(ride: Ride, tx: Tx) -> None: ...
+
+    await rides.app.process(Message("memory:slow", msgspec.json.encode(Ride("ann"))))
+    assert await rides.sql("select lease from idemconsumer.worker") == [(timedelta(seconds=1),)]
+    assert rides.app._front is not None
+    assert rides.app._front._sagas is not None
+    assert rides.app._front._sagas._heartbeat._patience == 50
+
+
+async def test_the_next_call_goes_on_with_what_a_lost_answer_left(
+    rides: Rides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = PostgresLeases.complete
+
+    async def lost(self: PostgresLeases, holding: Holding, state: State, result: StoredResult | None) -> None:
+        monkeypatch.setattr(PostgresLeases, "complete", complete)
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(PostgresLeases, "complete", lost)
+    with pytest.raises(StoreUnavailable):
+        await rides.app.process(message())
+    assert (await rides.app.process(message())).result == b'"ann by ann"'
+    assert await rides.sql("select * from ride") == [("ann",)]
 
 
 async def test_a_cancelled_call_leaves_its_saga_to_others(rides: Rides) -> None:

@@ -21,7 +21,8 @@ _EVERY: Final = 0.5  # seconds between two looks; a stale saga is resumed so muc
 
 
 class SagaBroker:
-    """`held`: the keys that this process has in hand, of any source; `free`: how many lanes have nothing to do."""
+    """`held`: the keys that this process has in hand, of any source; `free`: how many lanes have nothing to do. The
+    group of its subscriptions is the app, which shares its schema with others."""
 
     def __init__(self, leases: LeaseStore, held: Callable[[], Sequence[bytes]], free: Callable[[], int]) -> None:
         self._leases = leases
@@ -33,7 +34,7 @@ class SagaBroker:
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> SagaSession:
         handlers = [subscription.handler for subscription in subscriptions]
-        return SagaSession(self._leases, self._held, self._free, handlers)
+        return SagaSession(self._leases, self._held, self._free, subscriptions[0].group, handlers)
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         raise BrokerUnavailable("saga: is not a destination; start a saga with app.start")
@@ -56,11 +57,13 @@ class SagaSession:
         leases: LeaseStore,
         held: Callable[[], Sequence[bytes]],
         free: Callable[[], int],
+        app: str,
         handlers: Sequence[str],
     ) -> None:
         self._leases = leases
         self._held = held
         self._free = free
+        self._app = app
         self._handlers = handlers
         self._outstanding = 0
         self._epoch = Epoch()
@@ -73,7 +76,8 @@ class SagaSession:
         taken = []
         if room > 0 and not self._stopped.is_set():
             try:
-                taken = await self._leases.take(self._handlers, room, held=self._held())
+                unheld = await self._unheld()
+                taken = await self._leases.take(self._app, self._handlers, room, unheld=unheld)
             except StoreUnavailable as error:
                 self._epoch.end()
                 raise SessionEnded(f"sagas: {error}") from error
@@ -84,6 +88,13 @@ class SagaSession:
                     await asyncio.sleep(_EVERY)
         self._outstanding += len(taken)
         return [Delivery(holding.message, self._epoch, handle=holding) for holding in taken]
+
+    async def _unheld(self) -> list[tuple[bytes, int]]:
+        """What is in the database ours, and in nobody's hands here. Asked in this order: a saga that was begun in
+        between is not among those seen, and what the last fetch took has been handed over by now."""
+        own = await self._leases.own()
+        held = set(self._held())
+        return [(key, token) for key, token in own if key not in held]
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
         self._outstanding -= len(deliveries)

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
-from idemconsumer import _headers
+from idemconsumer import _headers, keys
 from idemconsumer._model import Found, Mark, Message, State, StepKind, StepState, StoredResult
 from idemconsumer.errors import Fenced
 from idemconsumer.ports import Claim, DeadLetter
@@ -71,11 +71,24 @@ class PostgresLeases:
             attempt=1, version=version, rejection=None, stale=False, message=message, new=True,
         )  # fmt: skip
 
+    async def own(self, key: bytes | None = None) -> list[tuple[bytes, int]]:
+        rows = await self._store.alone("own_sagas", {"worker": self._lease.worker, "key": key})
+        return [(key, token) for key, token in rows]
+
     async def take(
-        self, handlers: Sequence[str], limit: int, *, held: Sequence[bytes] = (), key: bytes | None = None
+        self,
+        app: str,
+        handlers: Sequence[str],
+        limit: int,
+        *,
+        unheld: Sequence[tuple[bytes, int]] = (),
+        key: bytes | None = None,
     ) -> list[Holding]:
         worker = self._lease.worker
-        params = {"handlers": list(handlers), "limit": limit, "key": key, "worker": worker, "held": list(held)}
+        params = {
+            "scopes": keys.scopes_of(app), "handlers": list(handlers), "limit": limit, "key": key, "worker": worker,
+            "unheld": [key for key, _ in unheld], "tokens": [token for _, token in unheld],
+        }  # fmt: skip
         return [_holding(row, worker) for row in await self._store.alone("take_sagas", params)]
 
     async def retake(self, key: bytes, token: int | None) -> Holding | None:

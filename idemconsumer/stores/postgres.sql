@@ -180,16 +180,20 @@ returning key, '', token
 
 -- name: take_sagas
 -- Due and nobody's, or stale: its worker's row is gone, its deadline is over, or lies more than one lease ahead (the
--- clock stepped back). What is ours and not held was taken by a statement whose answer was lost. SKIP LOCKED passes
--- over sagas with an open step, whose owner may still be alive (L2). The deadline is read by a subquery: when a rival
--- has just taken the row, Postgres checks the conditions again on its new version, and a join would then still offer
--- the old owner's lease, which does not match, so that the rival's saga looked like nobody's.
+-- clock stepped back). Of what is ours only `unheld`, and only under the token with which it was seen: whoever holds
+-- it by now has another one. It costs no attempt, since none was lost. SKIP LOCKED passes over sagas with an open step,
+-- whose owner may still be alive (L2). The deadline is read by a subquery: when a rival has just taken the row, Postgres
+-- checks the conditions again on its new version, and a join would then still offer the old owner's lease, which does
+-- not match, so that the rival's saga looked like nobody's. Handlers of other apps may have the same name.
 with candidate as materialized (
-    select s.key, s.worker, s.token, s.attempt, s.stale or s.worker is not null as stale from {schema}.saga as s
+    select s.key, s.worker, s.token, s.attempt, s.stale or coalesce(s.worker <> %(worker)s, false) as stale
+    from {schema}.saga as s
     where s.handler = any(%(handlers)s) and s.parked is null
+      and starts_with((select name from {schema}.scope where id = s.scope_id), %(scopes)s)
       and (%(key)s::bytea is null or s.key = %(key)s)
       and case when s.worker is null then s.due <= clock_timestamp()
-               when s.worker = %(worker)s then not s.key = any(%(held)s)
+               when s.worker = %(worker)s then (s.key, s.token) in (
+                   select * from unnest(%(unheld)s::bytea[], %(tokens)s::bigint[]))
                else not exists (select from {schema}.worker as w where w.id = s.worker
                    and w.until >= clock_timestamp() and w.until <= clock_timestamp() + w.lease) end
     order by s.due limit %(limit)s for update of s skip locked
@@ -200,19 +204,22 @@ with candidate as materialized (
         -- does not.
         attempt = case when exists (select from {schema}.step
                                     where key = s.key and finished_at is not null and state <> 4 and token = s.token)
-                       then 1 else s.attempt + 1 end
+                       then 1 else s.attempt + (c.worker is distinct from %(worker)s)::integer end
     from candidate as c where s.key = c.key
     returning s.*
 ), noted as (
     insert into {schema}.history (key, at, what, owner, token, attempt)
     select key, clock_timestamp(), what, (select name from {schema}.worker where id = e.worker), token, attempt from (
-        select key, 'lost' as what, worker, token, attempt from candidate where worker is not null
+        select key, 'lost' as what, worker, token, attempt from candidate where worker <> %(worker)s
         union all select key, 'taken', worker, token, attempt from taken
     ) as e order by token
 )
 select s.key, s.handler, s.token, s.state, s.attempt, s.version, s.rejection, s.source, s.position, s.message_id,
     s.body, s.headers, (select name from {schema}.scope where id = s.scope_id), s.stale
 from taken as s
+
+-- name: own_sagas
+select key, token from {schema}.saga where worker = %(worker)s and (%(key)s::bytea is null or key = %(key)s)
 
 -- name: retake_saga
 -- From oneself, after a lost COMMIT. The row lock waits for whatever is still in flight with the old token.

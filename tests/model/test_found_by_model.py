@@ -101,11 +101,12 @@ async def test_a_lease_lost_during_the_claim_leaves_the_message_with_the_broker(
 
 
 _SAGA = (
-    "insert into idemconsumer.saga (key, scope_id, handler, state, token, worker, due, attempt, source, position, body,"
-    " headers, started_at)"
-    " values ('k', 1, 'book', %s, 5, %s, clock_timestamp(), 3, 's', 'p', '', '', clock_timestamp())"
+    "with scope as (insert into idemconsumer.scope (name) values ('shop/-/book') returning id)"
+    " insert into idemconsumer.saga (key, scope_id, handler, state, token, worker, due, attempt, source, position,"
+    " body, headers, started_at)"
+    " select 'k', id, 'book', %s, 5, %s::bigint, clock_timestamp(), 3, 's', 'p', '', '', clock_timestamp() from scope"
 )
-_TAKE: dict[str, Any] = {"handlers": ["book"], "limit": 5, "key": None, "held": []}
+_TAKE: dict[str, Any] = {"scopes": "shop/", "handlers": ["book"], "limit": 5, "key": None, "unheld": [], "tokens": []}
 
 
 def _worker(connection: psycopg.Connection[Any], until: str) -> int:

@@ -116,7 +116,7 @@ class Station:
         return await self.run(Work.of(handler, message or order()))
 
     async def take(self, handler: BoundHandler) -> Holding | None:
-        taken = await self.leases.take([handler.name], 1)
+        taken = await self.leases.take(handler.app, [handler.name], 1)
         return taken[0] if taken else None
 
     async def resume(self, handler: BoundHandler) -> Outcome:

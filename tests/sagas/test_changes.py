@@ -92,6 +92,39 @@ async def test_a_changed_handler_is_put_aside_before_any_new_effect(
     assert await two.take(saga(changed)) is None
 
 
+@pytest.mark.parametrize(
+    ("changed", "asked_for"),
+    [
+        (misses_a_step, "a, new"),
+        (misses_a_step_and_has_no_new_one, "a"),
+        (has_another_kind, "a, b"),
+        (has_another_output, "a, b"),
+        (renames_a_step, "renamed"),
+    ],
+)
+async def test_both_lists_of_steps_are_told(
+    bench: Bench, one: Station, two: Station, changed: SagaFn, asked_for: str
+) -> None:
+    await one.deliver(saga(old))
+    await two.resume(saga(changed))
+    assert f"; recorded: a, b; asked for: {asked_for}" in bench.letter
+
+
+async def test_long_lists_of_steps_are_cut(bench: Bench, one: Station, two: Station) -> None:
+    async def many(order: dict[str, Any], saga: Saga) -> None:
+        for number in range(53):
+            await saga.tx(f"line_{number}", put, "line")
+        raise ValueError
+
+    async def none(order: dict[str, Any], saga: Saga) -> None:
+        return
+
+    await one.deliver(saga(many))
+    await two.resume(saga(none))
+    assert "; recorded: line_0, line_1, " in bench.letter
+    assert "line_49 and 3 more; asked for: no step" in bench.letter
+
+
 @pytest.mark.parametrize("changed", CHANGES, ids=lambda fn: fn.__name__)
 async def test_the_handler_cannot_swallow_that_it_has_changed(
     bench: Bench, one: Station, two: Station, changed: SagaFn
@@ -118,6 +151,7 @@ async def test_another_version_is_put_aside_before_the_handler_runs(bench: Bench
     assert (outcome.kind, outcome.reason, ran) == (OutcomeKind.DEAD, "saga_changed", [])
     assert "'1'" in bench.letter
     assert "'2'" in bench.letter
+    assert "recorded: a, b; asked for: nothing, it did not run" in bench.letter
 
 
 async def test_new_steps_after_the_recorded_ones_are_allowed(bench: Bench, one: Station, two: Station) -> None:

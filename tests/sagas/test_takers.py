@@ -77,7 +77,8 @@ async def taking(bench: Bench, station: Station) -> AsyncIterator[None]:
     """The station's take has run, and commits when the block ends."""
     async with await psycopg.AsyncConnection.connect(bench.dsn) as rival:
         params = {
-            "handlers": [HANDLER.name], "limit": 1, "key": None, "worker": station.lease.worker, "held": list[bytes](),
+            "scopes": "shop/", "handlers": [HANDLER.name], "limit": 1, "key": None, "worker": station.lease.worker,
+            "unheld": list[bytes](), "tokens": list[int](),
         }  # fmt: skip
         cursor = await rival.execute(load(SCHEMA)["take_sagas"], params)
         assert cursor.rowcount == 1

@@ -1,0 +1,140 @@
+"""What a step's function is declared to return, and what is stored of it.
+
+An output is decoded as soon as it is encoded, before it is committed. So the run that made it goes on with what a
+resume will get, and what a resume could not read fails at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from asyncio import Future, Task
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace, UnionType
+from typing import Annotated, Any, Final, Never, NoReturn, Union, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
+
+from idemconsumer import codecs
+from idemconsumer._model import StoredResult
+from idemconsumer.errors import BadMessage
+
+_OCTETS: Final = "application/octet-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """`exact`: a type each value of which reads as it was stored; `octets`: bytes are stored as they are."""
+
+    exact: type | None
+    octets: bool
+    decode: codecs.Decode | None
+
+
+def check(fn: Callable[..., Any]) -> None:
+    """Raises TypeError for a return annotation that no output could be decoded by."""
+    _output(fn)
+
+
+def encode(fn: Callable[..., Any], value: object) -> tuple[StoredResult | None, Any]:
+    """What is stored of an output, and what a resume will make of that. Raises TypeError for what cannot be stored,
+    or could not be read again."""
+    stored = codecs.encode(value)
+    if stored is None or type(value) is _output(fn).exact:
+        return stored, value
+    try:
+        return stored, decode(fn, stored)
+    except BadMessage as error:
+        raise TypeError(
+            f"it returned a {type(value).__name__}, which a resume could not read: {error.detail}; let its return "
+            "annotation say what it returns"
+        ) from error
+
+
+def decode(fn: Callable[..., Any], stored: StoredResult | None) -> Any:
+    """Raises BadMessage and TypeError."""
+    if stored is None:
+        return None
+    output, octets = _output(fn), stored.content_type == _OCTETS
+    if octets and output.octets:
+        return stored.body
+    if octets or output.decode is None:
+        raise BadMessage(
+            "undecodable", f"Expected {'JSON' if octets else 'bytes'}, got {'bytes' if octets else 'JSON'}"
+        )
+    return output.decode(stored.body)
+
+
+# By function, and no longer than it lives: one that is defined inside a handler is a new one each time.
+_known: WeakKeyDictionary[FunctionType, _Output] = WeakKeyDictionary()
+
+
+def _output(fn: Callable[..., Any]) -> _Output:
+    function = _function(fn)
+    if function is None:
+        return _ANYTHING
+    output = _known.get(function)
+    if output is None:
+        output = _known[function] = _read(_returns(function))
+    return output
+
+
+def _function(fn: Any) -> FunctionType | None:
+    """Where the annotations are: the function in a partial, in a method, or of an object that can be called."""
+    while not isinstance(fn, FunctionType):
+        if isinstance(fn, partial):
+            fn = fn.func
+        elif isinstance(fn, MethodType):
+            fn = fn.__func__
+        elif isinstance(call := getattr(type(fn), "__call__", None), FunctionType):  # noqa: B004 - its annotations
+            fn = call
+        else:
+            return None
+    return fn
+
+
+def _returns(function: FunctionType) -> Any:
+    # Nothing but the return annotation: those of parameters may be there for type checkers alone.
+    bare = SimpleNamespace(__annotations__={"return": function.__annotations__.get("return", Any)})
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    try:
+        annotation = get_type_hints(bare, names, include_extras=True)["return"]
+    except NameError as error:
+        raise TypeError(
+            f"its return annotation {error.name!r} cannot be resolved; define or import it at the top of the module, "
+            "not inside a function or under TYPE_CHECKING"
+        ) from None
+    except (SyntaxError, TypeError, AttributeError) as error:
+        raise TypeError(f"its return annotation cannot be resolved: {error}; annotate with a type") from None
+    if get_origin(annotation) in (Awaitable, Coroutine, Future, Task):  # of a plain function
+        return get_args(annotation)[-1]
+    return annotation
+
+
+def _read(annotation: Any) -> _Output:
+    annotation = _bare(annotation)
+    if any(annotation is anything for anything in (Any, object, Never, NoReturn)):
+        return _ANYTHING
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    others = tuple(kind for kind in kinds if _bare(kind) is not bytes)
+    return _Output(
+        exact=annotation if annotation in (str, int, bool) else None,
+        octets=len(others) < len(kinds),
+        decode=codecs.decoder(Union[others]) if others else None,  # noqa: UP007 - of as many as there are
+    )
+
+
+def _bare(annotation: Any) -> Any:
+    """The type in Annotated, in a NewType, and, from Python 3.12, in `type Name = …`."""
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation = annotation.__origin__
+        elif hasattr(annotation, "__supertype__"):
+            annotation = annotation.__supertype__
+        elif hasattr(annotation, "__value__"):
+            annotation = annotation.__value__
+        else:
+            return annotation
+
+
+_ANYTHING: Final = _Output(exact=None, octets=True, decode=codecs.decoder(Any))
