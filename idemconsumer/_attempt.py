@@ -40,7 +40,6 @@ from idemconsumer.saga import (
     SagaRun,
     StepCall,
     answered,
-    called,
     decode_output,
     step_key,
 )
@@ -109,6 +108,7 @@ class Attempt:
             timeout=options.timeout,
             lease=self._lease,
             fail_on=options.fail_on,
+            resources=self._handler.made,
             accepted=holding.version == ANY_VERSION,
             at=self._tell,
         )
@@ -268,7 +268,7 @@ class Attempt:
             return await self._not_undone(f"the handler, before step {lost[0]!r}", cause)
         progressed = False
         for row in sorted(todo, key=lambda row: row.position or 0, reverse=True):
-            _, error = await ended(asyncio.create_task(self._undo_step(row, steps[row.name])))
+            _, error = await ended(asyncio.create_task(self._undo_step(run, row, steps[row.name])))
             if isinstance(error, _UNDECIDED) or not isinstance(error, Exception | SagaInterrupted | None):
                 raise error
             if error is not None:
@@ -285,7 +285,7 @@ class Attempt:
             return await self._park("undo_failed", told)
         return await self._again(error, self._pause(attempt), told)
 
-    async def _undo_step(self, row: StepRow, step: Asked) -> None:
+    async def _undo_step(self, run: SagaRun, row: StepRow, step: Asked) -> None:
         assert step.undo is not None
         holding, timeout = self._holding, self._options.timeout
         output = decode_output(row.name, step.fn, row.output)
@@ -295,7 +295,7 @@ class Attempt:
                 limit = TimeLimit(timeout, self._lease)
                 try:
                     await limit.hold(
-                        called(step.undo, opened.tx(), output, *step.args, gets="tx and the step's output")
+                        run.called(step.undo, opened.tx(), output, *step.args, gets="tx and the step's output")
                     )
                     opened.check()
                     limit.check()
@@ -305,7 +305,9 @@ class Attempt:
         else:
             attempt = await self._leases.intend(holding, row.name, has_undo=True, undo=True)
             key = step_key(holding.scope, holding.key, row.name, undo=True)
-            undoing = called(step.undo, StepCall(key, attempt), output, *step.args, gets="step and the step's output")
+            undoing = run.called(
+                step.undo, StepCall(key, attempt), output, *step.args, gets="step and the step's output"
+            )
             await TimeLimit(timeout).hold(undoing)
             self._at(SagaPoint.CALLED)
             await self._leases.record(

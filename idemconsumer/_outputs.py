@@ -70,7 +70,7 @@ _known: WeakKeyDictionary[FunctionType, _Output] = WeakKeyDictionary()
 
 
 def _output(fn: Callable[..., Any]) -> _Output:
-    function = _function(fn)
+    function = function_of(fn)
     if function is None:
         return _ANYTHING
     output = _known.get(function)
@@ -79,7 +79,7 @@ def _output(fn: Callable[..., Any]) -> _Output:
     return output
 
 
-def _function(fn: Any) -> FunctionType | None:
+def function_of(fn: Any) -> FunctionType | None:
     """Where the annotations are: the function in a partial, in a method, or of an object that can be called."""
     while not isinstance(fn, FunctionType):
         if isinstance(fn, partial):

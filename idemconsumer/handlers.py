@@ -179,13 +179,23 @@ class BoundHandler:
     """A handler of an app: turns messages into calls, and runs them."""
 
     __slots__ = (
-        "_max_bytes", "_plan", "_resources", "app", "batch", "leased", "name", "needs_tx", "options", "own_source",
-        "reconciles", "subscriptions",
+        "_max_bytes",
+        "_plan",
+        "app",
+        "batch",
+        "leased",
+        "made",
+        "name",
+        "needs_tx",
+        "options",
+        "own_source",
+        "reconciles",
+        "subscriptions",
     )  # fmt: skip
 
     def __init__(self, plan: HandlerPlan, app: str, max_message_bytes: int, resources: Mapping[type, object]) -> None:
         self._plan = plan
-        self._resources = resources
+        self.made = resources
         self.app = app
         self._max_bytes = max_message_bytes
         self.name = plan.name
@@ -241,7 +251,7 @@ class BoundHandler:
     async def run_batch(self, items: Items, tx: Tx | None) -> None:
         """`run` for a function that takes a batch; what becomes of each item is then told by `items`."""
         try:
-            returned = await self._plan.signature.invoke(items, tx, items.message(0), self._resources)
+            returned = await self._plan.signature.invoke(items, tx, items.message(0), self.made)
         finally:
             items.close()
         if returned is not None:
@@ -259,7 +269,7 @@ class BoundHandler:
         message = call.message
         if signature.needs_message and message.attempt != attempt:
             message = replace(message, attempt=attempt)
-        return await signature.invoke(call.payload, tx, message, self._resources)
+        return await signature.invoke(call.payload, tx, message, self.made)
 
 
 # ------------------------------------------------------------------------------------------------- planning

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, TypeVarTuple
 
 from idemconsumer import _outputs, codecs
+from idemconsumer._injected import injected
 from idemconsumer._limit import TimeLimit
 from idemconsumer._model import Point, SagaPoint, State, StepKind, StepState, StoredResult
 from idemconsumer.errors import (
@@ -81,6 +82,7 @@ class SagaRun:
         timeout: float,
         lease: float,
         fail_on: tuple[type[Exception], ...],
+        resources: Mapping[type, object],
         accepted: bool = False,
         at: Callable[[Point | SagaPoint, str, Sequence[bytes]], None],
     ) -> None:
@@ -90,6 +92,7 @@ class SagaRun:
         self._timeout = timeout
         self._lease = lease
         self._fail_on = fail_on
+        self._resources = resources
         self._accepted = accepted  # a person lets it go on with a handler that asks for other steps
         self._at = at
         self._overlapped: set[str] = set()
@@ -245,7 +248,7 @@ class SagaRun:
         async with self._store.step(holding, name, has_undo=has_undo, undo=False) as step:
             limit = TimeLimit(self._timeout, self._lease)
             try:
-                value = await limit.hold(called(asked.fn, step.tx(), *asked.args, gets="tx"))
+                value = await limit.hold(self.called(asked.fn, step.tx(), *asked.args, gets="tx"))
                 step.check()
                 output, value = _stored(name, asked.fn, value)
                 limit.check()
@@ -283,7 +286,7 @@ class SagaRun:
         self._point(SagaPoint.INTENDED)
         limit = TimeLimit(self._timeout)
         try:
-            value = await limit.hold(called(asked.fn, StepCall(key, attempt), *asked.args, gets="step"))
+            value = await limit.hold(self.called(asked.fn, StepCall(key, attempt), *asked.args, gets="step"))
         except Exception as error:
             refusal = None if limit.caused(error) else self._refusal(error)
             if refusal is None:
@@ -300,7 +303,7 @@ class SagaRun:
         self, name: str, fn: Callable[..., Awaitable[Any]], call: StepCall, args: tuple[Any, ...]
     ) -> Done[Any] | NotDone | Unknown:
         try:
-            found = await TimeLimit(self._timeout).hold(called(fn, call, *args, gets="step"))
+            found = await TimeLimit(self._timeout).hold(self.called(fn, call, *args, gets="step"))
         except Exception as error:
             if self._refusal(error) is None:
                 raise
@@ -348,6 +351,21 @@ class SagaRun:
         if self.interruption is None:
             self.interruption = error
             self._from = None if step is None else (error, step)
+
+    def called(self, fn: Callable[..., Awaitable[Any]], *args: object, gets: str) -> Awaitable[Any]:
+        """Call the function of a step with its arguments and the resources that it asks for, and say what to write
+        where it cannot be called like that. `gets`: what it is given before the step's own arguments."""
+        more = injected(fn, len(args), self._resources)
+        try:
+            running: object = fn(*args, **more)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            raise TypeError(f"{error}; it is called with {gets}, and then with the arguments of the step") from None
+        if not inspect.isawaitable(running):
+            name = getattr(fn, "__qualname__", type(fn).__name__)
+            raise TypeError(f"{name} is not async, it returned {type(running).__name__}; write async def")
+        return running
 
     def step_of(self, error: BaseException) -> str | None:
         """The name of the step that `error` came from, where its text does not say so."""
@@ -404,21 +422,6 @@ class SagaRun:
         self._check_met(finished_only=False)
         if self._open:
             raise UnknownEffect(f"the handler has ended, and nobody knows how step {min(self._open)!r} did")
-
-
-def called(fn: Callable[..., Awaitable[Any]], *args: object, gets: str) -> Awaitable[Any]:
-    """Call the function of a step, and say what to write where it cannot be called like that. `gets`: what it is given
-    before the step's own arguments."""
-    try:
-        running: object = fn(*args)
-    except TypeError as error:
-        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise
-        raise TypeError(f"{error}; it is called with {gets}, and then with the arguments of the step") from None
-    if not inspect.isawaitable(running):
-        name = getattr(fn, "__qualname__", type(fn).__name__)
-        raise TypeError(f"{name} is not async, it returned {type(running).__name__}; write async def")
-    return running
 
 
 def answered(who: str, answer: object) -> Done[Any] | NotDone | Unknown:

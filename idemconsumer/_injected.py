@@ -1,0 +1,56 @@
+"""Resources for the function of a step, by the types of its parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import FunctionType, SimpleNamespace
+from typing import Any, get_type_hints
+from weakref import WeakKeyDictionary
+
+from idemconsumer._outputs import function_of
+
+_Parameters = tuple[tuple[str, int | None, type], ...]  # name, place unless it is given by name only, type
+_known: WeakKeyDictionary[FunctionType, _Parameters] = WeakKeyDictionary()
+
+
+def injected(fn: Callable[..., Any], given: int, resources: Mapping[type, object]) -> dict[str, object]:
+    """What parameters get by name that `given` arguments leave open and whose type is that of a resource."""
+    if not resources:
+        return {}
+    return {
+        name: resources[wanted]
+        for name, place, wanted in _parameters(fn)
+        if wanted in resources and (place is None or place >= given)
+    }
+
+
+def _parameters(fn: Callable[..., Any]) -> _Parameters:
+    function = function_of(fn)
+    if function is None:
+        return ()
+    if fn is not function:  # a partial or a method has other places
+        return _read(fn, function)
+    if (known := _known.get(function)) is None:
+        known = _known[function] = _read(fn, function)
+    return known
+
+
+def _read(fn: Callable[..., Any], function: FunctionType) -> _Parameters:
+    found = []
+    for place, parameter in enumerate(inspect.signature(fn).parameters.values()):
+        wanted = _type(function, parameter.annotation)
+        if isinstance(wanted, type) and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            by_name = parameter.kind is parameter.KEYWORD_ONLY
+            found.append((parameter.name, None if by_name else place, wanted))
+    return tuple(found)
+
+
+def _type(function: FunctionType, annotation: Any) -> Any:
+    if not isinstance(annotation, str):
+        return annotation
+    bare = SimpleNamespace(__annotations__={"it": annotation})
+    try:
+        return get_type_hints(bare, getattr(inspect.unwrap(function), "__globals__", {}))["it"]
+    except (NameError, SyntaxError, TypeError, AttributeError):  # of an argument, perhaps there for type checkers alone
+        return None
