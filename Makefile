@@ -25,7 +25,7 @@ demo: $(VENV)/.demo ## duplicates and killed workers, each payment applied once;
 	@$(BIN)/idemconsumer demo $(ARGS)
 
 test: $(VENV)/.dev ## the tests, on real servers; ARGS="tests/test_embedded.py -x" narrows them
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev ## style, types and import layers
 	@$(BIN)/ruff check .
