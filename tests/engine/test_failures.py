@@ -135,7 +135,9 @@ async def test_a_rejection_that_cannot_be_stored_is_an_error_like_any_other(ledg
     assert "cannot be stored as JSON" in error
 
 
-@pytest.mark.parametrize("result", [object(), {1, 2, object()}, "\ud800", [[float]]], ids=repr)
+@pytest.mark.parametrize(
+    "result", [object(), {1, 2, object()}, "\ud800", [[float]]], ids=["object", "set", "surrogate", "type"]
+)
 async def test_a_result_that_cannot_be_stored_fails_its_message_and_undoes_it(
     ledger: Ledger, engine: Engine, result: object
 ) -> None:
