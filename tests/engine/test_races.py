@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import psycopg
 import pytest
 
 from idemconsumer import Reject, Tx, idempotent_handler
 from idemconsumer._engine import Engine
-from idemconsumer._model import Outcome
+from idemconsumer._model import Outcome, Point, SagaPoint, State
+from idemconsumer.handlers import Handler
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SCHEMA, SOURCE, Ledger, works, write
 
@@ -136,13 +139,46 @@ async def test_when_the_winner_ends_without_an_effect_the_next_one_is_judged_ane
         await asyncio.wait([winner])
         outcomes = await asyncio.gather(*rivals)
 
-    if end == "rejects":  # its commit comes after the rollback; a rival in between is refused in its place
-        assert counted([*outcomes, await winner]) == {"failed": 1, "duplicate": 8}
+    if end == "rejects":
+        # Its rejection is committed after the rollback. A rival in between is refused in its place, and may hold the
+        # key just then: whoever finds that is told to come again.
+        outcomes = [await decided(engine, first_fails, outcome) for outcome in [*outcomes, await winner]]
+        assert counted(outcomes) == {"failed": 1, "duplicate": 8}
         assert {outcome.result for outcome in outcomes} == {b'{"code":"no","body":null}'}
         assert ledger.effects == []
     else:
         assert counted(list(outcomes)) == {"applied": 1, "duplicate": 7}
         assert (ledger.effects, meeting.runs) == (["1"], 2)
+
+
+async def test_a_rejection_whose_key_a_rival_holds_by_then_comes_again(ledger: Ledger, store: PostgresStore) -> None:
+    with psycopg.connect(ledger.dsn) as rival:
+
+        class Meanwhile:
+            def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
+                if point is Point.REJECTING:
+                    rival.execute(
+                        "insert into idemconsumer.record (key, scope_id, state, changed_at) values (%s, 1, 1, now())",
+                        keys,
+                    )
+
+        @idempotent_handler(SOURCE, key="id")
+        async def refuse(order: dict[str, Any], tx: Tx) -> None:
+            raise Reject("no")
+
+        outcome = await Engine(store, Meanwhile()).process(*works(refuse, 1))
+        assert (outcome.kind, outcome.reason) == ("retrying", "contention")
+        rival.rollback()
+
+    assert (await decided(Engine(store), refuse, outcome)).kind == "failed"
+    assert ledger.states == [State.FAILED]
+
+
+async def decided(engine: Engine, handler: Handler[..., Any], outcome: Outcome) -> Outcome:
+    """As its lane would: presented again after a collision that is nobody's fault."""
+    while outcome.reason == "contention":
+        outcome = await engine.process(*works(handler, 1))
+    return outcome
 
 
 async def test_a_wait_that_is_over_says_busy_and_nothing_is_lost(
