@@ -25,11 +25,17 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One measured thing, such as the messages a second of one consumer."""
+    """One measured thing, such as the messages a second of one consumer. `goal` is what it should be at most."""
 
     name: str
     unit: str
     values: Spread
+    goal: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """By the median; None without a goal."""
+        return None if self.goal is None else self.values.median <= self.goal
 
 
 class Target(msgspec.Struct, frozen=True):

@@ -29,11 +29,10 @@ async def million(stage: Stage) -> Result:
             await team.close()
     figures = [
         Figure("at the start", "MB resident", Spread.of([first["resident"] / 1e6])),
-        Figure("at the end", "MB resident", Spread.of([rest["resident"] / 1e6])),
+        Figure("at the end", "MB resident", Spread.of([rest["resident"] / 1e6]), goal=150.0),
         Figure("rate", "messages/s", Spread.of([count / rest["seconds"]])),
     ]
-    facts = {"messages": count, "at most 150 MB": "met" if rest["resident"] <= 150e6 else "missed"}
-    return Result("million", [Table("A million messages", figures, facts=facts)])
+    return Result("million", [Table("A million messages", figures, facts={"messages": count})])
 
 
 async def records(stage: Stage) -> Result:

@@ -6,13 +6,13 @@ What stands between the markers `<!-- part -->` and `<!-- end of part -->` is re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks._measure import Ratio, Result, Spread, Table
+from benchmarks._measure import Figure, Ratio, Result, Spread, Table
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
@@ -29,11 +29,16 @@ def spread(values: Spread) -> str:
     return f"**{number(values.median)}** ({number(values.least)} to {number(values.most)})"
 
 
-def verdict(ratio: Ratio) -> str:
-    if ratio.target.goal is None:
-        return ""
-    sign = "≥" if ratio.target.bound == "at least" else "≤"
-    return f"{sign} {ratio.target.goal:g}: {'met' if ratio.met else 'missed'}"
+def wanted(measured: Ratio | Figure) -> str:
+    """Its goal in words, or nothing."""
+    if isinstance(measured, Figure):
+        return "" if measured.goal is None else f"≤ {measured.goal:g}"
+    target = measured.target
+    return "" if target.goal is None else f"{'≥' if target.bound == 'at least' else '≤'} {target.goal:g}"
+
+
+def verdict(measured: Ratio | Figure) -> str:
+    return "" if measured.met is None else f"{wanted(measured)}: {'met' if measured.met else 'missed'}"
 
 
 def text(result: Result) -> str:
@@ -47,9 +52,9 @@ def _lines(result: Result) -> Iterator[str]:
         yield f"\n### {table.title}\n"
         if table.facts:
             yield "; ".join(f"{name}: {value}" for name, value in table.facts.items()) + ".\n"
-        yield "| | median (least to most) | |\n|---|---|---|"
+        yield "| | median (least to most) | | target |\n|---|---|---|---|"
         for figure in table.figures:
-            yield f"| {figure.name} | {spread(figure.values)} | {figure.unit} |"
+            yield f"| {figure.name} | {spread(figure.values)} | {figure.unit} | {verdict(figure)} |"
         if table.ratios:
             yield "\n| of | to | ratio: median (least to most) | target |\n|---|---|---|---|"
         for ratio in table.ratios:
@@ -99,17 +104,41 @@ def section(result: Result) -> str:
     return "\n".join([*pictures, text(result), ""])
 
 
+def targets(results: Iterable[Result]) -> str:
+    """Everything that has a goal, in one table."""
+    lines = ["| | | wanted | seen | |\n|---|---|---|---|---|"]
+    for table in (table for result in results for table in result.tables):
+        for ratio in table.ratios:
+            what = f"{ratio.target.of} to {ratio.target.to}"
+            lines += _line(table, what, ratio)
+        for figure in table.figures:
+            lines += _line(table, f"{figure.name}, {figure.unit}", figure)
+    return "\n".join([*lines, ""])
+
+
+def _line(table: Table, what: str, measured: Ratio | Figure) -> list[str]:
+    if measured.met is None:
+        return []
+    said = "met" if measured.met else "**missed**"
+    return [f"| {table.title} | {what} | {wanted(measured)} | {number(measured.values.median)} | {said} |"]
+
+
 def main() -> None:
     page = DOCS / "benchmarks.md"
+    words = page.read_text("utf-8")
+    files = {path.stem: path for path in (HERE / "results").glob("*.json")}
     results = {
-        path.stem: msgspec.json.decode(path.read_bytes(), type=Result) for path in (HERE / "results").glob("*.json")
+        part: msgspec.json.decode(files[part].read_bytes(), type=Result)
+        for _, part, _ in _MARKED.findall(words)
+        if part in files
     }
 
     def filled(found: re.Match[str]) -> str:
-        part = found[2]
+        if (part := found[2]) == "targets":
+            return found[1] + targets(results.values()) + found[3]
         return found[1] + (section(results[part]) if part in results else "Not measured yet.\n") + found[3]
 
-    page.write_text(_MARKED.sub(filled, page.read_text("utf-8")), "utf-8")
+    page.write_text(_MARKED.sub(filled, words), "utf-8")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,17 @@ async def test_rounds_are_compared_with_their_neighbours_and_the_median_counts()
 
 def test_a_result_becomes_tables() -> None:
     ratio = Ratio(Target("ours", "theirs", 1.2, "at most"), Spread(1.0, 1.3, 1.4))
-    table = Table("Cost", [Figure("ours", "ms", Spread(1.0, 2.0, 3.0))], [ratio], {"lanes": 4})
+    table = Table("Cost", [Figure("ours", "ms", Spread(1.0, 2.0, 3.0), goal=2.5)], [ratio], {"lanes": 4})
     text = report.text(Result("part", [table], machine="2 cores", when="today"))
-    assert "| ours | **2** (1 to 3) | ms |" in text
+    assert "| ours | **2** (1 to 3) | ms | ≤ 2.5: met |" in text
     assert "| ours | theirs | **1.3** (1 to 1.4) | ≤ 1.2: missed |" in text
+
+
+def test_what_has_a_goal_is_in_one_table() -> None:
+    met, aimless = Figure("ours", "ms", Spread(1.0, 2.0, 3.0), goal=2.5), Figure("theirs", "ms", Spread(1.0, 2.0, 3.0))
+    missed = Ratio(Target("ours", "theirs", 1.5), Spread(1.0, 1.3, 1.6))
+    lines = report.targets([Result("part", [Table("Cost", [met, aimless], [missed])])]).splitlines()
+    assert lines[2:] == [
+        "| Cost | ours to theirs | ≥ 1.5 | 1.3 | **missed** |",
+        "| Cost | ours, ms | ≤ 2.5 | 2 | met |",
+    ]
