@@ -12,7 +12,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -24,7 +24,7 @@ from idemconsumer import codecs
 from idemconsumer._batch import Items
 from idemconsumer._groups import GroupSize
 from idemconsumer._machine import Failure, Settlement, Verdict, after_failure, judge, settle
-from idemconsumer._model import Found, Message, Outcome, OutcomeKind, Point, Record, State, StoredResult
+from idemconsumer._model import Found, Outcome, OutcomeKind, Point, Record, State, StoredResult
 from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
 from idemconsumer._suspects import Suspects
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
@@ -249,7 +249,7 @@ class Engine:
     ) -> dict[bytes, StoredResult]:
         """Run a batch handler once, for those of `works` that are new, and give their results."""
         items = [works[index] for index in new]
-        batch = Items([_call(work).payload for work in items], [_message(work) for work in items])
+        batch = Items([_call(work).payload for work in items], [_call(work).message(work.attempt) for work in items])
         try:
             await self._handle(claims, None if len(items) > 1 else 0, items[0], batch)
         except _Failed as failed:
@@ -521,11 +521,6 @@ def _call(work: Work) -> Call:
 
 def _claim(work: Work) -> Claim:
     return _call(work).claim
-
-
-def _message(work: Work) -> Message:
-    message = _call(work).message
-    return message if message.attempt == work.attempt else replace(message, attempt=work.attempt)
 
 
 def _decided(work: Work, record: Record) -> bool:

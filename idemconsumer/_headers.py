@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -64,7 +63,7 @@ def _value(encoded: bytes) -> str | bytes:
 def with_origin(message: Message) -> Message:
     """The same message, about to be moved into our own queue."""
     origin = msgspec.json.encode(_Origin(message.source, message.position, message.message_id)).decode()
-    return replace(message, headers={**message.headers, ORIGIN: origin})
+    return msgspec.structs.replace(message, headers={**message.headers, ORIGIN: origin})
 
 
 def restored(message: Message) -> Message | None:
@@ -74,6 +73,6 @@ def restored(message: Message) -> Message | None:
     except (KeyError, *_NO_SUCH_JSON):
         return None
     headers = {name: value for name, value in message.headers.items() if name != ORIGIN}
-    return replace(
+    return msgspec.structs.replace(
         message, source=origin.source, position=origin.position, message_id=origin.message_id, headers=headers
     )

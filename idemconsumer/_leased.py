@@ -13,6 +13,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+import msgspec
 import structlog
 
 from idemconsumer._attempt import Attempt
@@ -106,7 +107,7 @@ class LeasedEngine:
                     task.uncancel()
         if outcome.kind in _STORED and work.handler.options.settle == "finished" and not work.resumed:
             work.holding = None
-            return replace(outcome, state=None)  # the broker keeps it: held until there is an end
+            return msgspec.structs.replace(outcome, state=None)  # the broker keeps it: held until there is an end
         return outcome
 
     def _fenced(self, work: Work) -> Outcome:

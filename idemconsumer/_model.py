@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum
+
+import msgspec
 
 
 class State(IntEnum):
@@ -86,8 +88,7 @@ class StepState(IntEnum):
     UNDONE = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True):
     """What a producer sent, as it arrived.
 
     `source` is `scheme:name`. `headers` holds text wherever the bytes are UTF-8. `key` and `tenant` are empty until
@@ -98,7 +99,7 @@ class Message:
 
     source: str
     body: bytes
-    headers: Mapping[str, str | bytes] = field(default_factory=dict)
+    headers: Mapping[str, str | bytes] = msgspec.field(default_factory=dict)
     key: str = ""
     tenant: str | None = None
     attempt: int = 1
@@ -134,8 +135,7 @@ class Mark(Enum):
 Found = Record | Mark
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What happened to one delivery.
 
     `result` is the stored result of an `applied` or `duplicate`, or the rejection (`{"code":…,"body":…}`) of a

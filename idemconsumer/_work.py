@@ -6,8 +6,10 @@ import hashlib
 import sysconfig
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from idemconsumer import keys
 from idemconsumer._model import Message
@@ -59,7 +61,7 @@ class Work:
         except BadMessage as refusal:
             return cls(message, handler, refusal=refusal, holding=holding, resumed=resumed)
         if holding is not None:  # under which key it is stored, whatever the key rule makes of the message now
-            call.claim = replace(call.claim, key=holding.key, scope=holding.scope, fingerprint=None)
+            call.claim = msgspec.structs.replace(call.claim, key=holding.key, scope=holding.scope, fingerprint=None)
         return cls(message, handler, call=call, suspect=suspect, holding=holding, resumed=resumed)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import update_wrapper, wraps
 from types import MappingProxyType
 from typing import (
@@ -22,6 +22,8 @@ from typing import (
     Unpack,
     overload,
 )
+
+import msgspec
 
 from idemconsumer import codecs, keys
 from idemconsumer._batch import Items
@@ -168,11 +170,17 @@ class HandlerPlan:
 class Call:
     """One message, ready to run: decoded and keyed. `order` is what the lane is chosen by."""
 
-    message: Message
+    arrived: Message
     payload: object
+    key: str
+    tenant: str | None
     claim: Claim
     order: str | bytes
     plan: BoundHandler
+
+    def message(self, attempt: int) -> Message:
+        """As a handler sees it. Made when one asks, since few do."""
+        return msgspec.structs.replace(self.arrived, key=self.key, tenant=self.tenant, attempt=attempt)
 
 
 class BoundHandler:
@@ -233,7 +241,7 @@ class BoundHandler:
             plan.options.retain,
         )
         order = plan.order(message, payload, key)
-        return Call(replace(message, key=key, tenant=tenant), payload, claim, order, self)
+        return Call(message, payload, key, tenant, claim, order, self)
 
     def _identity(self, message: Message, payload: object) -> tuple[str, str | None]:
         plan = self._plan
@@ -243,10 +251,10 @@ class BoundHandler:
             return key, str(given)
         return key, None if plan.tenant is None else plan.tenant(message, payload)
 
-    async def run(self, call: Call, tx: Tx | Saga | None, attempt: int) -> object:
+    def run(self, call: Call, tx: Tx | Saga | None, attempt: int) -> Awaitable[object]:
         """Run the function; what it raises is raised. Cancelling ends an async function at its next await; a
         plain one goes on in its thread to its end, unheard."""
-        return await self._invoke(self._plan.signature, call, tx, attempt)
+        return self._invoke(self._plan.signature, call, tx, attempt)
 
     async def run_batch(self, items: Items, tx: Tx | None) -> None:
         """`run` for a function that takes a batch; what becomes of each item is then told by `items`."""
@@ -265,11 +273,9 @@ class BoundHandler:
         assert self._plan.reconcile is not None
         return await self._invoke(self._plan.reconcile, call, tx, attempt)
 
-    async def _invoke(self, signature: Signature, call: Call, tx: Tx | Saga | None, attempt: int) -> object:
-        message = call.message
-        if signature.needs_message and message.attempt != attempt:
-            message = replace(message, attempt=attempt)
-        return await signature.invoke(call.payload, tx, message, self.made)
+    def _invoke(self, signature: Signature, call: Call, tx: Tx | Saga | None, attempt: int) -> Awaitable[object]:
+        message = call.message(attempt) if signature.needs_message else call.arrived
+        return signature.invoke(call.payload, tx, message, self.made)
 
 
 # ------------------------------------------------------------------------------------------------- planning

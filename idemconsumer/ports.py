@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, LiteralString, Protocol, TypeVar, overload
 
+import msgspec
+
 from idemconsumer._model import Found, Message, Point, Record, SagaPoint, StoredResult, Subscription
 
 T = TypeVar("T")
@@ -91,8 +93,7 @@ class Batch(Protocol[T_co]):
 
 
 # ----------------------------------------------------------------------------------------------------------- the store
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True):
     """A key about to be claimed: SHA-256 of app, tenant, handler and key; its scope's name; the payload's fingerprint.
 
     `retain` is how long its record will be kept, seconds; the scope remembers it.
@@ -279,8 +280,7 @@ class Epoch:
         self.retiring = self.ended = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True, eq=False):
     """One arrival of a message. `handle` is how its broker settles it, opaque to everybody else.
 
     `suspect`: it was delivered before, so it may have killed a worker. `count` is the broker's delivery count, a hint.

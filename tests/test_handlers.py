@@ -90,7 +90,7 @@ async def test_tx_and_message_are_injected_by_type_in_any_order() -> None:
         h = bound(fn)
         call = h.call_for(message())
         assert h.needs_tx
-        assert await h.run(call, TX, 1) == (Order("a", 2), TX, call.message)
+        assert await h.run(call, TX, 1) == (Order("a", 2), TX, call.message(1))
 
 
 async def test_a_handler_sees_its_key_tenant_and_attempt_in_the_message() -> None:
@@ -382,7 +382,7 @@ def test_a_call_carries_the_claim_of_app_tenant_handler_and_key() -> None:
     call = bound(tenant="shop").call_for(message(b'{"order_id":"a","shop":"eu"}'))
     assert call.claim.key == keys.digest("shop", "eu", "reserve", "a")
     assert call.claim.scope == "shop/eu/reserve"
-    assert (call.message.key, call.message.tenant) == ("a", "eu")
+    assert (call.message(2).key, call.message(2).tenant, call.message(2).attempt) == ("a", "eu", 2)
     assert call.payload == Order("a", shop="eu")
     plain = bound().call_for(message())
     assert plain.claim.key == keys.digest("shop", None, "reserve", "a")
