@@ -8,7 +8,7 @@ What sagas need on top stands in `ports_sagas`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -304,17 +304,25 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much one session may have outstanding. `in_flight` = lanes x group + waiting room; times in seconds."""
+    """How much one session may have outstanding. `group` is the most messages that a group may ever hold, `now` tells
+    how many the next one may (without it: the most). `in_flight` = lanes x group + waiting room; times in seconds."""
 
     lanes: int
     group: int
     room: int = 1_000
     max_uncommitted: int = 10_000
     drain: float = 20.0
+    now: Callable[[], int] | None = None
 
     @property
     def in_flight(self) -> int:
         return self.lanes * self.group + self.room
+
+    @property
+    def ahead(self) -> int:
+        """How much to take out of a queue that others work on too: a few groups, so that they get their share, and so
+        that a crash hides few messages until their visibility time is over."""
+        return 4 * self.lanes * (self.group if self.now is None else self.now())
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,12 +199,14 @@ class Worker:
         """What one session may have outstanding."""
         settings = self._settings
         assert self._lanes is not None
+        engine, joined = self._lanes.engine, [plan for plan in self.plans if not plan.leased]
         return Bounds(
             lanes=settings.concurrency,
-            group=max((1 if plan.leased else self._lanes.engine.most(plan) for plan in self.plans), default=1),
+            group=max(map(engine.most, joined), default=1),
             room=settings.room,
             max_uncommitted=settings.max_uncommitted,
             drain=settings.drain_timeout,
+            now=lambda: max(map(engine.group_size, joined), default=1),
         )
 
     @property

@@ -136,9 +136,9 @@ class SqsSession:
         return Delivery(message, self._epoch, handle=raw["MessageId"], suspect=count > 1, count=count)
 
     def _room(self) -> int:
-        """A few groups ahead, so that the other workers get their share; what waits for a rival does not count."""
+        """What waits for a rival is not ahead."""
         taken = len(self._held) + self._reserved
-        ahead = max(BATCH, self._bounds.lanes * self._bounds.group * 4)
+        ahead = max(BATCH, self._bounds.ahead)
         return min(ahead - (taken - self._epoch.waiting), self._bounds.in_flight - taken)
 
     async def _wait_for_room(self) -> None:

@@ -143,9 +143,9 @@ class PostgresSession:
         return [self._delivery(*row) for row in sorted(rows)]
 
     def _room(self) -> int:
-        """A few groups ahead, so that the other workers get their share; what waits for a rival does not count."""
+        """What waits for a rival is not ahead."""
         ready = len(self._held) - self._epoch.waiting
-        return min(self._bounds.lanes * self._bounds.group * 4 - ready, self._bounds.in_flight - len(self._held))
+        return min(self._bounds.ahead - ready, self._bounds.in_flight - len(self._held))
 
     async def _wait_for_room(self) -> int:
         self._freed.clear()

@@ -288,6 +288,18 @@ async def test_polls_come_and_go_with_the_load(double: SqsDouble) -> None:
         await until(lambda: double.empty and len(session._polls) == 1)
 
 
+async def test_no_more_than_a_few_groups_are_taken_ahead_of_the_other_workers(double: SqsDouble) -> None:
+    for number in range(100):
+        double.put(str(number))
+    size = 2
+    async with consuming(double, bounds=Bounds(lanes=2, group=32, now=lambda: size)) as session:
+        held = await arriving(session, 4 * 2 * 2)
+        held += await session.fetch()
+        assert len(held) == 4 * 2 * 2
+        size = 32
+        assert len(held + await arriving(session, 84)) == 100
+
+
 async def test_a_lost_session_forgets_what_it_delivered(double: SqsDouble) -> None:
     double.put("forgotten")
     async with consuming(double) as session:

@@ -130,3 +130,25 @@ async def test_a_session_may_hold_the_largest_groups_that_its_handlers_may_come_
     async with bench.running(made, concurrency=20) as running:
         await running.until(lambda: bool(broker.bounds))
     assert [bounds.group for bounds in broker.bounds] == [size or min(128, locks // 20)]
+
+
+async def test_a_worker_leaves_the_others_what_it_cannot_run_soon(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, began, go_on = App("sessions"), asyncio.Event(), asyncio.Event()
+
+    @made.idempotent_handler("postgres:q", key="id")
+    async def handle(item: Item, tx: Tx) -> None:
+        began.set()
+        await go_on.wait()
+
+    connected(bench, monkeypatch)
+    bench.enqueue("q", *(Item(str(number)) for number in range(100)))
+    async with bench.running(made, concurrency=2) as running:
+        await running.until(began.is_set)
+        assert taken(bench) == 4 * 2 * 1  # its time is not known yet, so a group holds one message
+        go_on.set()
+
+
+def taken(bench: Bench) -> int:
+    return int(bench.do("select count(*) from idemconsumer.queue where token is not null")[0][0])
