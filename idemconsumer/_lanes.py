@@ -22,6 +22,7 @@ from idemconsumer._leased import LeasedEngine
 from idemconsumer._machine import Settlement, settle
 from idemconsumer._model import Outcome, OutcomeKind, Point
 from idemconsumer._shield import ended
+from idemconsumer._turns import Turns
 from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports import Delivery, Observer, Session
@@ -81,6 +82,7 @@ class Lanes:
         self.counts: Counter[OutcomeKind] = Counter()
         self.draining = False
         self.in_flight = 0
+        self.turns = Turns(count)
         self._at = observer.at
         self._lanes = [Lane(self, index) for index in range(count)]
         self.room = Room(self, room)
@@ -269,16 +271,25 @@ class Lane:
             elif (pause := self._queue[0].due - loop.time()) > 0:
                 await self._pause(min(pause, _LOOK_UP))
             else:
-                group = self._take()
-                self._running = len(group)
-                try:
-                    outcomes = await self._lanes.run(group)
-                except asyncio.CancelledError:
-                    self._queue.extendleft(reversed(group))  # rolled back, so given back like what never started
-                    raise
-                finally:
-                    self._running = 0
-                await self._conclude(group, outcomes)
+                await self._conclude(*await self._run_group())
+
+    async def _run_group(self) -> tuple[list[Held], list[Outcome]]:
+        if self._lanes.engine.group_size(self._queue[0].work.handler) == 1:
+            return await self._run_next()
+        async with self._lanes.turns:
+            self._drop_abandoned()
+            return ([], []) if self._lanes.draining or not self._queue else await self._run_next()
+
+    async def _run_next(self) -> tuple[list[Held], list[Outcome]]:
+        group = self._take()
+        self._running = len(group)
+        try:
+            return group, await self._lanes.run(group)
+        except asyncio.CancelledError:
+            self._queue.extendleft(reversed(group))  # rolled back, so given back like what never started
+            raise
+        finally:
+            self._running = 0
 
     async def _pause(self, seconds: float) -> None:
         """Hold the head (order is kept); a drain ends the pause at once, an arrival does not."""

@@ -171,6 +171,60 @@ async def test_nothing_is_settled_before_its_commit(bench: Bench) -> None:
     assert order[1::2] == [Point.SETTLING] * (len(order) // 2)
 
 
+@pytest.mark.parametrize("size", [1, 8])
+async def test_while_the_cpu_is_busy_what_arrives_goes_with_a_later_group(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("idemconsumer._turns.open_groups", lambda limit, lanes, busy: 1)
+    monkeypatch.setattr("idemconsumer._turns._LOOK", 0.0)
+    app, began, go_on = App("lanes"), asyncio.Event(), asyncio.Event()
+    running = most = 0
+
+    @app.idempotent_handler("memory:q", key="id", group_size=size)
+    async def handle(item: Item, tx: Tx) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        began.set()
+        await go_on.wait()
+        running -= 1
+
+    async with bench.running(app, concurrency=4) as worker:
+        await bench.publish("q", Item("first"))
+        await worker.until(began.is_set)
+        await bench.publish("q", *(Item(f"i{n}") for n in range(40)))
+        if size == 1:  # a message that runs alone gains nothing by waiting
+            await worker.until(lambda: running == 4)
+        go_on.set()
+        await worker.until_count(applied=41)
+        assert most == (4 if size == 1 else 1)
+        assert worker.watch.count(Point.COMMITTED) == 41 if size == 1 else worker.watch.count(Point.COMMITTED) < 20
+
+
+async def test_a_lane_that_waits_for_its_turn_begins_nothing_once_the_worker_leaves(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("idemconsumer._turns.open_groups", lambda limit, lanes, busy: 1)
+    monkeypatch.setattr("idemconsumer._turns._LOOK", 0.0)
+    app, began, go_on = App("lanes"), asyncio.Event(), asyncio.Event()
+
+    @app.idempotent_handler("memory:q", key="id", group_size=8)
+    async def handle(item: Item, tx: Tx) -> None:
+        began.set()
+        await go_on.wait()
+        await note(tx, item)
+
+    async with bench.running(app, concurrency=4) as running:
+        await bench.publish("q", Item("first"))
+        await running.until(began.is_set)
+        await bench.publish("q", *(Item(f"i{n}") for n in range(40)))
+        await running.until(lambda: running.watch.count(Point.DISPATCHED) == 41)
+        running.worker.drain()
+        await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.draining)
+        go_on.set()
+    assert bench.effects() == ["first"]
+
+
 async def test_a_lane_that_is_cancelled_from_inside_ends_the_worker(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,77 @@
+"""Lanes take turns while this process's CPU is what limits it: `_groups.open_groups` says how many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from idemconsumer._groups import open_groups
+
+_LOOK: Final = 0.05  # seconds between two looks at the CPU
+
+
+class Turns:
+    """`async with turns:` around a group. First come, first served.
+
+    Who holds a turn may wait for long (a rival's key, a row); then the CPU is idle, and the others are let in.
+    """
+
+    def __init__(
+        self, lanes: int, *, clock: Callable[[], float] = time.monotonic, cpu: Callable[[], float] = time.thread_time
+    ) -> None:
+        self._lanes = self._limit = lanes
+        self._open = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._clock = clock
+        self._cpu = cpu
+        self._seen = (clock(), cpu())
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        self._look()
+        if self._open < self._limit:
+            self._open += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._watch()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # given in the same moment
+                await self.__aexit__()
+            raise
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._open -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        """Called whenever there may be room, so whoever comes while there is some is the first."""
+        while self._waiting and self._open < self._limit:
+            turn = self._waiting.popleft()
+            if not turn.cancelled():
+                turn.set_result(None)
+                self._open += 1
+
+    def _look(self) -> None:
+        now, cpu = self._clock(), self._cpu()
+        seconds = now - self._seen[0]
+        if seconds >= _LOOK:
+            self._limit = open_groups(self._limit, self._lanes, busy=(cpu - self._seen[1]) / seconds)
+            self._seen = now, cpu
+            self._admit()
+
+    def _watch(self) -> None:
+        """Go on looking while somebody waits, since nobody may end or begin for long."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK, self._looked)
+
+    def _looked(self) -> None:
+        self._timer = None
+        self._look()
+        if self._waiting:
+            self._watch()

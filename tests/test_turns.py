@@ -1,0 +1,119 @@
+"""Lanes take turns while the CPU of their process is what limits it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from idemconsumer import _turns
+from idemconsumer._groups import open_groups
+from idemconsumer._turns import Turns
+
+PATIENCE = 5.0
+
+
+@pytest.mark.parametrize(
+    ("limit", "lanes", "busy", "then"),
+    [
+        (8, 8, 0.9, 4),
+        (64, 64, 0.75, 32),
+        (4, 8, 1.0, 4),  # no fewer: a database that is close by would have to wait for us
+        (2, 2, 1.0, 2),
+        (4, 8, 0.6, 4),
+        (4, 8, 0.4, 8),
+        (32, 64, 0.0, 64),
+        (8, 8, 0.0, 8),
+    ],
+)
+def test_fewer_groups_are_open_while_the_cpu_is_busy(limit: int, lanes: int, busy: float, then: int) -> None:
+    assert open_groups(limit, lanes, busy) == then
+
+
+class Machine:
+    """Its clock and its CPU, which have run for so long."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.used = 0.0
+
+    def passes(self, seconds: float, *, busy: float) -> None:
+        self.now += seconds
+        self.used += busy * seconds
+
+
+class Bench:
+    """Five groups that want a turn, of which four may be open."""
+
+    def __init__(self) -> None:
+        self.machine = Machine()
+        self.turns = Turns(8, clock=lambda: self.machine.now, cpu=lambda: self.machine.used)
+        self.running: list[int] = []
+        self.go_on = [asyncio.Event() for _ in range(8)]
+
+    async def group(self, number: int) -> None:
+        async with self.turns:
+            self.running.append(number)
+            await self.go_on[number].wait()
+
+    def begin(self, *numbers: int) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(self.group(number)) for number in numbers]
+
+
+@pytest.fixture
+async def bench() -> Bench:
+    bench = Bench()
+    bench.machine.passes(1.0, busy=1.0)
+    return bench
+
+
+async def until_idle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_the_first_who_waits_is_the_first_to_go_on(bench: Bench) -> None:
+    tasks = bench.begin(0, 1, 2, 3, 4, 5)
+    await until_idle()
+    assert bench.running == [0, 1, 2, 3]
+    bench.go_on[2].set()
+    tasks += bench.begin(6)  # comes in the same moment, and goes behind those that wait
+    await until_idle()
+    assert bench.running == [0, 1, 2, 3, 4]
+    for event in bench.go_on:
+        event.set()
+    await asyncio.gather(*tasks)
+    assert bench.running == [0, 1, 2, 3, 4, 5, 6]
+
+
+async def test_who_waits_is_let_in_when_the_cpu_is_idle_though_no_group_ends(bench: Bench) -> None:
+    tasks = bench.begin(0, 1, 2, 3, 4, 5)
+    await asyncio.sleep(3 * _turns._LOOK)  # it has looked, and found the CPU as busy as before
+    assert bench.running == [0, 1, 2, 3]
+    bench.machine.passes(1.0, busy=0.0)
+    async with asyncio.timeout(PATIENCE):
+        while len(bench.running) < 6:
+            await asyncio.sleep(_turns._LOOK)
+    for event in bench.go_on:
+        event.set()
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("given", [False, True])
+async def test_a_turn_that_is_cancelled_is_lost_to_nobody(bench: Bench, given: bool) -> None:
+    await bench.turns.__aenter__()
+    tasks = bench.begin(0, 1, 2, 3, 4)
+    await until_idle()
+    assert bench.running == [0, 1, 2]
+    if given:
+        await bench.turns.__aexit__()  # the group 3 has a turn now, and does not know it yet
+    tasks[3].cancel()
+    await until_idle()
+    if not given:
+        await bench.turns.__aexit__()
+    await until_idle()
+    assert bench.running == [0, 1, 2, 4]
+    for event in bench.go_on:
+        event.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert bench.turns._open == 0
