@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import click
 import msgspec
 
 from benchmarks import end_to_end, latency, long_runs, report, sagas, store_path, workloads
+from benchmarks._child import ROOT
 from benchmarks._measure import Result
 from benchmarks._stage import Stage
 
@@ -23,11 +27,11 @@ Part = Callable[[Stage], Awaitable[Result]]
 PARTS: dict[str, tuple[Part, float]] = {
     "store_path": (store_path.store_path, 8),
     "hot_rows": (workloads.hot_rows, 10),
-    "failures": (workloads.failures, 5),
+    "failures": (workloads.failures, 4),
     "latency": (latency.latency, 3),
-    "kafka": (end_to_end.kafka, 7),
-    "rabbitmq": (end_to_end.rabbitmq, 8),
-    "postgres_queue": (end_to_end.postgres_queue, 3),
+    "kafka": (end_to_end.kafka, 8),
+    "rabbitmq": (end_to_end.rabbitmq, 9),
+    "postgres_queue": (end_to_end.postgres_queue, 5),
     "sqs": (end_to_end.sqs, 4),
     "sagas": (sagas.sagas, 5),
     "million": (long_runs.million, 3),
@@ -35,6 +39,7 @@ PARTS: dict[str, tuple[Part, float]] = {
 }
 QUICK = ["store_path", "kafka", "sagas"]
 RESULTS = Path(__file__).parent / "results"
+PACKAGES = ["psycopg", "uvloop", "aiokafka", "aio-pika", "aiobotocore", "faststream", "confluent-kafka", "dbos"]
 
 
 def machine() -> str:
@@ -42,17 +47,24 @@ def machine() -> str:
     return f"{cores} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
 
 
-def run(name: str, stage: Stage) -> Result:
-    began, load = time.monotonic(), os.getloadavg()[0]
-    if load > 0.5:
-        stage.say(f"{name}: others use this machine (load {load:.1f}), so read the ratios and not the rates")
+def commit() -> str:
+    """Ours, or its version where git cannot tell."""
+    ask = ["git", "rev-parse", "--short", "HEAD"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(ask, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    return metadata.version("idemconsumer")
+
+
+def run(name: str, stage: Stage, where: str, versions: dict[str, str]) -> Result:
+    began = time.monotonic()
     result = asyncio.run(_awaited(PARTS[name][0], stage))
     return msgspec.structs.replace(
         result,
         quick=stage.quick,
         seconds=round(time.monotonic() - began, 1),
         when=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        machine=f"{machine()}, load before {load:.1f}",
+        machine=where,
+        versions={**versions, **stage.versions()},
     )
 
 
@@ -74,10 +86,15 @@ def main(parts: tuple[str, ...], quick: bool, listed: bool) -> None:
     folder = RESULTS / "quick" if quick else RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     failed = []
+    load = os.getloadavg()[0]  # once: later it is our own
+    where = f"{machine()}, load before {load:.1f}"
+    versions = {"idemconsumer": commit(), **{name: metadata.version(name) for name in PACKAGES}}
     with Stage(quick=quick) as stage:
+        if load > 0.5:
+            stage.say(f"others use this machine (load {load:.1f}), so read the ratios and not the rates")
         for name in parts or (QUICK if quick else list(PARTS)):
             try:
-                result = run(name, stage)
+                result = run(name, stage, where, versions)
             except Exception as error:  # noqa: BLE001 - the others of a long run are still worth having
                 stage.say(f"{name} failed: {type(error).__name__}: {error}")
                 failed.append(name)

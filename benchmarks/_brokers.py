@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
 
 import aio_pika
 import psycopg
@@ -24,6 +25,10 @@ class Filling(Protocol):
         """Put `count` messages there and return the environment of a consumer that finds them."""
         ...
 
+    async def settled(self) -> bool:
+        """Whether it knows of all that was applied; where that is known as soon as it is applied, or nearly, always."""
+        return True
+
 
 def bodies(count: int) -> list[bytes]:
     return [json.dumps({"id": f"p{number}", "amount": number % 1_000}).encode() for number in range(count)]
@@ -33,7 +38,7 @@ def slices(items: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-class KafkaTopic:
+class KafkaTopic(Filling):
     """Filled once; each consumer reads it from its beginning in a group of its own."""
 
     def __init__(self, stage: Stage) -> None:
@@ -64,7 +69,7 @@ class KafkaTopic:
         return topic
 
 
-class RabbitQueue:
+class RabbitQueue(Filling):
     """A durable classic queue, persistent messages, filled anew for each consumer."""
 
     def __init__(self, stage: Stage) -> None:
@@ -86,7 +91,7 @@ class RabbitQueue:
         }
 
 
-class PostgresQueue:
+class PostgresQueue(Filling):
     """Ours is `postgres:payments`; by hand it is the table `job`."""
 
     async def fill(self, dsn: str, count: int) -> dict[str, str]:
@@ -101,19 +106,32 @@ class PostgresQueue:
         return {"BENCH_SOURCE": "postgres:payments", "BENCH_GROUP": "bench"}
 
 
-class SqsQueue:
-    """A standard queue, filled anew for each consumer."""
+class SqsQueue(Filling):
+    """A standard queue, filled anew for each consumer. Deletions are requests of their own, and ours go on in the
+    background, so a run ends with the queue empty."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._address = stage.sqs
+    def __init__(self, address: str, client: Any) -> None:
+        self._address = address
+        self._client = client
+        self._url = ""
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, stage: Stage) -> AsyncIterator[SqsQueue]:
+        async with get_session().create_client("sqs", endpoint_url=stage.sqs) as client:
+            yield cls(stage.sqs, client)
+
+    async def settled(self) -> bool:
+        names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
+        answer = await self._client.get_queue_attributes(QueueUrl=self._url, AttributeNames=names)
+        return not any(int(answer["Attributes"][name]) for name in names)
 
     async def fill(self, dsn: str, count: int) -> dict[str, str]:
         name = f"payments-{secrets.token_hex(4)}"
-        async with get_session().create_client("sqs", endpoint_url=self._address) as client:
-            url = (await client.create_queue(QueueName=name))["QueueUrl"]
-            for part in slices(bodies(count), 10):
-                entries = [{"Id": str(n), "MessageBody": body.decode()} for n, body in enumerate(part)]
-                await client.send_message_batch(QueueUrl=url, Entries=entries)
+        self._url = (await self._client.create_queue(QueueName=name))["QueueUrl"]
+        for part in slices(bodies(count), 10):
+            entries = [{"Id": str(n), "MessageBody": body.decode()} for n, body in enumerate(part)]
+            await self._client.send_message_batch(QueueUrl=self._url, Entries=entries)
         return {
             "BENCH_SOURCE": f"sqs:{name}",
             "BENCH_ADDRESS": self._address,

@@ -55,12 +55,25 @@ async def child(module: str, *arguments: str, environment: Mapping[str, str] | N
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        try:
-            async with asyncio.timeout(_LEAVE_SECONDS):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
+        await ended(process, _LEAVE_SECONDS)
+
+
+async def ended(process: Process, within: float) -> None:
+    """Wait for its end, and kill it when that takes longer."""
+    try:
+        async with asyncio.timeout(within):
             await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory of a process; none when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 async def serve(answer: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:

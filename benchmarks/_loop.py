@@ -1,4 +1,4 @@
-"""One event loop for everybody: uvloop where it is installed, as our own workers have it."""
+"""One event loop for everybody: uvloop, as our own workers have it."""
 
 from __future__ import annotations
 

@@ -71,14 +71,16 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One part of the suite, as it is kept in results/<part>.json."""
+    """One part of the suite, as it is kept in results/<part>.json. `plot` is the title of one of all its ratios."""
 
     part: str
     tables: list[Table]
+    plot: str = ""
     quick: bool = False
     seconds: float = 0.0
     when: str = ""
     machine: str = ""
+    versions: dict[str, str] = {}
 
 
 async def side_by_side(

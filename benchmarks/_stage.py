@@ -17,6 +17,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from idemconsumer.embedded import EmbeddedPostgres
 from idemconsumer.stores.migrations import migrate
+from tests.servers import elasticmq, kafka
 from tests.servers.elasticmq import CREDENTIALS, ElasticMQ
 from tests.servers.kafka import Kafka
 from tests.servers.rabbitmq import RabbitMQ
@@ -37,6 +38,12 @@ CLAIM = "create table claim (id text primary key, state text not null)"
 JOB = "create table job (id bigint generated always as identity primary key, body bytea not null)"
 # Rows that many messages update.
 STOCK = "create table stock (sku int primary key, qty int not null) with (fillfactor = 50)"
+
+_VERSIONS: dict[type, Callable[[Any], str]] = {
+    Kafka: lambda _: kafka.VERSION,
+    RabbitMQ: lambda server: str(server.ctl("version").strip()),
+    ElasticMQ: lambda _: elasticmq.VERSION,
+}
 
 S = TypeVar("S", bound="_Closable")
 
@@ -90,6 +97,15 @@ class Stage:
             self._servers[key] = server
         started: S = self._servers[key]
         return started
+
+    def versions(self) -> dict[str, str]:
+        """Of the servers that have run so far."""
+        with psycopg.connect(self.postgres) as connection:
+            postgres = connection.info.parameter_status("server_version") or ""
+        return {
+            "Postgres": postgres,
+            **{make.__name__: _VERSIONS[make](server) for make, server in self._servers.items()},
+        }
 
     # -------------------------------------------------------------------------------------------------- databases
     @property

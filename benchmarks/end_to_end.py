@@ -1,7 +1,8 @@
 """From a filled broker to the business table, each consumer in a process of its own on the same machine.
 
-A rate is read from the rows: how many after the first tenth, over the time between that row and the last. A run ends
-when all messages are applied or its time is over.
+A rate is read from the rows: how many after the first tenth, over the time between that row and the last. Where a run
+goes on after the last row, its end counts instead: when the broker learns of it later, or when the time is over before
+all messages are applied, so that who stalls is slow.
 """
 
 from __future__ import annotations
@@ -9,22 +10,24 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
+from typing import Any, LiteralString
 
 import msgspec
 import psycopg
 
 from benchmarks._brokers import Filling, KafkaTopic, PostgresQueue, RabbitQueue, SqsQueue
-from benchmarks._child import ROOT
+from benchmarks._child import ROOT, ended, resident
 from benchmarks._measure import Figure, Result, Spread, Subject, Table, Target, side_by_side
 from benchmarks._sizes import SIZE
 from benchmarks._stage import Stage
+from tests.servers.processes import children
 
 OURS = "idemconsumer"
-# The share of a run before its rate is read. On Kafka our lanes put the first messages after an assignment on record, a
-# thousand of them together, in case the partition's last owner was killed by one.
+# The share of a run before its rate is read. On Kafka each of our lanes puts the first messages of a partition after an
+# assignment on record (`Epoch.probation`), in case its last owner was killed by one: 4,096 of a full run's 6,000.
 _WARM = 0.1
 _COUNTS = {"kafka": (10_000, 60_000), "sqs": (1_500, 10_000)}
 _POLL_SECONDS = 0.25
@@ -32,28 +35,32 @@ _LEAVE_SECONDS = 20.0
 
 
 class Consumer(msgspec.Struct, frozen=True):
-    """How one of them is started."""
+    """How one of them is started. A `slow` one gets a twentieth of the messages; a `whole` one has to apply all."""
 
     command: list[str]
     environment: dict[str, str] = {}
+    slow: bool = False
+    whole: bool = False
 
     @classmethod
     def ours(cls, *, workers: int = 1, size: str = SIZE, pause: float = 0.0) -> Consumer:
         command = ["-m", "idemconsumer", "run", "benchmarks.rivals.worker:app", "--log-level", "error"]
         environment = {"BENCH_SIZE": size, "BENCH_PAUSE": str(pause)}
-        return cls([*command, "--workers", str(workers)], environment)
+        return cls([*command, "--workers", str(workers)], environment, whole=True)
 
     @classmethod
-    def module(cls, name: str, *arguments: str) -> Consumer:
-        return cls(["-m", f"benchmarks.rivals.{name}", *arguments])
+    def module(cls, name: str, *arguments: str, slow: bool = False) -> Consumer:
+        return cls(["-m", f"benchmarks.rivals.{name}", *arguments], slow=slow)
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What was seen of one consumer: messages a second, seconds from its start to the first one, bytes of memory."""
+    """What was seen of one consumer: messages a second, seconds from its start to the first one, bytes of memory, and
+    how many messages it had applied when its time was over."""
 
     rate: float
     first: float
     memory: int
+    applied: int
 
 
 # What is seen of a run beside its rate, and what it should be of ours at most.
@@ -62,61 +69,47 @@ _ASIDE: list[tuple[str, Callable[[Run], float], float]] = [
     ("MB resident", lambda run: run.memory / 1e6, 150.0),
 ]
 
+_BY_HAND = {
+    "best by hand": Consumer.module("hand", "best"),
+    "plain by hand": Consumer.module("hand", "plain"),
+    "dedup by hand": Consumer.module("hand", "dedup"),
+    "textbook": Consumer.module("hand", "textbook", slow=True),
+}
+_FASTSTREAM = {"FastStream, dedup by hand": Consumer.module("faststream_app")}
+_GOALS = {"best by hand": 1.5, "plain by hand": 4.0, "dedup by hand": 2.5, "FastStream, dedup by hand": 2.0}
+
 
 async def kafka(stage: Stage) -> Result:
-    rivals = {
-        "best by hand": Consumer.module("hand", "best"),
-        "plain by hand": Consumer.module("hand", "plain"),
-        "dedup by hand": Consumer.module("hand", "dedup"),
-        "FastStream, dedup by hand": Consumer.module("faststream_app"),
-        "DBOS": Consumer.module("dbos_kafka"),
-    }
-    goals = {
-        "best by hand": 1.5,
-        "plain by hand": 4.0,
-        "dedup by hand": 2.5,
-        "FastStream, dedup by hand": 2.0,
-        "DBOS": 40.0,
-    }
-    return await _compare(stage, "kafka", KafkaTopic(stage), rivals, goals)
+    rivals = {**_BY_HAND, **_FASTSTREAM, "DBOS": Consumer.module("dbos_kafka", slow=True)}
+    return await _compare(stage, "kafka", KafkaTopic(stage), rivals, {**_GOALS, "DBOS": 40.0})
 
 
 async def rabbitmq(stage: Stage) -> Result:
-    rivals = {
-        "best by hand": Consumer.module("hand", "best"),
-        "plain by hand": Consumer.module("hand", "plain"),
-        "dedup by hand": Consumer.module("hand", "dedup"),
-        "FastStream, dedup by hand": Consumer.module("faststream_app"),
-    }
-    goals = {"best by hand": 1.5, "plain by hand": 4.0, "dedup by hand": 2.5, "FastStream, dedup by hand": 2.0}
-    return await _compare(stage, "rabbitmq", RabbitQueue(stage), rivals, goals)
+    return await _compare(stage, "rabbitmq", RabbitQueue(stage), {**_BY_HAND, **_FASTSTREAM}, _GOALS)
 
 
 async def postgres_queue(stage: Stage) -> Result:
-    rivals = {name: Consumer.module("hand", name.partition(" ")[0]) for name in ("best by hand", "plain by hand")}
-    return await _compare(stage, "postgres_queue", PostgresQueue(), rivals, dict.fromkeys(rivals))
+    return await _compare(stage, "postgres_queue", PostgresQueue(), _BY_HAND, {})
 
 
 async def sqs(stage: Stage) -> Result:
-    rivals = {
-        name: Consumer.module("hand", name.partition(" ")[0])
-        for name in ("best by hand", "plain by hand", "dedup by hand")
-    }
-    return await _compare(stage, "sqs", SqsQueue(stage), rivals, {**dict.fromkeys(rivals), "best by hand": 1.0})
+    async with SqsQueue.open(stage) as queue:
+        return await _compare(stage, "sqs", queue, _BY_HAND, {"best by hand": 1.0})
 
 
 async def _compare(
-    stage: Stage, part: str, broker: Filling, rivals: Mapping[str, Consumer], goals: Mapping[str, float | None]
+    stage: Stage, part: str, broker: Filling, rivals: Mapping[str, Consumer], goals: Mapping[str, float]
 ) -> Result:
     small, large = _COUNTS.get(part, (5_000, 60_000))
     count = small if stage.quick else large
     rounds, most = (1, 5.0) if stage.quick else (3, 30.0)
     seen: dict[str, list[Run]] = {}
     consumers = {OURS: Consumer.ours(), **rivals}
+    counts = {name: count // 20 if consumer.slow else count for name, consumer in consumers.items()}
 
     def subject(name: str) -> Subject:
         async def measured(number: int) -> float:
-            run = await _run(stage, broker, consumers[name], count, most=most)
+            run = await consume(stage, broker, consumers[name], counts[name], most=most)
             seen.setdefault(name, []).append(run)
             return run.rate
 
@@ -125,12 +118,15 @@ async def _compare(
     table = await side_by_side(
         f"End to end: {part}",
         {name: subject(name) for name in consumers},
-        [Target(OURS, name, goals[name]) for name in rivals],
+        [Target(OURS, name, goals.get(name)) for name in rivals],
         rounds=rounds,
         say=stage.say,
         plot=True,
-        facts={"messages": count, "connections": 8},
+        facts={"messages": f"{count:,}, {count // 20:,} for {' and '.join(n for n in rivals if rivals[n].slow)}"},
     )
+    for name, runs in seen.items():
+        if (share := min(run.applied for run in runs) / counts[name]) < 1:
+            table.facts[f"{name} applied"] = f"{share:.0%} in {most:g} s"
     figures = [
         Figure(name, unit, Spread.of(map(value, runs)), goal if name == OURS else None)
         for unit, value, goal in _ASIDE
@@ -148,7 +144,7 @@ async def _two_workers(stage: Stage, part: str, broker: Filling) -> Table:
     def subject(workers: int) -> Subject:
         async def measured(number: int) -> float:
             consumer = Consumer.ours(workers=workers, pause=0.005)
-            return (await _run(stage, broker, consumer, 20_000, most=60.0)).rate
+            return (await consume(stage, broker, consumer, 20_000, most=60.0)).rate
 
         return measured
 
@@ -158,77 +154,90 @@ async def _two_workers(stage: Stage, part: str, broker: Filling) -> Table:
     return await side_by_side(f"Two workers: {part}", subjects, targets, rounds=2, say=stage.say, facts=facts)
 
 
-async def _run(stage: Stage, broker: Filling, consumer: Consumer, count: int, *, most: float) -> Run:
+async def consume(stage: Stage, broker: Filling, consumer: Consumer, count: int, *, most: float) -> Run:
+    """One run of one consumer, of at most so many seconds after its first message.
+
+    Raises RuntimeError when it ends by itself, applies a message twice, or fewer than it has to.
+    """
+    what = " ".join(consumer.command)
     with stage.database() as dsn:
         environment = {**await broker.fill(dsn, count), "BENCH_DSN": dsn, "IDEMCONSUMER_DSN": dsn}
         async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
-            cursor = await connection.execute("select clock_timestamp()")
-            began = (await cursor.fetchone() or [None])[0]
-            async with _process({**environment, **consumer.environment}, consumer.command) as pid:
-                await _applied(connection, count, most)
-                memory = max(map(_resident, _family(pid)))
-            cursor = await connection.execute(
-                """
-                with ordered as (
-                    select at, row_number() over (order by at) as n, count(*) over () as total from payment
-                )
-                select extract(epoch from min(at) - %(began)s), max(total),
-                    (max(total) - max(n) filter (where n <= total * %(warm)s))
-                        / extract(epoch from max(at) - max(at) filter (where n <= total * %(warm)s))
-                from ordered
-                """,
-                {"began": began, "warm": _WARM},
-            )
-            row = await cursor.fetchone()
+            (began,) = await _row(connection, "select clock_timestamp()")
+            async with _process({**environment, **consumer.environment}, consumer.command) as process:
+                whole = await _all_applied(connection, process, what, count, most)
+                until_now = not whole or await _late(broker, what, most)
+                params = {"began": began, "warm": _WARM, "until_now": until_now}
+                applied, first, rate = await _row(connection, _RATE, params)
+                memory = max(map(resident, [process.pid, *children(process.pid)]))
+            total, distinct = await _row(connection, "select count(*), count(distinct id) from payment")
+    if total > distinct:
+        raise RuntimeError(f"{what} applied {total - distinct} of {total} messages twice")
+    if rate is None or (consumer.whole and applied < count):
+        raise RuntimeError(f"{what} applied {applied} of {count} messages in {most:g} s")
+    return Run(float(rate), float(first), memory, applied)
+
+
+_RATE: LiteralString = """
+with ordered as (select at, row_number() over (order by at) as n, count(*) over () as total from payment)
+select count(*), extract(epoch from min(at) - %(began)s),
+    (max(total) - max(n) filter (where n <= total * %(warm)s))
+        / extract(epoch from case when %(until_now)s then statement_timestamp() else max(at) end
+                             - max(at) filter (where n <= total * %(warm)s))
+from ordered
+"""
+
+
+async def _row(
+    connection: psycopg.AsyncConnection[Any], query: LiteralString, params: Mapping[str, Any] | None = None
+) -> tuple[Any, ...]:
+    row: tuple[Any, ...] | None = await (await connection.execute(query, params)).fetchone()
     assert row is not None
-    if row[2] is None:
-        raise RuntimeError(f"{' '.join(consumer.command)} applied {row[1] or 0} messages in {most:g} s")
-    if row[1] > count:
-        raise RuntimeError(f"{' '.join(consumer.command)} applied {row[1]} of {count} messages: some twice")
-    return Run(float(row[2]), float(row[0]), memory)
+    return row
 
 
-async def _applied(connection: psycopg.AsyncConnection[tuple[object, ...]], count: int, most: float) -> None:
+async def _all_applied(
+    connection: psycopg.AsyncConnection[Any], process: Process, what: str, count: int, most: float
+) -> bool:
     """Wait for all of them, or until the time after the first one is over."""
     clock = asyncio.get_running_loop().time
     deadline = clock() + 3 * most
     started = False
     while clock() < deadline:
-        row = await (await connection.execute("select count(*) from payment")).fetchone()
-        assert row is not None
-        if row[0] == count:
-            return
-        if row[0] and not started:
+        (seen,) = await _row(connection, "select count(*) from payment")
+        if seen >= count:
+            return True
+        if process.returncode is not None:
+            ending = f"ended with exit code {process.returncode} after {seen} of {count} messages"
+            raise RuntimeError(f"{what} {ending}; its errors are above")
+        if seen and not started:
             started, deadline = True, clock() + most
         await asyncio.sleep(_POLL_SECONDS)
+    return False
+
+
+async def _late(broker: Filling, what: str, most: float) -> bool:
+    """Wait until the broker knows too, and say whether it did not at once."""
+    late = False
+    try:
+        async with asyncio.timeout(most):
+            while not await broker.settled():
+                late = True
+                await asyncio.sleep(_POLL_SECONDS / 5)
+    except TimeoutError:
+        raise RuntimeError(f"{what} applied all, of which its broker did not know {most:g} s later") from None
+    return late
 
 
 @asynccontextmanager
-async def _process(environment: Mapping[str, str], command: Sequence[str]) -> AsyncIterator[int]:
+async def _process(environment: Mapping[str, str], command: Sequence[str]) -> AsyncIterator[Process]:
     """A consumer, ended when the block is left."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, cwd=ROOT, env={**os.environ, **environment}
     )
     try:
-        yield process.pid
+        yield process
     finally:
-        process.terminate()
-        try:
-            async with asyncio.timeout(_LEAVE_SECONDS):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-
-
-def _family(pid: int) -> list[int]:
-    """A process and its children."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [pid, *(int(child) for task in tasks for child in task.read_text().split())]
-
-
-def _resident(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
+        if process.returncode is None:
+            process.terminate()
+            await ended(process, _LEAVE_SECONDS)

@@ -47,4 +47,4 @@ async def latency(stage: Stage) -> Result:
         figures.append(Figure(f"added, {name}", "ms", added, goal if idle else None))
     if not idle:
         facts["no verdict"] = "bare could not keep up"
-    return Result("latency", [Table("Latency at half load", figures, facts=facts)])
+    return Result("latency", [Table("Latency at half load", figures, facts=facts, plot=True)])

@@ -6,7 +6,7 @@ What stands between the markers `<!-- part -->` and `<!-- end of part -->` is re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +47,23 @@ def text(result: Result) -> str:
 
 
 def _lines(result: Result) -> Iterator[str]:
-    yield f"Run {result.when}, {result.machine}{', small loads' if result.quick else ''}."
+    judged = wanted if result.quick else verdict  # small loads show that it works, and no more
+    ours = f", idemconsumer {result.versions['idemconsumer']}" if result.versions else ""
+    yield f"Run {result.when}, {result.machine}{ours}{', small loads' if result.quick else ''}."
     for table in result.tables:
         yield f"\n### {table.title}\n"
         if table.facts:
             yield "; ".join(f"{name}: {value}" for name, value in table.facts.items()) + ".\n"
         yield "| | median (least to most) | | target |\n|---|---|---|---|"
         for figure in table.figures:
-            yield f"| {figure.name} | {spread(figure.values)} | {figure.unit} | {verdict(figure)} |"
+            yield f"| {figure.name} | {spread(figure.values)} | {figure.unit} | {judged(figure)} |"
         if table.ratios:
             yield "\n| of | to | ratio: median (least to most) | target |\n|---|---|---|---|"
         for ratio in table.ratios:
-            yield f"| {ratio.target.of} | {ratio.target.to} | {spread(ratio.values)} | {verdict(ratio)} |"
+            yield f"| {ratio.target.of} | {ratio.target.to} | {spread(ratio.values)} | {judged(ratio)} |"
 
 
-def plot(result: Result, table: Table, path: Path) -> None:
+def plot(path: Path, title: str, bars: Sequence[tuple[str, Spread]], *, ratios: bool = False) -> None:
     """Bars with the least and the most of all rounds. The file is the same for the same figures."""
     import matplotlib
 
@@ -69,20 +71,20 @@ def plot(result: Result, table: Table, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "idemconsumer"
     from matplotlib import pyplot
 
-    figures = table.figures[::-1]
-    medians = [figure.values.median for figure in figures]
-    errors = [
-        [figure.values.median - figure.values.least for figure in figures],
-        [figure.values.most - figure.values.median for figure in figures],
-    ]
+    names = [name for name, _ in reversed(bars)]
+    spreads = [values for _, values in reversed(bars)]
+    medians = [values.median for values in spreads]
+    errors = [[values.median - values.least for values in spreads], [values.most - values.median for values in spreads]]
     drawing: Any
     axes: Any
-    drawing, axes = pyplot.subplots(figsize=(7.5, 0.9 + 0.38 * len(figures)), layout="constrained")
-    colours = ["#3b6ea5" if _ours(figure.name) else "#b7b7b7" for figure in figures]
-    axes.barh([figure.name for figure in figures], medians, xerr=errors, color=colours, error_kw={"lw": 1})
+    drawing, axes = pyplot.subplots(figsize=(7.5, 0.9 + 0.38 * len(bars)), layout="constrained")
+    colours = ["#3b6ea5" if ratios or _ours(name) else "#b7b7b7" for name in names]
+    axes.barh(names, medians, xerr=errors, color=colours, error_kw={"lw": 1})
     for place, median in enumerate(medians):
         axes.annotate(number(median), (0, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set_title(f"{table.title}, {figures[0].unit}", fontsize=10)
+    if ratios:
+        axes.axvline(1.0, color="#444444", lw=1)
+    axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     drawing.savefig(path, metadata={"Date": None})
     pyplot.close(drawing)
@@ -94,13 +96,19 @@ def _ours(name: str) -> bool:
 
 def section(result: Result) -> str:
     """What stands between a part's markers."""
+    images = DOCS / "images"
+    images.mkdir(exist_ok=True)
     pictures = []
     for place, table in enumerate(result.tables):
         if table.plot:
-            path = DOCS / "images" / f"bench_{result.part}{place or ''}.svg"
-            path.parent.mkdir(exist_ok=True)
-            plot(result, table, path)
-            pictures.append(f"![{table.title}](images/{path.name})\n")
+            name, title = f"bench_{result.part}{place or ''}.svg", f"{table.title}, {table.figures[0].unit}"
+            plot(images / name, title, [(figure.name, figure.values) for figure in table.figures])
+            pictures.append(f"![{table.title}](images/{name})\n")
+    if result.plot:
+        name = f"bench_{result.part}.svg"
+        ratios = [(table.title, ratio.values) for table in result.tables for ratio in table.ratios]
+        plot(images / name, result.plot, ratios, ratios=True)
+        pictures.append(f"![{result.plot}](images/{name})\n")
     return "\n".join([*pictures, text(result), ""])
 
 

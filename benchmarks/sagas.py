@@ -52,7 +52,7 @@ class Side:
 
 
 async def sagas(stage: Stage) -> Result:
-    count, rounds = (400, 3) if stage.quick else (3_000, 5)
+    count, waves, rounds = (400, 3, 3) if stage.quick else (3_000, 6, 5)
     tables = []
     with stage.database() as our_dsn, stage.database() as their_dsn:
         environment = {
@@ -64,7 +64,8 @@ async def sagas(stage: Stage) -> Result:
             child("benchmarks.rivals.saga_ours", environment=environment) as our_process,
             child("benchmarks.rivals.saga_dbos", environment=environment) as their_process,
         ):
-            ours, theirs = Side(our_process, count), Side(their_process, count // 8, way="threads")
+            ours = Side(our_process, count)
+            theirs = Side(their_process, max(count // 8, waves * AT_ONCE), way="threads")
             await ours.warm()
             await theirs.warm()
             tables.append(
@@ -88,7 +89,7 @@ async def sagas(stage: Stage) -> Result:
 
 async def _ways(stage: Stage, process: Child) -> Table:
     """Whether DBOS is run at its best."""
-    sides = {way: Side(process, 200, way=way) for way in ("direct", "start", "queue", "threads")}
+    sides = {way: Side(process, 4 * AT_ONCE, way=way) for way in ("direct", "start", "queue", "threads")}
     for side in sides.values():
         await side.warm()
     subjects = {way: side.rate for way, side in sides.items()}

@@ -1,8 +1,8 @@
 """The store path: one insert of business data a message, with no broker, on four connections.
 
 `bare` is the consumer that people write by hand without deduplication: psycopg, a transaction a message. `by hand` adds
-the key to that transaction. `textbook` opens a connection a message and commits the claim first. `pgbench` runs the
-per-message protocol from C.
+the key to that transaction; with autocommit the insert is the transaction. `textbook` opens a connection a message and
+commits the claim first. `pgbench` runs the per-message protocol from C.
 """
 
 from __future__ import annotations
@@ -11,28 +11,30 @@ import asyncio
 import re
 import shutil
 import tempfile
-from pathlib import Path
 
 from benchmarks._crew import LANES, Crew, crew
 from benchmarks._loads import Load
 from benchmarks._measure import Result, Subject, Table, Target, side_by_side
 from benchmarks._sizes import OURS
 from benchmarks._stage import SCHEMA, Stage
-from tests.servers.postgres import system_binaries
+from benchmarks.rivals.applying import AUTOCOMMIT
 
 GROUPS = ["group 1", "group 32", "group 128", OURS]
 
-# What the engine sends for a group of one message with one insert of business data, statement by statement.
-_SCRIPT = f"""
+# What the engine sends for a group of one message with one insert of business data, in as many round trips: BEGIN with
+# the claim, the handler's insert, the seal with COMMIT.
+SCRIPT = f"""
 \\set id random(1, 9000000000000000000)
+\\startpipeline
 begin isolation level read committed read write;
 select set_config('idemconsumer.open', 'bench', true), set_config('lock_timeout', '10s', true);
-insert into {SCHEMA}.record (key, scope_id, state, fingerprint, changed_at)
-select sha256(int8send(:id)), 1, 3, sha256(int8send(:id)), clock_timestamp() where pg_try_advisory_xact_lock(:id)
-on conflict do nothing returning key;
+select * from {SCHEMA}.claim(array[sha256(int8send(:id))], array[1], array[sha256(int8send(:id))], 3::smallint);
+\\endpipeline
 insert into payment (id, amount) values (:id::text, 1);
+\\startpipeline
 select {SCHEMA}.seal('bench');
 commit;
+\\endpipeline
 """
 
 
@@ -49,13 +51,14 @@ async def store_path(stage: Stage) -> Result:
 async def _inserts(stage: Stage, team: Crew) -> Table:
     count, rounds = (1_500, 3) if stage.quick else (20_000, 7)
     load = Load(prefix="", count=count)
-    subjects: dict[str, Subject] = {name: team.subject(name, load) for name in ("bare", "by hand")}
+    subjects: dict[str, Subject] = {name: team.subject(name, load) for name in ("bare", AUTOCOMMIT, "by hand")}
     subjects["textbook"] = team.subject("textbook", Load(prefix="", count=count // 20))
     subjects |= {name: team.subject(name, load) for name in GROUPS}
-    if pgbench := _pgbench_binary():
-        subjects["pgbench"] = lambda number: _pgbench(stage, pgbench, seconds=1 if stage.quick else 5)
+    if binary := shutil.which("pgbench"):
+        subjects["pgbench"] = _pgbench(stage, binary, seconds=1 if stage.quick else 5)
     targets = [
         Target(OURS, "bare", 2.0),
+        Target(OURS, AUTOCOMMIT),
         Target(OURS, "by hand", 2.5),
         Target(OURS, "textbook", 25.0),
         Target(OURS, "pgbench"),
@@ -104,19 +107,21 @@ def _all_again(stage: Stage, team: Crew) -> Subject:
 
 
 # ------------------------------------------------------------------------------------------------------------ pgbench
-def _pgbench_binary() -> Path | None:
-    if found := shutil.which("pgbench"):
-        return Path(found)
-    return next((path for path in [system_binaries() / "pgbench"] if path.exists()), None)
+def _pgbench(stage: Stage, binary: str, *, seconds: int) -> Subject:
+    async def measured(number: int) -> float:
+        with stage.database() as dsn:
+            return await pgbench(binary, dsn, seconds=seconds)
+
+    return measured
 
 
-async def _pgbench(stage: Stage, pgbench: Path, *, seconds: int) -> float:
+async def pgbench(binary: str, dsn: str, *, seconds: int) -> float:
     """Transactions a second, on as many connections as there are lanes."""
-    with stage.database() as dsn, tempfile.NamedTemporaryFile("w", suffix=".sql") as script:
-        script.write(_SCRIPT)
+    with tempfile.NamedTemporaryFile("w", suffix=".sql") as script:
+        script.write(SCRIPT)
         script.flush()
         process = await asyncio.create_subprocess_exec(
-            pgbench, "--no-vacuum", "--protocol=prepared", f"--client={LANES}", f"--time={seconds}",
+            binary, "--no-vacuum", "--protocol=prepared", f"--client={LANES}", f"--time={seconds}",
             f"--file={script.name}", dsn, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         said, errors = await process.communicate()

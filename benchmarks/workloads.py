@@ -8,6 +8,8 @@ from benchmarks._measure import Result, Table, Target, side_by_side
 from benchmarks._sizes import OURS
 from benchmarks._stage import Stage
 
+_PLOT = "Messages/s of ours, as a multiple of bare's"
+
 
 async def hot_rows(stage: Stage) -> Result:
     """Each message takes one from the stock of one of so many articles; a run counts its deadlocks after a warm-up."""
@@ -15,7 +17,7 @@ async def hot_rows(stage: Stage) -> Result:
     if stage.quick:
         cells = [(100, 8, 1)]
     async with crew(stage, processes=2) as team:
-        return Result("hot_rows", [await _cell(stage, team, *cell) for cell in cells])
+        return Result("hot_rows", [await _cell(stage, team, *cell) for cell in cells], plot=_PLOT)
 
 
 async def _cell(stage: Stage, team: Crew, rows: int, lanes: int, processes: int) -> Table:
@@ -48,4 +50,4 @@ async def failures(stage: Stage) -> Result:
                         title, subjects, targets, rounds=1 if stage.quick else 5, say=stage.say, facts={"lanes": LANES}
                     )
                 )
-    return Result("failures", tables)
+    return Result("failures", tables, plot=_PLOT)

@@ -2,28 +2,197 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import psycopg
 import pytest
+from click.testing import CliRunner
 
+from benchmarks import __main__ as command
 from benchmarks import report
+from benchmarks._brokers import PostgresQueue, SqsQueue
 from benchmarks._child import child
+from benchmarks._loads import Load
 from benchmarks._measure import Figure, Ratio, Result, Spread, Table, Target, side_by_side
-from benchmarks._stage import CLAIM, PAYMENT, SEEN
+from benchmarks._sizes import OURS
+from benchmarks._stage import CLAIM, PAYMENT, SCHEMA, SEEN, Stage
+from benchmarks.end_to_end import Consumer, consume
+from benchmarks.long_runs import fitting
+from benchmarks.rivals import arrivals
+from benchmarks.rivals.store import Hand
+from benchmarks.store_path import SCRIPT, pgbench
+from idemconsumer._sql import load
 from idemconsumer.stores.migrations import migrate
+from tests.conftest import PostgresServer, Server
 
 
-@pytest.mark.parametrize("name", ["bare", "by hand", "textbook", "group 32"])
+@pytest.fixture
+def stage(postgres18: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    monkeypatch.setenv("IDEMCONSUMER_DSN", postgres18.dsn)
+    with Stage(quick=True) as stage:
+        yield stage
+
+
+@pytest.mark.parametrize("name", ["bare", "bare, autocommit", "by hand", "textbook", "group 32", OURS])
 async def test_a_consumer_of_the_store_path_applies_its_load(name: str, database: str) -> None:
     migrate(database, "idemconsumer")
     with psycopg.connect(database, autocommit=True) as connection:
         for table in (PAYMENT, SEEN, CLAIM):
             connection.execute(table)
         async with child("benchmarks.rivals.store") as running:
-            load = {"prefix": "p", "count": 50}
-            answer = await running.ask(dsn=database, name=name, lanes=2, load=load)
+            given = {"prefix": "p", "count": 50}
+            answer = await running.ask(dsn=database, name=name, lanes=2, load=given)
             await running.ask(close=True)
         assert answer["seconds"] > 0
         assert connection.execute("select count(*), count(distinct id) from payment").fetchone() == (50, 50)
+
+
+async def test_pgbench_sends_what_the_engine_sends(stage: Stage) -> None:
+    binary = shutil.which("pgbench")
+    if binary is None:
+        pytest.skip("no pgbench; apt-get install postgresql")
+    with stage.database() as dsn:
+        assert await pgbench(binary, dsn, seconds=1) > 0
+        with psycopg.connect(dsn) as connection:
+            row = connection.execute(
+                "select count(*), count(r.key) from payment p left join idemconsumer.record r on r.xmin = p.xmin"
+            ).fetchone()
+    assert row is not None
+    assert row[0] == row[1] > 0  # each payment in one transaction with its record
+    values = {"token": "'bench'", "lock_timeout": "'10s'"}
+    for name in ("begin", "open", "seal"):
+        assert (load(SCHEMA)[name].decode() % values).replace('"', "") + ";\n" in SCRIPT
+
+
+# ------------------------------------------------------------------------------------------------------------- latency
+@pytest.mark.parametrize("name", ["bare", OURS])
+async def test_each_arrival_is_timed_up_to_its_commit(name: str, stage: Stage) -> None:
+    with stage.database() as dsn:
+        question = {"dsn": dsn, "name": name, "lanes": 2, "rate": 500.0, "load": {"prefix": "p", "count": 50}}
+        async with child("benchmarks.rivals.arrivals") as running:
+            middle, most = await running.ask(**question)
+            with psycopg.connect(dsn) as connection:
+                assert connection.execute("select count(distinct id) from payment").fetchone() == (50,)
+            if name == OURS:
+                with pytest.raises(RuntimeError, match="ended with exit code"):  # what was not applied has no time
+                    await running.ask(**question)
+    assert 0 < middle <= most
+
+
+async def test_by_hand_a_free_connection_takes_the_next_arrival() -> None:
+    others: list[object] = []
+    done = asyncio.Event()
+
+    async def apply(connection: Any, payment: dict[str, Any]) -> None:
+        if connection == "slow":
+            await done.wait()
+            return
+        others.append(payment["id"])
+        if len(others) == 9:
+            done.set()
+
+    hand = Hand(["slow", "quick"], apply)  # type: ignore[list-item]
+    async with asyncio.timeout(10):
+        assert len(await arrivals.measure(hand, Load(prefix="p", count=10), 10_000.0, lanes=2)) == 10
+
+
+# ---------------------------------------------------------------------------------------------------------- end to end
+@pytest.mark.parametrize("how", ["best", "plain", "dedup", "textbook"])
+async def test_a_consumer_by_hand_empties_the_queue(how: str, stage: Stage) -> None:
+    run = await consume(stage, PostgresQueue(), Consumer.module("hand", how), 50, most=20.0)
+    assert run.applied == 50
+    assert run.rate > 0
+    assert run.memory > 1_000_000
+
+
+async def test_our_own_consumer_empties_the_queue(stage: Stage) -> None:
+    run = await consume(stage, PostgresQueue(), Consumer.ours(), 50, most=20.0)
+    assert run.applied == 50
+
+
+def script(*lines: str, **more: Any) -> Consumer:
+    """A consumer that does just this, with a connection to the database of the run."""
+    connect = "import os, psycopg, time; c = psycopg.connect(os.environ['BENCH_DSN'], autocommit=True)"
+    return Consumer(["-c", "\n".join([connect, *lines])], **more)
+
+
+def inserts(ids: str) -> str:
+    return f'c.execute("insert into payment (id, amount) select n::text, 1 from generate_series({ids}) n")'
+
+
+async def test_a_consumer_that_ends_is_noticed_at_once(stage: Stage) -> None:
+    async with asyncio.timeout(20):
+        with pytest.raises(RuntimeError, match=r"ended with exit code 3 after 20 of 50 messages"):
+            await consume(stage, PostgresQueue(), script(inserts("1, 20"), "exit(3)"), 50, most=60.0)
+
+
+async def test_a_rival_that_stalls_is_slow_and_ours_is_refused(stage: Stage) -> None:
+    stalls = [inserts("1, 20"), "time.sleep(60)"]
+    run = await consume(stage, PostgresQueue(), script(*stalls), 50, most=1.0)
+    assert run.applied == 20
+    assert run.rate <= 18 / 1.0
+    with pytest.raises(RuntimeError, match="applied 20 of 50 messages in 1 s"):
+        await consume(stage, PostgresQueue(), script(*stalls, whole=True), 50, most=1.0)
+
+
+async def test_who_applies_a_message_twice_is_refused(stage: Stage) -> None:
+    twice = script(inserts("1, 20"), inserts("11, 20"), "time.sleep(60)")
+    with pytest.raises(RuntimeError, match="applied 10 of 30 messages twice"):
+        await consume(stage, PostgresQueue(), twice, 30, most=5.0)
+
+
+async def test_a_run_lasts_until_the_broker_knows(stage: Stage) -> None:
+    class Behind(PostgresQueue):
+        asked = 0
+
+        async def settled(self) -> bool:
+            self.asked += 1
+            return self.asked > 10
+
+    run = await consume(stage, Behind(), script(inserts("1, 50"), "time.sleep(60)"), 50, most=10.0)
+    assert run.rate < 45 / 0.5  # ten pauses
+
+
+async def test_an_sqs_queue_knows_when_it_is_empty(stage: Stage, sqs: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stage, "sqs", sqs.address)
+    async with SqsQueue.open(stage) as queue:
+        run = await consume(stage, queue, Consumer.module("hand", "best"), 20, most=20.0)
+        assert run.applied == 20
+        assert await queue.settled()
+        await queue.fill("", 1)
+        assert not await queue.settled()
+
+
+# ---------------------------------------------------------------------------------------------------------- the results
+def test_the_load_of_others_is_read_before_our_own(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = iter([0.2, 7.0, 7.0, 7.0])
+
+    async def part(stage: Stage) -> Result:
+        return Result("part", [])
+
+    monkeypatch.setattr(os, "getloadavg", lambda: (next(loads), 0.0, 0.0))
+    monkeypatch.setattr(command, "PARTS", {"one": (part, 1), "two": (part, 1)})
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "PACKAGES", ["psycopg"])
+    done = CliRunner().invoke(command.main, ["one", "two"])
+    assert done.exit_code == 0, done.output
+    results = [json.loads((tmp_path / f"{name}.json").read_bytes()) for name in ("one", "two")]
+    assert all(result["machine"].endswith("load before 0.2") for result in results)
+    assert results[0]["versions"].keys() == {"idemconsumer", "psycopg", "Postgres"}
+
+
+def test_what_the_disk_has_no_room_for_is_said() -> None:
+    sizes, skipped = fitting([0, 1_000_000, 50_000_000], free=2 * 10**9)
+    assert sizes == [0, 1_000_000]
+    assert skipped == {"50,000,000 records": "skipped, 30 GB needed and 2 GB free"}
 
 
 async def test_rounds_are_compared_with_their_neighbours_and_the_median_counts() -> None:
@@ -49,6 +218,15 @@ def test_a_result_becomes_tables() -> None:
     text = report.text(Result("part", [table], machine="2 cores", when="today"))
     assert "| ours | **2** (1 to 3) | ms | ≤ 2.5: met |" in text
     assert "| ours | theirs | **1.3** (1 to 1.4) | ≤ 1.2: missed |" in text
+
+
+def test_small_loads_are_not_judged() -> None:
+    ratio = Ratio(Target("ours", "theirs", 1.2), Spread(1.0, 1.3, 1.4))
+    figure = Figure("ours", "ms", Spread(1.0, 2.0, 3.0), goal=2.5)
+    text = report.text(Result("part", [Table("Cost", [figure], [ratio])], quick=True))
+    assert "met" not in text
+    assert "missed" not in text
+    assert "| ≥ 1.2 |" in text
 
 
 def test_what_has_a_goal_is_in_one_table() -> None:

@@ -1,7 +1,7 @@
 """Messages that arrive at a steady pace, at half of what the consumer could take: how long each one takes.
 
 A message's time is counted from when it was due to arrive, even if this process was late to notice, up to its known
-commit.
+commit. By hand, a free connection takes the next message. Ours go to the lane of their key, as in a worker.
 """
 
 from __future__ import annotations
@@ -10,77 +10,77 @@ import asyncio
 import json
 import random
 import zlib
-from collections import deque
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from benchmarks._child import serve
 from benchmarks._loads import Load
 from benchmarks._loop import run
+from benchmarks.rivals.applying import Connection
 from benchmarks.rivals.store import HANDLERS, Hand, Ours, app, open_subjects
-from idemconsumer import Message
+from idemconsumer import Message, OutcomeKind
 from idemconsumer._work import Work
 
 _TICK = 0.0005  # seconds between two looks at what has arrived; the same for everybody
 
-
-class Stream:
-    """Bodies with the times at which they are due, put into one of the lanes when they are."""
-
-    def __init__(self, load: Load, rate: float, lanes: int) -> None:
-        self.lanes: list[deque[tuple[float, bytes]]] = [deque() for _ in range(lanes)]
-        self.woken = [asyncio.Event() for _ in range(lanes)]
-        self.over = False
-        self.times: list[float] = []
-        self._load = load
-        self._rate = rate
-
-    async def arrive(self) -> None:
-        loop, chance = asyncio.get_running_loop(), random.Random(0)
-        due = loop.time()
-        for body in self._load.bodies():
-            due += chance.expovariate(self._rate)
-            while loop.time() < due:
-                await asyncio.sleep(_TICK)
-            lane = zlib.crc32(body) % len(self.lanes)
-            self.lanes[lane].append((due, body))
-            self.woken[lane].set()
-        self.over = True
-        for event in self.woken:
-            event.set()
-
-    async def waiting(self, lane: int) -> bool:
-        """Wait for something in that lane; False when nothing comes any more."""
-        while not self.lanes[lane] and not self.over:
-            self.woken[lane].clear()
-            await self.woken[lane].wait()
-        return bool(self.lanes[lane])
-
-    def take(self, lane: int, most: int) -> list[tuple[float, bytes]]:
-        return [self.lanes[lane].popleft() for _ in range(min(most, len(self.lanes[lane])))]
-
-    def done(self, taken: list[tuple[float, bytes]]) -> None:
-        now = asyncio.get_running_loop().time()
-        self.times.extend(now - due for due, _ in taken)
+Waiting: TypeAlias = "asyncio.Queue[tuple[float, bytes]]"  # when each was due, and its body
 
 
-async def by_hand(subject: Hand, stream: Stream, lane: int) -> None:
-    while await stream.waiting(lane):
-        taken = stream.take(lane, 1)
-        await subject.apply(subject.connections[lane], json.loads(taken[0][1]))
-        stream.done(taken)
+async def arrive(load: Load, rate: float, queues: list[Waiting]) -> None:
+    """Each message into one of the queues when it is due; returns when all are done."""
+    loop, chance = asyncio.get_running_loop(), random.Random(0)
+    due = loop.time()
+    for body in load.bodies():
+        due += chance.expovariate(rate)
+        while loop.time() < due:
+            await asyncio.sleep(_TICK)
+        queues[zlib.crc32(body) % len(queues)].put_nowait((due, body))
+    for queue in queues:
+        await queue.join()
 
 
-async def ours(subject: Ours, stream: Stream, lane: int) -> None:
+async def by_hand(subject: Hand, connection: Connection, queue: Waiting, times: list[float]) -> None:
+    now = asyncio.get_running_loop().time
+    while True:
+        due, body = await queue.get()
+        await subject.apply(connection, json.loads(body))
+        times.append(now() - due)
+        queue.task_done()
+
+
+async def ours(subject: Ours, queue: Waiting, times: list[float]) -> None:
+    now = asyncio.get_running_loop().time
     name = f"plain-{subject.group}"
     handler = HANDLERS[name].plan.bind(app.name)
-    while await stream.waiting(lane):
-        taken = stream.take(lane, subject.engine.group_size(handler))
+    while True:
+        taken = [await queue.get()]
+        size = subject.engine.group_size(handler)
+        while len(taken) < size and not queue.empty():
+            taken.append(queue.get_nowait())
         works = [Work.of(handler, Message(f"memory:{name}", body)) for _, body in taken]
         while works:
-            works = works[len(await subject.engine.run(works)) :]
-        stream.done(taken)
+            outcomes = await subject.engine.run(works)
+            assert all(outcome.kind is OutcomeKind.APPLIED for outcome in outcomes), outcomes
+            works = works[len(outcomes) :]
+        for due, _ in taken:
+            times.append(now() - due)
+            queue.task_done()
+
+
+async def measure(subject: Ours | Hand, load: Load, rate: float, lanes: int) -> list[float]:
+    """The time of each message, in order of length."""
+    queues: list[Waiting] = [asyncio.Queue() for _ in range(lanes if isinstance(subject, Ours) else 1)]
+    times: list[float] = []
+    async with asyncio.TaskGroup() as group:
+        if isinstance(subject, Ours):
+            takers = [group.create_task(ours(subject, queue, times)) for queue in queues]
+        else:
+            takers = [group.create_task(by_hand(subject, each, queues[0], times)) for each in subject.connections]
+        await arrive(load, rate, queues)
+        for taker in takers:
+            taker.cancel()
+    return sorted(times)
 
 
 async def main() -> None:
@@ -90,15 +90,8 @@ async def main() -> None:
             if question.get("close"):
                 return await subjects.close()
             subject = await subjects.get(question["dsn"], question["name"], question["lanes"])
-            stream = Stream(msgspec.convert(question["load"], Load), question["rate"], question["lanes"])
-            async with asyncio.TaskGroup() as group:
-                group.create_task(stream.arrive())
-                for lane in range(question["lanes"]):
-                    if isinstance(subject, Ours):
-                        group.create_task(ours(subject, stream, lane))
-                    elif isinstance(subject, Hand):
-                        group.create_task(by_hand(subject, stream, lane))
-            times = sorted(stream.times)
+            load = msgspec.convert(question["load"], Load)
+            times = await measure(subject, load, question["rate"], question["lanes"])
             return [times[int(len(times) * share)] for share in (0.5, 0.99)]
 
         await serve(answer)

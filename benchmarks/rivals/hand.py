@@ -1,8 +1,9 @@
 """Consumers written by hand, each in a process of its own: `python -m benchmarks.rivals.hand HOW`.
 
 HOW is `best` (as many connections as ours, concurrent within a partition, offsets committed each second), `dedup` (the
-same with the key in the message's transaction) or `plain`, what is mostly written: one message after another. All tell
-the broker only after the commit.
+same with the key in the message's transaction), `textbook` (the same with a connection a message, and its claim
+committed first) or `plain`, what is mostly written: one message after another. All tell the broker only after the
+commit.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from aiobotocore.session import get_session
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from benchmarks._loop import run
-from benchmarks.rivals.applying import Apply, Connection, bare, by_hand
+from benchmarks.rivals.applying import Apply, Connection, applying
 
 CONNECTIONS = 8  # the lanes of a worker of ours, by default
 DSN = os.environ["BENCH_DSN"]
 SCHEME, _, NAME = os.environ["BENCH_SOURCE"].partition(":")
 ADDRESS = os.environ.get("BENCH_ADDRESS", "")
+
+HOW = {"best": "bare", "plain": "bare", "dedup": "by hand", "textbook": "textbook"}
 
 Consume = Callable[[list[Connection], Apply], Coroutine[Any, Any, None]]
 
@@ -130,7 +133,7 @@ async def main(how: str) -> None:
             await stack.enter_async_context(await psycopg.AsyncConnection.connect(DSN))
             for _ in range(1 if how == "plain" else CONNECTIONS)
         ]
-        await BROKERS[SCHEME](connections, by_hand if how == "dedup" else bare)
+        await BROKERS[SCHEME](connections, applying(HOW[how], DSN))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The consumers of the store path, in a process of their own and without a broker.
 
-`bare`, `by hand` and `textbook` are what people write; `group …` is the engine. All take the same bodies, decode them,
+`group …` is the engine, the others are what people write (`applying`). All take the same bodies, decode them,
 and write the same business data, on as many connections as there are lanes.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 import zlib
 from collections import deque
@@ -18,11 +19,11 @@ from typing import Any
 import msgspec
 import psycopg
 
-from benchmarks._child import serve
+from benchmarks._child import resident, serve
 from benchmarks._loads import Load
 from benchmarks._loop import run
 from benchmarks._sizes import SIZE, sized
-from benchmarks.rivals.applying import HANDS, Apply, Connection, statement
+from benchmarks.rivals.applying import AUTOCOMMIT, HANDS, Apply, Connection, applying, statement
 from idemconsumer import App, Handler, Message, OutcomeKind, Reject, Tx
 from idemconsumer._engine import Engine
 from idemconsumer._options import Options
@@ -63,7 +64,11 @@ def made(fn: Any, group: str) -> Handler[..., Any]:
 
 HANDLERS = {
     handler.name: handler
-    for handler in (made(fn, group) for group in ("1", "8", "32", "128", SIZE) for fn in (plain, result, trouble))
+    for handler in (
+        *(made(plain, group) for group in ("1", "32", "128", SIZE)),
+        made(result, SIZE),
+        made(trouble, SIZE),
+    )
 }
 
 
@@ -115,59 +120,27 @@ class Hand:
         await asyncio.gather(*map(lane, self.connections))
 
 
-class Textbook:
-    """A connection a message, the claim committed first, a rival's waited for by polling."""
-
-    def __init__(self, dsn: str, lanes: int) -> None:
-        self._dsn = dsn
-        self._lanes = lanes
-
-    async def consume(self, kind: str, bodies: Iterator[bytes]) -> None:
-        async def lane() -> None:
-            for body in bodies:
-                await self._one(json.loads(body))
-
-        await asyncio.gather(*(lane() for _ in range(self._lanes)))
-
-    async def _one(self, payment: dict[str, Any]) -> None:
-        async with await psycopg.AsyncConnection.connect(self._dsn) as connection:
-            claim = "insert into claim (id, state) values (%s, 'working') on conflict do nothing"
-            claimed = (await connection.execute(claim, (payment["id"],))).rowcount
-            await connection.commit()
-            while not claimed:
-                cursor = await connection.execute("select state from claim where id = %s", (payment["id"],))
-                row = await cursor.fetchone()
-                await connection.commit()
-                if row is not None and row[0] == "done":
-                    return
-                await asyncio.sleep(0.05)
-            await connection.execute(*statement(payment))
-            await connection.commit()
-            await connection.execute("update claim set state = 'done' where id = %s", (payment["id"],))
-            await connection.commit()
-
-
 # ---------------------------------------------------------------------------------------------------------- the child
 class Subjects:
     """Opened when they are asked for first, so that connecting and preparing is not measured."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
-        self._open: dict[tuple[str, str, int], Ours | Hand | Textbook] = {}
+        self._open: dict[tuple[str, str, int], Ours | Hand] = {}
 
-    async def get(self, dsn: str, name: str, lanes: int) -> Ours | Hand | Textbook:
+    async def get(self, dsn: str, name: str, lanes: int) -> Ours | Hand:
         if (dsn, name, lanes) not in self._open:
             self._open[dsn, name, lanes] = await self._make(dsn, name, lanes)
         return self._open[dsn, name, lanes]
 
-    async def _make(self, dsn: str, name: str, lanes: int) -> Ours | Hand | Textbook:
-        if name == "textbook":
-            return Textbook(dsn, lanes)
+    async def _make(self, dsn: str, name: str, lanes: int) -> Ours | Hand:
         if name in HANDS:
             connections = [
-                await self._stack.enter_async_context(await psycopg.AsyncConnection.connect(dsn)) for _ in range(lanes)
+                await psycopg.AsyncConnection.connect(dsn, autocommit=name == AUTOCOMMIT) for _ in range(lanes)
             ]
-            return Hand(connections, HANDS[name])
+            for connection in connections:
+                await self._stack.enter_async_context(connection)
+            return Hand(connections, applying(name, dsn))
         store = await PostgresStore.open(dsn, "idemconsumer", connections=lanes, longest_run=30.0)
         self._stack.push_async_callback(store.close)
         return Ours(store, lanes, name.removeprefix("group "))
@@ -202,12 +175,6 @@ class Counted:
         return body
 
 
-def resident() -> int:
-    """Bytes of memory of this process."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * 4096
-
-
 async def main() -> None:
     async with open_subjects() as subjects:
 
@@ -219,7 +186,7 @@ async def main() -> None:
             counted = Counted(load.bodies())
             started = time.perf_counter()
             await subject.consume(load.handler, counted)
-            return {"seconds": time.perf_counter() - started, "count": counted.count, "resident": resident()}
+            return {"seconds": time.perf_counter() - started, "count": counted.count, "resident": resident(os.getpid())}
 
         await serve(answer)
 

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import psycopg
+
+from tests.servers.processes import children
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 150.0  # seconds until a wait is given up as lost
@@ -45,10 +46,7 @@ class Mill:
         return self._launcher
 
     def children(self) -> list[int]:
-        threads = Path(f"/proc/{self.launcher.pid}/task")
-        while True:
-            with suppress(FileNotFoundError, ProcessLookupError):  # a thread ended, and its children are another's now
-                return [int(child) for thread in threads.glob("*/children") for child in thread.read_text().split()]
+        return children(self.launcher.pid)
 
     async def kill_child(self) -> None:
         """SIGKILL one worker; its launcher starts another."""
