@@ -20,6 +20,8 @@ from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
+from idemconsumer.stores._repeated import Repeated
+
 RV = TypeVar("RV")
 Answer = Generator[Wait, Ready | int, RV]  # psycopg's steps of one exchange with the server
 
@@ -36,7 +38,10 @@ class Connection(psycopg.AsyncConnection[Any]):
     _lookout: asyncio.TimerHandle | None = None
     _answer: Answer[Any] | None = None
     _waiter: asyncio.Future[Any] | None = None
-    spare: psycopg.AsyncCursor[Any] | None = None  # for the next statement that returns plain rows, or none
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.repeated = Repeated(self)
 
     async def simple(self, statements: bytes) -> list[PGresult]:
         """Several statements as one simple query, and their results. psycopg's cursors take twice as long for that."""

@@ -96,7 +96,7 @@ class PostgresTx:
     @property
     def connection(self) -> Connection:
         connection = self._open()
-        connection.spare = None  # types may be registered on it now, which an old cursor does not know
+        connection.repeated.off()
         return connection
 
     def _open(self) -> Connection:
@@ -117,10 +117,9 @@ class PostgresTx:
         if into is not None:
             cursor = connection.cursor(row_factory=_factory(into))
             return PostgresRows(await cursor.execute(query, params))
-        # A cursor that runs its last statement again has the parameters' types looked up already.
-        cursor, connection.spare = connection.spare or connection.cursor(), None
+        if (written := await connection.repeated.run(query, params)) is not None:
+            return NoRows(written)
+        cursor = connection.cursor()
         await cursor.execute(query, params)
-        if cursor.description is not None:
-            return PostgresRows(cursor)
-        connection.spare = cursor
-        return NoRows(cursor.rowcount)
+        await connection.repeated.learn(cursor, query, params)
+        return PostgresRows(cursor) if cursor.description is not None else NoRows(cursor.rowcount)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -134,7 +133,7 @@ async def test_odd_text_in_errors_and_positions_is_stored(ledger: Ledger, app: A
     async def odd(order: dict[str, Any]) -> None:
         raise ValueError(text)
 
-    given = dataclasses.replace(message(1), source="memory:odd", position=text, headers={"h": text, text: "h"})
+    given = msgspec.structs.replace(message(1), source="memory:odd", position=text, headers={"h": text, text: "h"})
     assert (await app.process(given)).kind == "dead"
     ((error,),) = ledger.run("select error from idemconsumer.dead_letter")
     assert "ValueError" in error
