@@ -19,7 +19,7 @@ from idemconsumer._engine import asked
 from idemconsumer._limit import TimeLimit
 from idemconsumer._machine import Event, move
 from idemconsumer._model import Outcome, OutcomeKind, Point, SagaPoint, State, StepKind, StepState, StoredResult
-from idemconsumer._shield import ended
+from idemconsumer._shield import ended, to_end
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
     CommitUnknown,
@@ -115,14 +115,14 @@ class Attempt:
         try:
             handler = partial(self._handler.run, call, run, holding.attempt)
             value, error = await ended(asyncio.create_task(run.main(handler)))
+            if isinstance(error, ExceptionGroup):
+                error = _one_rejection(error, (Reject, *options.fail_on)) or error
+            if isinstance(error, Reject):
+                await run.siblings()
+            await run.settle(rejected=isinstance(error, Reject))
         except asyncio.CancelledError:
-            await run.settle()
+            await to_end(run.settle())
             raise
-        if isinstance(error, ExceptionGroup):
-            error = _one_rejection(error, (Reject, *options.fail_on)) or error
-        if isinstance(error, Reject):
-            await run.siblings()
-        await run.settle(rejected=isinstance(error, Reject))
         cause = run.interruption or error
         if isinstance(cause, (*_UNDECIDED, SagaChanged, UnknownEffect)):
             raise cause

@@ -26,6 +26,7 @@ from idemconsumer._groups import GroupSize
 from idemconsumer._machine import Failure, Settlement, Verdict, after_failure, judge, settle
 from idemconsumer._model import Found, Outcome, OutcomeKind, Point, Record, State, StoredResult
 from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
+from idemconsumer._shield import from_cancellation
 from idemconsumer._suspects import Suspects
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
@@ -296,7 +297,7 @@ class Engine:
         except _Failed:
             raise
         except Exception as error:
-            if task.cancelling() > asked_before and _from_cancellation(error):
+            if task.cancelling() > asked_before and from_cancellation(error):
                 raise asyncio.CancelledError from error  # made of our cancellation, which is never a failure
             _uncancel(task, asked_before)
             cause = claims.diagnose(error)
@@ -498,8 +499,9 @@ class Engine:
     # ---------------------------------------------------------------------------------------------------------- sizes
     def _size(self, handler: BoundHandler) -> GroupSize:
         if (size := self._sizes.get(handler.name)) is None:
+            asked = 1 if handler.leased else handler.options.group_size  # a saga shares no transaction
             size = self._sizes[handler.name] = GroupSize.start(
-                handler.options.group_size, lanes=self._lanes, most_locks=self._store.most_locks
+                asked, lanes=self._lanes, most_locks=self._store.most_locks
             )
         return size
 
@@ -551,15 +553,6 @@ def _uncancel(task: asyncio.Task[Any], asked_before: int) -> None:
     end at its next await that looks."""
     while task.cancelling() > asked_before:
         task.uncancel()
-
-
-def _from_cancellation(error: BaseException | None) -> bool:
-    """Whether a handler made this of a cancellation, and not of the group that a TaskGroup raised."""
-    while error is not None and not isinstance(error, BaseExceptionGroup):
-        if isinstance(error, asyncio.CancelledError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _late(limit: asyncio.Timeout) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import FunctionType, SimpleNamespace
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, get_type_hints
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,8 @@ def injected(fn: Callable[..., Any], given: int, resources: Mapping[type, object
     """What parameters get by name that `given` arguments leave open and whose type is that of a resource."""
     if not resources:
         return {}
+    if isinstance(fn, MethodType):  # a new one each time, while its function is the same
+        fn, given = fn.__func__, given + 1
     return {
         name: resources[wanted]
         for name, place, wanted in _parameters(fn)
@@ -29,7 +32,7 @@ def _parameters(fn: Callable[..., Any]) -> _Parameters:
     function = function_of(fn)
     if function is None:
         return ()
-    if fn is not function:  # a partial or a method has other places
+    if fn is not function:  # a partial, or an object that can be called, has other places
         return _read(fn, function)
     if (known := _known.get(function)) is None:
         known = _known[function] = _read(fn, function)
@@ -38,7 +41,10 @@ def _parameters(fn: Callable[..., Any]) -> _Parameters:
 
 def _read(fn: Callable[..., Any], function: FunctionType) -> _Parameters:
     found = []
+    bound = fn.keywords if isinstance(fn, partial) else ()
     for place, parameter in enumerate(inspect.signature(fn).parameters.values()):
+        if parameter.name in bound:
+            continue
         wanted = _type(function, parameter.annotation)
         if isinstance(wanted, type) and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             by_name = parameter.kind is parameter.KEYWORD_ONLY

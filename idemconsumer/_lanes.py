@@ -163,8 +163,10 @@ class Lanes:
 
     @property
     def keys(self) -> list[bytes]:
-        """What this process has in hand."""
-        return list(self._holders)
+        """What this process has in hand. Not what only waits in the room for whoever has it: that may be ourselves,
+        since an answer was lost, and nobody would go on with it."""
+        waiting = self.room.waiting
+        return [key for key, (_, count) in self._holders.items() if count > waiting[key]]
 
     async def finish(self, helds: Sequence[Held]) -> None:
         """Settle, and let go."""
@@ -345,6 +347,7 @@ class Room:
         self._lanes = lanes
         self._size = size
         self._helds: dict[Held, None] = {}
+        self._running: Sequence[Held] = ()
         self._left = asyncio.Event()
         self.wake = asyncio.Event()
 
@@ -364,6 +367,12 @@ class Room:
             await self._left.wait()
         self._lanes.moved(held, self)
         self.add(held)
+
+    @property
+    def waiting(self) -> Counter[bytes]:
+        """How many deliveries of each key are here and nothing else: not running, and without a saga."""
+        idle = self._helds.keys() - self._running
+        return Counter(held.work.key for held in idle if held.work.holding is None)
 
     def _of(self, source: str) -> int:
         return sum(held.delivery.message.source == source for held in self._helds)
@@ -410,8 +419,9 @@ class Room:
             waiting = [held for held in helds if held in self._helds]
             size = self._lanes.engine.group_size(helds[0].work.handler)
             for start in range(0, len(waiting), size):
-                group = waiting[start : start + size]
+                group = self._running = waiting[start : start + size]
                 outcomes = await self._lanes.run(group, defer=True)
+                self._running = ()
                 for held, outcome in zip(group, outcomes, strict=False):
                     if settle(outcome) in (Settlement.FINISH, Settlement.FORGET):
                         self._leave(held)

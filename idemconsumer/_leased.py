@@ -94,12 +94,13 @@ class LeasedEngine:
             if task in self._lost:
                 outcome = self._fenced(work)
             else:
+                self._active.pop(task, None)  # nobody cancels what gives the saga back
                 await self._release(work)
                 if task not in self._drained:
                     raise
                 outcome = Outcome(OutcomeKind.CANCELLED, state=None if work.holding is None else work.holding.state)
         finally:
-            del self._active[task]
+            self._active.pop(task, None)
             self._works.discard(work)
             for asked_to in (self._lost, self._drained):
                 if task in asked_to:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
+from idemconsumer._shield import from_cancellation
 from idemconsumer.errors import StoreUnavailable, TransactionEnded
 
 T = TypeVar("T")
@@ -33,12 +34,21 @@ class TimeLimit:
         return self._cut_off or time.monotonic() >= self._end
 
     async def hold(self, run: Awaitable[T]) -> T:
-        """What it returns, be it too late: that is known then. Raises TimeoutError where it was cut off."""
+        """What it returns, be it too late: that is known then.
+
+        Where it was cut off nobody knows how far it got, whatever it made of that: TimeoutError if we did so, and
+        CancelledError if somebody else did.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        asked_before = task.cancelling()
         try:
             async with asyncio.timeout(self._seconds) as timer:
                 return await run
-        except TimeoutError as error:
-            if timer.expired():
+        except Exception as error:
+            if task.cancelling() > asked_before and from_cancellation(error):
+                raise asyncio.CancelledError from error
+            if timer.expired() and (isinstance(error, TimeoutError) or from_cancellation(error)):
                 cut = error.__cause__ or error  # it tells where the function was
                 raise self._error.with_traceback(cut.__traceback__) from None
             raise

@@ -83,7 +83,8 @@ class Options(TypedDict, total=False):
     * `name`: what keys are unique within; default the function's name. Renaming it forgets every key.
     * `group_size`: how many messages share one transaction to begin with and at most, up to 128; trouble makes it less.
       Default: as many as go well, which follows the handler's time, its failures and its collisions. 1 for a handler
-      that minds sharing `now()` and `SET LOCAL`, or running again because another message of its group failed.
+      that minds sharing `now()` and `SET LOCAL`, or running again because another message of its group failed. A saga
+      runs alone whatever it is.
     * `consumer_group`: the Kafka consumer group. Default the app's name.
     * `tenant`: whose message it is; keys of two tenants never meet.
     * `order_by`: the entity within which order is kept; "partition" keeps that of the Kafka partition.

@@ -51,3 +51,12 @@ async def ended(task: asyncio.Task[Any]) -> tuple[Any, BaseException | None]:
     if cancelled is not None:
         raise cancelled
     return (None if raised is not None else task.result()), raised
+
+
+def from_cancellation(error: BaseException | None) -> bool:
+    """Whether user code made this of a cancellation, and not of the group that a TaskGroup raised."""
+    while error is not None and not isinstance(error, BaseExceptionGroup):
+        if isinstance(error, asyncio.CancelledError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

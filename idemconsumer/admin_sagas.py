@@ -192,14 +192,14 @@ class SagaAdmin:
             await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
             async with connection.transaction():
                 await self._send(connection, "open", {"token": token, "lock_timeout": _LOCK_TIMEOUT})
-                rows = await self._send(connection, "lock_saga", {"key": key})
-                if not rows:
+                if not await self._send(connection, "lock_saga", {"key": key}):
                     raise ConfigurationError(f"saga {key.hex()[:12]} has ended; there is nothing left to decide")
-                if rows[0]["held"]:
+                (saga,) = await self._send(connection, "locked_saga", {"key": key})
+                if saga["held"]:
                     raise ConfigurationError(
-                        f"saga {key.hex()[:12]} is run by {rows[0]['owner']} now; wait for its end, or stop that worker"
+                        f"saga {key.hex()[:12]} is run by {saga['owner']} now; wait for its end, or stop that worker"
                     )
-                yield connection, rows[0]
+                yield connection, saga
                 await self._send(connection, "forget_dead", {"key": key})
                 await self._send(connection, "seal", {"token": token})
 

@@ -101,10 +101,10 @@ class App:
                 async with Gateway(…) as client:
                     yield client
 
-        Handlers ask for it by its type, exactly as written in the annotation; a step gets it as one of its arguments.
-        A worker process makes all of them before its first message, in the order of their definition, and closes
-        them in reverse when it has drained; `process` makes them at its first call. One that cannot be made stops the
-        start with a ConfigurationError. Not guaranteed: that they are closed when the process is killed.
+        Handlers and the functions of steps get it by its type, exactly as written in the annotation. A worker process
+        makes all of them before its first message, in the order of their definition, and closes them in reverse when
+        it has drained; `process` makes them at its first call. One that cannot be made stops the start with a
+        ConfigurationError. Not guaranteed: that they are closed when the process is killed.
         """
         resource = read_resource(fn)
         if (other := self._resources.get(resource.type)) is not None:

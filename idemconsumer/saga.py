@@ -96,7 +96,7 @@ class SagaRun:
         self._accepted = accepted  # a person lets it go on with a handler that asks for other steps
         self._at = at
         self._overlapped: set[str] = set()
-        self._in_flight: dict[str, asyncio.Task[Any] | None] = {}
+        self._in_flight: dict[str, asyncio.Task[Any]] = {}
         self._unfinished: list[str] = []  # steps asked for, begun or not, that have not come to an end
         self._open = {row.name for row in rows if row.state is StepState.INTENT}  # calls without a known outcome
         self._over = False
@@ -234,9 +234,11 @@ class SagaRun:
     async def _run(self, name: str, run: Callable[[], Awaitable[Any]]) -> Any:
         if self._in_flight:
             self._overlapped |= {name, *self._in_flight}
-        if asyncio.current_task() is not self._main:
+        task = asyncio.current_task()
+        assert task is not None
+        if task is not self._main:
             self._overlapped.add(name)  # it may as well have come at another time
-        self._in_flight[name] = asyncio.current_task()
+        self._in_flight[name] = task
         try:
             return await run()
         finally:
@@ -361,7 +363,10 @@ class SagaRun:
         except TypeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
-            raise TypeError(f"{error}; it is called with {gets}, and then with the arguments of the step") from None
+            raise TypeError(
+                f"{error}; it is called with {gets}, and then with the arguments of the step, "
+                "and by name with the app's resources (@app.resource) whose types its other parameters have"
+            ) from None
         if not inspect.isawaitable(running):
             name = getattr(fn, "__qualname__", type(fn).__name__)
             raise TypeError(f"{name} is not async, it returned {type(running).__name__}; write async def")
@@ -376,13 +381,12 @@ class SagaRun:
         """The handler has ended: steps that it left in flight interrupt the run, are cancelled and waited for; so do
         those that it never let begin, unless it was `rejected`: nothing of them is open then. What is asked for from
         now on is refused."""
-        left = self._left()
-        if left:
-            names = ", ".join(map(repr, left))
+        if self._in_flight:
+            names = ", ".join(map(repr, self._in_flight))
             self.interrupt(SagaMisused(f"the handler ended while step {names} was in flight; await every step"))
-            for task in left.values():
+            for task in self._in_flight.values():
                 task.cancel()
-            await asyncio.wait(left.values())
+            await asyncio.wait(self._in_flight.values())
         elif self._unfinished and not rejected:
             names = ", ".join(map(repr, self._unfinished))
             self.interrupt(
@@ -392,12 +396,8 @@ class SagaRun:
 
     async def siblings(self) -> None:
         """A Reject has left the handler: let the steps beside it come to their own end (L7)."""
-        if left := self._left():
-            await asyncio.wait(left.values())
-
-    def _left(self) -> dict[str, asyncio.Task[Any]]:
-        here = asyncio.current_task()
-        return {name: task for name, task in self._in_flight.items() if task is not None and task is not here}
+        if self._in_flight:
+            await asyncio.wait(self._in_flight.values())
 
     async def resolve(self, rows: Sequence[StepRow]) -> None:
         """A rejection cut off calls beside it. Learn how each ended: from its reconcile, or by the same call with the

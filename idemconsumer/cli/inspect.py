@@ -53,9 +53,9 @@ def check(target: str, as_json: bool, **flags: Any) -> None:
     Exit code 0: nothing is wrong; warnings may be. 1: something is, and is marked as error. 2: usage, or the app cannot
     be imported.
 
-    Reads only. What it finds: a database that is away, not migrated, closed to our role or would
-    lose commits; sources that do not
-    exist; brokers that drop messages after too many deliveries, or keep them longer than the records are kept.
+    Reads only. What it finds: a database that is away, not migrated, closed to our role or would lose commits; sources
+    that do not exist; brokers that drop messages after too many deliveries, or keep them longer than the records are
+    kept.
     """
     settings = load(**flags)
     app = load_app(target)

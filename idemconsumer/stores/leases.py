@@ -93,6 +93,7 @@ class PostgresLeases:
 
     async def retake(self, key: bytes, token: int | None) -> Holding | None:
         worker = self._lease.worker
+        await self._store.alone("await_saga", {"key": key, "worker": worker})
         rows = await self._store.alone("retake_saga", {"key": key, "token": token, "worker": worker})
         return _holding(rows[0], worker) if rows else None
 
@@ -117,7 +118,7 @@ class PostgresLeases:
                 raise Fenced(_NOT_OURS)
             if not attempt:
                 raise Fenced(_ENDED)
-            yield PostgresStep(claims, holding, name, has_undo=has_undo, undo=undo)
+            yield PostgresStep(claims, holding, name, undo=undo)
 
     async def intend(self, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> int:
         state = StepState.UNDO_INTENT if undo else StepState.INTENT
@@ -127,7 +128,7 @@ class PostgresLeases:
         self, holding: Holding, name: str, kind: StepKind, state: StepState, output: StoredResult | None,
         *, has_undo: bool, overlapped: bool,
     ) -> None:  # fmt: skip
-        row = _finished(holding, name, kind, state, output, has_undo, overlapped)
+        row = _step(holding, name, kind, state, has_undo) | _finished(output, overlapped)
         await self._commit(holding, Write(FINISH_STEPS, row))
 
     async def complete(self, holding: Holding, state: State, result: StoredResult | None) -> None:
@@ -201,11 +202,10 @@ class PostgresCompletion:
 class PostgresStep:
     """See `ports_sagas.OpenStep`."""
 
-    def __init__(self, claims: PostgresClaims, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> None:
+    def __init__(self, claims: PostgresClaims, holding: Holding, name: str, *, undo: bool) -> None:
         self._claims = claims
         self._holding = holding
         self._name = name
-        self._has_undo = has_undo
         self._undo = undo
         self.tx = claims.tx
         self.check = claims.check
@@ -213,8 +213,8 @@ class PostgresStep:
 
     async def finish(self, output: StoredResult | None, *, overlapped: bool) -> None:
         state = StepState.UNDONE if self._undo else StepState.DONE
-        row = _finished(self._holding, self._name, StepKind.TX, state, output, self._has_undo, overlapped)
-        await self._claims.complete([], [], last=("finish_step", row))
+        whose = {"key": self._holding.key, "token": self._holding.token, "name": self._name, "state": int(state)}
+        await self._claims.complete([], [], last=("finish_step", whose | _finished(output, overlapped)))
 
 
 async def _alone(claims: PostgresClaims, holding: Holding, write: Write) -> int:
@@ -230,8 +230,7 @@ async def _alone(claims: PostgresClaims, holding: Holding, write: Write) -> int:
 
 
 async def _lock(claims: PostgresClaims, lock: str, holding: Holding) -> None:
-    params = {"key": holding.key, "token": holding.token, "worker": holding.worker, "state": int(holding.state)}
-    if not await claims.send(lock, params):
+    if not await claims.send(lock, _owned(holding)):
         raise Fenced(_NOT_OURS)
 
 
@@ -243,11 +242,8 @@ def _step(holding: Holding, name: str, kind: StepKind, state: StepState, has_und
     return _owned(holding) | {"name": name, "kind": int(kind), "state": int(state), "has_undo": has_undo}
 
 
-def _finished(
-    holding: Holding, name: str, kind: StepKind, state: StepState, output: StoredResult | None, has_undo: bool,
-    overlapped: bool,
-) -> dict[str, Any]:  # fmt: skip
-    return _step(holding, name, kind, state, has_undo) | {
+def _finished(output: StoredResult | None, overlapped: bool) -> dict[str, Any]:
+    return {
         "overlapped": overlapped,
         "output": None if output is None else output.body,
         "content_type": None if output is None else output.content_type,

@@ -221,11 +221,19 @@ from taken as s
 -- name: own_sagas
 select key, token from {schema}.saga where worker = %(worker)s and (%(key)s::bytea is null or key = %(key)s)
 
+-- name: await_saga
+-- Waits for whatever is still in flight with a token of ours.
+select 1 from {schema}.saga where key = %(key)s and worker = %(worker)s for update
+
 -- name: retake_saga
--- From oneself, after a lost COMMIT. The row lock waits for whatever is still in flight with the old token.
+-- From oneself, after a lost COMMIT. In a statement after `await_saga`: its snapshot shows what was in flight. Attempts
+-- as in `take_sagas`.
 with taken as (
     update {schema}.saga as s
-    set token = greatest(s.token + 1, nextval('{schema}.saga_token'))
+    set token = greatest(s.token + 1, nextval('{schema}.saga_token')),
+        attempt = case when exists (select from {schema}.step
+                                    where key = s.key and finished_at is not null and state <> 4 and token = s.token)
+                       then 1 else s.attempt end
     where s.key = %(key)s and s.worker = %(worker)s and s.token = coalesce(%(token)s::bigint, s.token)
     returning s.*
 ), noted as (
@@ -240,12 +248,12 @@ from taken as s
 -- name: fence
 -- Held to COMMIT, so a takeover waits for an open step, or skips it. No row: fenced (L2).
 select 1 from {schema}.saga
-where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(state)s for share
+where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(phase)s for share
 
 -- name: own
 -- As `fence`, for what ends or changes the phase: waits for all open steps.
 select 1 from {schema}.saga
-where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(state)s for update
+where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(phase)s for update
 
 -- name: steps
 select name, kind, state, has_undo, overlapped, position, attempt, output, content_type
@@ -425,11 +433,16 @@ from {schema}.step where key = %(key)s order by started_at, position nulls last
 select at, what, owner, token, attempt, detail from {schema}.history where key = %(key)s order by id
 
 -- name: lock_saga
--- Waits for open steps; from here on nobody takes it. Held: by a worker whose lease is not over.
+-- Waits for open steps; from here on nobody takes it.
+select 1 from {schema}.saga where key = %(key)s for update
+
+-- name: locked_saga
+-- In a statement after the row lock: its snapshot shows who took the saga, and renewed a lease, while that waited. Held:
+-- by a worker whose lease is not over.
 select s.state, s.rejection, w.name as owner, s.worker is not null and w.until >= clock_timestamp()
     and w.until <= clock_timestamp() + w.lease as held
 from {schema}.saga as s left join {schema}.worker as w on w.id = s.worker
-where s.key = %(key)s for update of s
+where s.key = %(key)s
 
 -- name: resume_saga
 -- Nobody's and due now, with all attempts before it again. The token is new: its last owner may only be frozen.

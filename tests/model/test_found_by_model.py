@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from dataclasses import replace
 from typing import Any, cast
 
@@ -107,50 +106,6 @@ _SAGA = (
     " select 'k', id, 'book', %s, 5, %s::bigint, clock_timestamp(), 3, 's', 'p', '', '', clock_timestamp() from scope"
 )
 _TAKE: dict[str, Any] = {"scopes": "shop/", "handlers": ["book"], "limit": 5, "key": None, "unheld": [], "tokens": []}
-
-
-def _worker(connection: psycopg.Connection[Any], until: str) -> int:
-    row = connection.execute(
-        "insert into idemconsumer.worker (name, lease, until)"
-        " values ('w', interval '30 s', clock_timestamp() + %s::interval) returning id",
-        (until,),
-    ).fetchone()
-    assert row is not None
-    return int(row[0])
-
-
-def _wait_for_waiting(connection: psycopg.Connection[Any]) -> None:
-    deadline = time.monotonic() + 10
-    while not connection.execute("select 1 from pg_locks where locktype = 'advisory' and not granted").fetchone():
-        assert time.monotonic() < deadline, "the second taker never came to the row"
-
-
-@pytest.mark.parametrize("released", [True, False], ids=["due", "stale"])
-async def test_of_two_takers_at_once_one_gets_the_saga(database: str, released: bool) -> None:
-    """The second one's snapshot still shows the old owner; it took the saga from the living first one."""
-    migrate(database, "idemconsumer")
-    take = load("idemconsumer")["take_sagas"]
-    held_up = take.replace(b"where s.handler", b"where pg_advisory_xact_lock(7) is not null and s.handler")
-    assert held_up != take
-    with (
-        psycopg.connect(database, autocommit=True) as first,
-        psycopg.connect(database, autocommit=True) as second,
-    ):
-        dead, one, other = _worker(first, "-1 s"), _worker(first, "30 s"), _worker(first, "30 s")
-        first.execute(_SAGA, (1, None if released else dead))
-        first.execute("select pg_advisory_lock(7)")
-
-        def take_late() -> list[Any]:
-            return second.execute(held_up, _TAKE | {"worker": other}).fetchall()
-
-        late = asyncio.create_task(asyncio.to_thread(take_late))
-        try:
-            await asyncio.to_thread(_wait_for_waiting, first)
-            taken = first.execute(take, _TAKE | {"worker": one}).fetchall()
-        finally:
-            first.execute("select pg_advisory_unlock(7)")
-            taken_late = await late
-        assert (len(taken), taken_late) == (1, [])
 
 
 def test_an_undo_that_only_began_does_not_start_the_attempts_anew(database: str) -> None:

@@ -16,7 +16,7 @@ from uuid import UUID
 import psycopg
 import pytest
 
-from idemconsumer import Message, Outcome, Tx, idempotent_handler
+from idemconsumer import Message, Outcome, OutcomeKind, Tx, idempotent_handler
 from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
 from idemconsumer._model import Point, SagaPoint, State
@@ -129,6 +129,14 @@ class Station:
             if holding is None:
                 await asyncio.sleep(0.01)
         return await self.run(Work.of(handler, holding.message, holding=holding))
+
+    async def to_the_end(self, handler: BoundHandler, outcome: Outcome) -> list[Outcome]:
+        """Resume the saga until it is tried no more; all outcomes, of which `outcome` is the first."""
+        outcomes = [outcome]
+        while outcomes[-1].kind is OutcomeKind.RETRYING:
+            assert len(outcomes) < 10, "it is tried for ever"
+            outcomes.append(await self.resume(handler))
+        return outcomes
 
 
 class OpenStation(Protocol):

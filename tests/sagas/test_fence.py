@@ -262,16 +262,6 @@ async def test_a_token_grows_with_every_owner_even_if_the_sequence_lags(
 
 
 # ------------------------------------------------------------------------------------------------------------ takeover
-async def test_of_two_takers_of_one_stale_saga_one_gets_it(bench: Bench, one: Station, two: Station) -> None:
-    for _ in range(10):
-        bench.run("truncate idemconsumer.saga, idemconsumer.record")
-        await begin(one)
-        bench.expire(one)
-        one.register(bench)
-        taken = await asyncio.gather(one.take(saga(book)), two.take(saga(book)))
-        assert sum(holding is not None for holding in taken) == 1
-
-
 @asynccontextmanager
 async def locked(bench: Bench) -> AsyncIterator[None]:
     """Somebody holds the saga's row, as a taker does until its commit."""
@@ -299,13 +289,32 @@ async def test_a_taker_passes_over_what_another_is_taking_and_takes_the_rest(
 
 async def test_a_retake_waits_for_what_is_in_flight(bench: Bench, one: Station) -> None:
     old = await begin(one)
+    bench.run("update idemconsumer.saga set attempt = 5")
     async with one.leases.step(old, "s", has_undo=False, undo=False) as step:
         await put(step.tx(), "in flight")
         retake = asyncio.create_task(one.leases.retake(old.key, old.token))
         await until(lambda: bench.waiting() == 1, "the retake waits")
         await step.finish(None, overlapped=False)
-    assert await retake is not None
+    retaken = await retake
+    assert retaken is not None
+    assert (retaken.token > old.token, retaken.attempt) == (True, 1), "the step has finished"
     assert [row.name for row in await one.leases.steps(old.key)] == ["s"]
+
+
+@pytest.mark.parametrize(("write", "attempt"), [(_intend, 5), (_step, 1), (_record, 1)], ids=["intent", "tx", "call"])
+async def test_a_retake_is_the_first_attempt_again_when_a_step_has_finished_since_the_last_one(
+    bench: Bench, one: Station, write: Write, attempt: int
+) -> None:
+    """Else a lost COMMIT after it would make the next failure the last one."""
+    holding = await begin(one)
+    bench.run("update idemconsumer.saga set attempt = 5")
+    await write(one, holding)
+    retaken = await one.leases.retake(holding.key, holding.token)
+    assert retaken is not None
+    assert retaken.attempt == attempt
+    again = await one.leases.retake(retaken.key, retaken.token)
+    assert again is not None
+    assert again.attempt == attempt
 
 
 @pytest.mark.parametrize("write", [_complete, _undo, _release, _park], ids=["complete", "undo", "release", "park"])

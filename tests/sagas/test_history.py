@@ -200,9 +200,7 @@ async def test_a_timeline_is_put_together_in_the_order_of_time(
         raise Reject("no")
 
     handler = saga(book, max_attempts=2)
-    outcome = await one.deliver(handler)
-    while outcome.kind is OutcomeKind.RETRYING:
-        outcome = await two.resume(handler)
+    await two.to_the_end(handler, await one.deliver(handler))
     detail = await shown(bench)
     events = [(event.what, event.owner) for event in detail.timeline]
     assert events[:6] == [

@@ -12,6 +12,7 @@ import pytest
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from idemconsumer._model import State, StoredResult
 from idemconsumer.ports_sagas import Holding
+from idemconsumer.saga import SagaRun
 from tests.sagas.conftest import Bench, Remote, Station, put, saga, take_back, until
 
 
@@ -85,7 +86,6 @@ async def a_task_forgotten_before_it_began(saga: Saga) -> None:
     a_forgotten_task.task = asyncio.create_task(saga.tx("s", put, "late"))  # type: ignore[attr-defined]
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 async def a_step_that_nobody_awaits(saga: Saga) -> None:
     _ = saga.tx("s", put, "never")
 
@@ -278,6 +278,109 @@ async def test_a_lost_lease_cancels_what_runs_and_writes_nothing(bench: Bench, o
     bench.expire(one)
     assert (await two.resume(saga(book))).kind is OutcomeKind.APPLIED
     assert bench.effects == ["a", "b"]
+
+
+class Leftover:
+    """A handler that leaves a step behind which ends only when it is cancelled, or cancelled twice, and notes that."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._begun = asyncio.Event()
+
+    async def _hang(self, tx: Tx, cancellations: int) -> None:
+        await put(tx, "hung")
+        self._begun.set()
+        for _ in range(cancellations):
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        self.ended = True
+        raise asyncio.CancelledError
+
+    async def siblings(self, order: dict[str, Any], saga: Saga) -> None:
+        self.task = asyncio.create_task(saga.tx("hung", self._hang, 1))
+        await self._begun.wait()
+        raise Reject("no")
+
+    async def settle(self, order: dict[str, Any], saga: Saga) -> None:
+        self.task = asyncio.create_task(saga.tx("hung", self._hang, 2))
+        await self._begun.wait()
+
+
+@pytest.mark.parametrize("end", ["drain", "lose"])
+@pytest.mark.parametrize("during", ["siblings", "settle"])
+async def test_no_step_goes_on_after_an_end_that_came_while_it_was_waited_for(
+    bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch, during: str, end: str
+) -> None:
+    waits, waited_for, left = asyncio.Event(), getattr(SagaRun, during), Leftover()
+
+    async def noted(run: SagaRun, **more: Any) -> None:
+        waits.set()
+        await waited_for(run, **more)
+
+    monkeypatch.setattr(SagaRun, during, noted)
+    run = asyncio.create_task(one.deliver(saga(getattr(left, during))))
+    await waits.wait()
+    getattr(one.engine, end)()
+    assert (await run).kind is (OutcomeKind.CANCELLED if end == "drain" else OutcomeKind.FENCED)
+    assert left.ended
+    assert (bench.state, bench.effects) == (State.PROCESSING, [])
+
+
+async def test_a_lease_that_is_lost_while_a_drain_waits_for_a_step_leaves_none_behind(
+    bench: Bench, one: Station
+) -> None:
+    begun, cancelled, go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def slow_to_end(tx: Tx) -> None:
+        begun.set()
+        while not go.is_set():
+            with suppress(asyncio.CancelledError):
+                await go.wait()
+            cancelled.set()
+        raise asyncio.CancelledError
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        tasks.append(asyncio.create_task(saga.tx("s", slow_to_end)))
+        await asyncio.Event().wait()
+
+    run = asyncio.create_task(one.deliver(saga(book)))
+    await begun.wait()
+    one.engine.drain()
+    await cancelled.wait()
+    one.engine.lose()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    early = run.done()
+    go.set()
+    assert ((await run).kind, early, tasks[0].done()) == (OutcomeKind.FENCED, False, True)
+
+
+async def test_a_lease_that_is_lost_while_a_drain_gives_the_saga_back_changes_nothing(
+    bench: Bench, one: Station
+) -> None:
+    """The lane would end as one that was cancelled by what it ran, and the drain with an error."""
+    begun, gives_back, go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    release = one.leases.release
+
+    async def slowly(*args: Any, **more: Any) -> None:
+        gives_back.set()
+        await go.wait()
+        await release(*args, **more)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    one.leases.release = slowly  # type: ignore[method-assign]
+    run = asyncio.create_task(one.deliver(saga(book)))
+    await begun.wait()
+    one.engine.drain()
+    await gives_back.wait()
+    one.engine.lose()
+    go.set()
+    assert (await run).kind is OutcomeKind.CANCELLED
+    assert bench.run("select worker from idemconsumer.saga") == [(None,)]
 
 
 async def test_a_reject_in_a_task_group_beside_a_running_step_is_a_rejection(bench: Bench, one: Station) -> None:

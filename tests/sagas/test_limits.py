@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from idemconsumer import Done, NotDone, Outcome, OutcomeKind, Reject, Saga, Step, Tx, Unknown
+from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
 from idemconsumer._limit import TimeLimit
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.handlers import BoundHandler
 from tests.sagas.conftest import Bench, OpenStation, Remote, Station, put, saga, until
 from tests.sagas.test_reconcile import lost
 
@@ -69,14 +68,6 @@ async def bounded(open_station: OpenStation) -> Station:
     return station
 
 
-async def to_the_end(station: Station, handler: BoundHandler, outcome: Outcome) -> list[Outcome]:
-    outcomes = [outcome]
-    while outcomes[-1].kind is OutcomeKind.RETRYING:
-        assert len(outcomes) < 6, "it is tried for ever"
-        outcomes.append(await station.resume(handler))
-    return outcomes
-
-
 @every_slow
 async def test_a_step_that_takes_longer_than_the_lease_runs_out_of_attempts(
     bench: Bench, bounded: Station, slow: Slow
@@ -93,7 +84,7 @@ async def test_a_step_that_takes_longer_than_the_lease_runs_out_of_attempts(
         await saga.tx("slow", step)
 
     handler = saga(book, max_attempts=2)
-    *_, last = await to_the_end(bounded, handler, await bounded.deliver(handler))
+    *_, last = await bounded.to_the_end(handler, await bounded.deliver(handler))
     assert (last.kind, last.reason, runs, bench.effects) == (OutcomeKind.DEAD, "attempts_exhausted", 2, [])
     assert "step 'slow': TimeoutError: did not end within 0.2 s" in bench.letter
     assert "raise `lease`" in bench.letter
@@ -112,7 +103,7 @@ async def test_an_undo_that_takes_longer_than_the_lease_runs_out_of_attempts(
         raise Reject("no")
 
     handler = saga(book, max_attempts=2)
-    *_, last = await to_the_end(bounded, handler, await bounded.deliver(handler))
+    *_, last = await bounded.to_the_end(handler, await bounded.deliver(handler))
     assert (last.reason, bench.effects) == ("undo_failed", ["a"])
     assert "undo of 'a': TimeoutError: did not end within 0.2 s" in bench.letter
 
@@ -131,7 +122,7 @@ async def test_a_question_that_takes_longer_than_the_lease_is_left_to_a_person(
 
     handler = saga(book, reconcile=reconcile, max_attempts=3)
     await lost(bench, one, handler)
-    *_, last = await to_the_end(bounded, handler, await bounded.resume(handler))
+    *_, last = await bounded.to_the_end(handler, await bounded.resume(handler))
     assert (last.reason, bench.effects) == ("unknown_effect", [])
     assert "reconcile: TimeoutError: did not end within 0.2 s" in bench.letter
 

@@ -161,9 +161,7 @@ async def test_a_lost_commit_of_a_rejection_keeps_it(bench: Bench, line: Line, c
 
 
 @both_cuts
-async def test_a_lost_commit_of_a_release_or_dead_letter_loses_nothing(
-    bench: Bench, line: Line, notes: Notes, cut: Cut
-) -> None:
+async def test_a_lost_commit_of_a_release_loses_nothing(bench: Bench, line: Line, cut: Cut) -> None:
     fails = ["once"]
 
     async def flaky(tx: Tx) -> None:

@@ -131,9 +131,7 @@ async def test_a_question_that_keeps_failing_is_left_to_a_person_and_nothing_is_
     asked = Asked(ValueError("no table"))
     handler = asked.handler(max_attempts=3)
     await lost(bench, one, handler)
-    outcome = await two.resume(handler)
-    while outcome.kind is OutcomeKind.RETRYING:
-        outcome = await two.resume(handler)
+    *_, outcome = await two.to_the_end(handler, await two.resume(handler))
     assert (outcome.kind, outcome.reason, bench.effects) == (OutcomeKind.DEAD, "unknown_effect", [])
     assert "reconcile: ValueError: no table" in bench.letter
     assert asked.times == 2

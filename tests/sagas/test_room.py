@@ -17,9 +17,12 @@ from idemconsumer._work import Work
 from idemconsumer.brokers import connect
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.sagas import SagaBroker
+from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.handlers import BoundHandler
 from idemconsumer.ports import Bounds, Outgoing
+from idemconsumer.ports_sagas import Holding
 from idemconsumer.settings import Settings
+from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker import Worker
 from tests.sagas.conftest import Bench, Station, order, until
 
@@ -68,6 +71,17 @@ class Crowd:
             await running
 
 
+@pytest.fixture
+def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
+    """That of each worker."""
+    broker = MemoryBroker()
+    monkeypatch.setattr(
+        "idemconsumer.worker.connect",
+        lambda scheme, settings: broker if scheme == "memory" else connect(scheme, settings),
+    )
+    return broker
+
+
 async def left_behind(station: Station, crowd: Crowd) -> None:
     """Its sagas have begun at this station."""
     for message in crowd.orders:
@@ -87,11 +101,9 @@ async def test_the_sagas_of_a_lost_worker_all_run_at_once_while_lanes_are_free(b
 
 
 async def test_redelivered_messages_of_a_lost_worker_do_not_hold_up_its_sagas(
-    bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, one: Station, broker: MemoryBroker
 ) -> None:
     """The broker kept them, so they wait here for the end of the sagas that they had begun."""
-    broker = MemoryBroker()
-    monkeypatch.setattr("idemconsumer.worker.connect", _memory(broker))
     crowd = Crowd(settle="finished")
     await left_behind(one, crowd)
     await broker.publish("orders", [Outgoing(message.body) for message in crowd.orders])
@@ -105,15 +117,106 @@ async def test_redelivered_messages_of_a_lost_worker_do_not_hold_up_its_sagas(
         assert "fenced" not in worker.counts
 
 
-def _memory(broker: MemoryBroker) -> Any:
-    return lambda scheme, settings: broker if scheme == "memory" else connect(scheme, settings)
+async def test_a_saga_whose_claim_was_lost_together_with_the_database_is_run_while_its_message_waits(
+    bench: Bench, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner is this very process, which does not know."""
+    begin, retake = PostgresLeases.begin, PostgresLeases.retake
+
+    async def lost(leases: PostgresLeases, *args: Any) -> None:
+        monkeypatch.setattr(PostgresLeases, "begin", begin)
+        await begin(leases, *args)
+        raise CommitUnknown("lost")
+
+    async def away(leases: PostgresLeases, *args: Any) -> None:
+        monkeypatch.setattr(PostgresLeases, "retake", retake)
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(PostgresLeases, "begin", lost)
+    monkeypatch.setattr(PostgresLeases, "retake", away)
+    crowd = Crowd(settle="finished")
+    await broker.publish("orders", [Outgoing(crowd.orders[0].body)])
+    async with crowd.worker(bench.dsn) as worker:
+        await until(lambda: crowd.running == 1, "it runs")
+        crowd.go.set()
+        await until(lambda: worker.counts.get("duplicate", 0) == 1, "its message is settled")
+    assert crowd.running == 1
+
+
+async def test_sagas_that_were_taken_by_a_lost_answer_are_run_while_their_messages_wait(
+    bench: Bench, one: Station, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = PostgresLeases.take
+
+    async def lost(leases: PostgresLeases, *args: Any, **more: Any) -> list[Holding]:
+        if taken := await take(leases, *args, **more):
+            monkeypatch.setattr(PostgresLeases, "take", take)
+            raise StoreUnavailable("lost")
+        return taken
+
+    crowd = Crowd(settle="finished")
+    await left_behind(one, crowd)
+    await broker.publish("orders", [Outgoing(message.body) for message in crowd.orders])
+    async with crowd.worker(bench.dsn) as worker:
+        await until(lambda: worker.counts.get("busy", 0) >= len(crowd.orders), "all messages wait")
+        monkeypatch.setattr(PostgresLeases, "take", lost)
+        bench.expire(one)
+        await until(lambda: crowd.running == len(crowd.orders), "all run at once")
+        crowd.go.set()
+        await until(lambda: worker.counts.get("duplicate", 0) == len(crowd.orders), "all messages are settled")
+
+
+async def test_a_saga_that_is_being_begun_among_those_that_wait_is_not_taken_from_oneself(
+    bench: Bench, one: Station, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, take, looks = PostgresLeases.begin, PostgresLeases.take, 0
+
+    async def counted(leases: PostgresLeases, *args: Any, **more: Any) -> list[Holding]:
+        nonlocal looks
+        looks += 1
+        return await take(leases, *args, **more)
+
+    async def slowly(leases: PostgresLeases, *args: Any) -> object:
+        begun = await begin(leases, *args)
+        before = looks
+        if isinstance(begun, Holding):
+            await until(lambda: looks >= before + 3, "what is in nobody's hands was looked for since the commit")
+        return begun
+
+    crowd = Crowd(settle="finished")
+    await left_behind(one, crowd)
+    await broker.publish("orders", [Outgoing(crowd.orders[0].body)])
+    async with crowd.worker(bench.dsn) as worker:
+        await until(lambda: worker.counts.get("busy", 0) > 0, "it waits")
+        monkeypatch.setattr(PostgresLeases, "take", counted)
+        monkeypatch.setattr(PostgresLeases, "begin", slowly)
+        bench.run("delete from idemconsumer.saga")
+        bench.run("delete from idemconsumer.record")
+        await until(lambda: crowd.running > 0, "it has begun")
+        crowd.go.set()
+        lanes = worker._lanes
+        assert lanes is not None
+        await until(lambda: lanes.in_flight == 0, "it has ended")
+        assert (crowd.running, worker.counts.get("fenced", 0)) == (1, 0)
+
+
+async def test_each_message_that_waits_has_its_turn_whatever_the_group_size(
+    bench: Bench, one: Station, broker: MemoryBroker
+) -> None:
+    """A saga runs alone, so those behind the first one of a group would never be presented."""
+    crowd = Crowd(settle="finished", group_size=8)
+    await left_behind(one, crowd)
+    await broker.publish("orders", [Outgoing(message.body) for message in crowd.orders])
+    async with crowd.worker(bench.dsn) as worker:
+        await until(lambda: worker.counts.get("busy", 0) >= len(crowd.orders), "all messages wait")
+        ((last,),) = bench.run("delete from idemconsumer.saga where body = %s returning key", (crowd.orders[-1].body,))
+        bench.run("delete from idemconsumer.record where key = %s", (last,))
+        await until(lambda: crowd.running == 1, "it has begun, while the others still wait")
 
 
 async def test_a_drain_ends_a_saga_that_had_to_be_begun_anew_among_those_that_wait(
-    bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, one: Station, broker: MemoryBroker
 ) -> None:
-    broker = MemoryBroker()
-    monkeypatch.setattr("idemconsumer.worker.connect", _memory(broker))
     crowd = Crowd(settle="finished")
     await left_behind(one, crowd)
     await broker.publish("orders", [Outgoing(crowd.orders[0].body)])

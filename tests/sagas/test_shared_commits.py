@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Final, Literal, LiteralString
+from typing import Any, Final, Literal, LiteralString, TypeVar
 
 import psycopg
 import pytest
@@ -27,6 +27,7 @@ from idemconsumer.stores.postgres import PostgresClaims
 from tests.sagas.conftest import SCHEMA, Bench, OpenStation, Remote, Station, order, put, saga, until
 from tests.servers.proxy import Proxy
 
+T = TypeVar("T")
 OUTPUT: Final = StoredResult(b'"out"')
 
 
@@ -108,6 +109,15 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
+async def lined_up(*writes: Coroutine[Any, Any, T]) -> list[asyncio.Task[T]]:
+    """The first one is under way, and the others wait behind it."""
+    tasks = []
+    for write in writes:
+        tasks.append(asyncio.create_task(write))
+        await turn()
+    return tasks
+
+
 @asynccontextmanager
 async def locked(bench: Bench, query: LiteralString, key: bytes) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
     """Somebody else holds a row."""
@@ -164,11 +174,8 @@ async def test_each_saga_gets_its_own_answer(bench: Bench, one: Station) -> None
 async def test_what_comes_during_a_commit_shares_the_next_one(bench: Bench, one: Station) -> None:
     holdings = await begin_all(one, 5)
     async with full(one):
-        first = asyncio.create_task(intend(one, holdings[0]))
-        await turn()
-        others = [asyncio.create_task(intend(one, holding)) for holding in holdings[1:]]
-        await turn()
-    await asyncio.gather(first, *others)
+        writes = await lined_up(*(intend(one, holding) for holding in holdings))
+    await asyncio.gather(*writes)
     assert transactions(bench, STEPS) == 2
 
 
@@ -374,26 +381,20 @@ async def test_a_connection_lost_before_commit_leaves_all_undone_and_says_so(ben
 async def test_a_closed_store_says_so_to_whoever_asks_or_waits(bench: Bench, one: Station) -> None:
     holdings = await begin_all(one, 3)
     async with full(one):
-        first = asyncio.create_task(intend(one, holdings[0]))
-        await turn()
-        second = asyncio.create_task(intend(one, holdings[1]))
-        await turn()
+        writes = await lined_up(*(intend(one, holding) for holding in holdings[:2]))
         await one.store.close()
-    ends = await either(first, second, intend(one, holdings[2]))
+    ends = await either(*writes, intend(one, holdings[2]))
     assert kinds(ends) == [StoreUnavailable] * 3
 
 
 async def test_nobody_waits_for_ever_when_the_loop_is_being_closed(bench: Bench, one: Station) -> None:
     holdings = await begin_all(one, 2)
     async with full(one):
-        under_way = asyncio.create_task(intend(one, holdings[0]))
-        await turn()
-        waits = asyncio.create_task(intend(one, holdings[1]))
-        await turn()
+        writes = await lined_up(*(intend(one, holding) for holding in holdings))
         running = one.leases._shared._running
         assert running is not None
         running.cancel()
-        ends = await either(under_way, waits)
+        ends = await either(*writes)
     assert kinds(ends) == [CommitUnknown, StoreUnavailable]
     assert await intend(one, holdings[1]) == 1
 
@@ -402,21 +403,17 @@ async def test_nobody_waits_for_ever_when_the_loop_is_being_closed(bench: Bench,
 async def test_who_is_cancelled_while_it_waits_for_its_turn_writes_nothing(bench: Bench, one: Station) -> None:
     holdings = await begin_all(one, 3)
     async with full(one):
-        first = asyncio.create_task(intend(one, holdings[0]))
-        await turn()
-        others = [asyncio.create_task(intend(one, holding)) for holding in holdings[1:]]
-        await turn()
-        others[0].cancel()
-        assert kinds(await either(others[0])) == [asyncio.CancelledError], "at once"
-    assert await either(first, others[1]) == [1, 1]
+        first, second, third = await lined_up(*(intend(one, holding) for holding in holdings))
+        second.cancel()
+        assert kinds(await either(second)) == [asyncio.CancelledError], "at once"
+    assert await either(first, third) == [1, 1]
     assert {row[0] for row in bench.run("select key from idemconsumer.step")} == {holdings[0].key, holdings[2].key}
 
 
 async def test_who_is_cancelled_during_the_commit_comes_to_its_end_first(bench: Bench, one: Station) -> None:
     (holding,) = await begin_all(one, 1)
     async with full(one):
-        write = asyncio.create_task(intend(one, holding))
-        await turn()
+        (write,) = await lined_up(intend(one, holding))
         write.cancel()
         await turn()
         assert not write.done()

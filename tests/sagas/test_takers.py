@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from typing import Any
 
 import psycopg
@@ -13,6 +13,8 @@ import pytest
 from idemconsumer import OutcomeKind, Saga
 from idemconsumer._sql import load
 from idemconsumer._work import Work
+from idemconsumer.admin_sagas import SagaAdmin
+from idemconsumer.errors import ConfigurationError
 from idemconsumer.ports_sagas import Holding
 from tests.conftest import PostgresServer
 from tests.sagas.conftest import SCHEMA, Bench, OpenStation, Station, order, put, saga, until
@@ -65,10 +67,13 @@ async def late(bench: Bench, open_station: OpenStation) -> Station:
 
 
 @asynccontextmanager
-async def door_shut(bench: Bench) -> AsyncIterator[None]:
+async def late_taker(bench: Bench, station: Station) -> AsyncIterator[asyncio.Task[Holding | None]]:
+    """Its take has its snapshot, and comes to the rows when the block ends."""
     async with await psycopg.AsyncConnection.connect(bench.dsn, autocommit=True) as keeper:
         await keeper.execute("select pg_advisory_lock(%s)", (_DOOR,))
-        yield
+        taker = asyncio.create_task(station.take(HANDLER))
+        await until(lambda: bench.waiting() == 1, "it has its snapshot")
+        yield taker
         await keeper.execute("select pg_advisory_unlock(%s)", (_DOOR,))
 
 
@@ -97,12 +102,13 @@ async def test_a_taker_gets_nothing_and_does_not_wait_while_another_is_taking(
     assert await two.take(HANDLER) is None, "the saga has a living owner now"
 
 
-async def test_a_taker_that_saw_the_saga_stale_gets_nothing_when_another_has_taken_it_since(
-    bench: Bench, stale: Holding, one: Station, late: Station
+@pytest.mark.parametrize("seen", ["stale", "due"])
+async def test_a_taker_that_saw_the_saga_free_gets_nothing_when_another_has_taken_it_since(
+    bench: Bench, stale: Holding, one: Station, late: Station, seen: str
 ) -> None:
-    async with door_shut(bench):
-        behind = asyncio.create_task(late.take(HANDLER))
-        await until(lambda: bench.waiting() == 1, "it has its snapshot")
+    if seen == "due":
+        bench.run("update idemconsumer.saga set worker = null")
+    async with late_taker(bench, late) as behind:
         taken = await one.take(HANDLER)
         assert taken is not None
     assert await behind is None
@@ -113,14 +119,11 @@ async def test_a_taker_that_saw_the_saga_stale_gets_nothing_when_another_has_tak
 async def test_a_taker_that_saw_the_saga_stale_gets_nothing_while_another_is_taking(
     bench: Bench, stale: Holding, one: Station, late: Station
 ) -> None:
-    async with door_shut(bench):
-        behind = asyncio.create_task(late.take(HANDLER))
-        await until(lambda: bench.waiting() == 1, "it has its snapshot")
-        rival = taking(bench, one)
-        await rival.__aenter__()
-    async with asyncio.timeout(5):
-        assert await behind is None
-    await rival.__aexit__(None, None, None)
+    async with AsyncExitStack() as rival:
+        async with late_taker(bench, late) as behind:
+            await rival.enter_async_context(taking(bench, one))
+        async with asyncio.timeout(5):
+            assert await behind is None
     assert bench.token > stale.token
 
 
@@ -128,9 +131,7 @@ async def test_a_taker_that_saw_the_saga_stale_gets_nothing_while_another_is_tak
 async def test_a_taker_that_saw_the_saga_stale_gets_nothing_when_it_has_ended_since(
     bench: Bench, one: Station, late: Station
 ) -> None:
-    async with door_shut(bench):
-        behind = asyncio.create_task(late.take(HANDLER))
-        await until(lambda: bench.waiting() == 1, "it has its snapshot")
+    async with late_taker(bench, late) as behind:
         assert (await one.resume(HANDLER)).kind is OutcomeKind.APPLIED
     assert await behind is None
     assert bench.effects == ["a"]
@@ -139,12 +140,39 @@ async def test_a_taker_that_saw_the_saga_stale_gets_nothing_when_it_has_ended_si
 async def test_a_taker_that_saw_the_saga_stale_gets_it_with_a_later_token_when_it_was_released_since(
     bench: Bench, stale: Holding, one: Station, late: Station
 ) -> None:
-    async with door_shut(bench):
-        behind = asyncio.create_task(late.take(HANDLER))
-        await until(lambda: bench.waiting() == 1, "it has its snapshot")
+    async with late_taker(bench, late) as behind:
         taken = await one.take(HANDLER)
         assert taken is not None
         await one.leases.release(taken, 0.0, None, count=False)
     holding = await behind
     assert holding is not None
     assert stale.token < taken.token < holding.token == bench.token
+
+
+# --------------------------------------------------------------------------------------------------- a person decides
+def decide(bench: Bench, saga: Holding) -> asyncio.Task[None]:
+    return asyncio.create_task(SagaAdmin(bench.dsn, SCHEMA).resume(saga.key))
+
+
+async def test_nobody_decides_upon_a_saga_that_a_worker_took_while_the_decision_waited(
+    bench: Bench, stale: Holding, one: Station
+) -> None:
+    async with taking(bench, one):
+        decision = decide(bench, stale)
+        await until(lambda: bench.waiting() == 1, "it waits for the row")
+    with pytest.raises(ConfigurationError, match="is run by test now"):
+        await decision
+
+
+async def test_nobody_decides_upon_a_saga_whose_worker_renewed_its_lease_while_the_decision_waited(
+    bench: Bench, stale: Holding
+) -> None:
+    """As it does while its open step is waited for."""
+    async with await psycopg.AsyncConnection.connect(bench.dsn) as owner:
+        await owner.execute("select 1 from idemconsumer.saga for share")
+        decision = decide(bench, stale)
+        await until(lambda: bench.waiting() == 1, "it waits for the row")
+        bench.run("update idemconsumer.worker set until = clock_timestamp() + lease")
+        await owner.commit()
+    with pytest.raises(ConfigurationError, match="is run by test now"):
+        await decision

@@ -10,6 +10,7 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from tests.sagas.conftest import Bench, Remote, Station, put, saga
+from tests.sagas.test_interrupt import a_forgotten_task, a_step_that_nobody_awaits
 
 
 class Mute(Exception):
@@ -33,6 +34,9 @@ async def unstorable(step: Step) -> object:
     return object()
 
 
+async def pays_by(step: Step, remote: Remote) -> None: ...
+
+
 async def mute(step: Step) -> None:
     raise Mute
 
@@ -46,27 +50,17 @@ async def waits_too_long(saga: Saga) -> None:
         await saga.tx("s", hang)
 
 
-async def forgets(saga: Saga) -> None:
-    _ = saga.tx("s", ok)
-
-
-async def leaves_in_flight(saga: Saga) -> None:
-    begun = asyncio.Event()
-
-    async def hung(tx: Tx) -> None:
-        begun.set()
-        await hang(tx)
-
-    leaves_in_flight.task = asyncio.create_task(saga.tx("s", hung))  # type: ignore[attr-defined]
-    await begun.wait()
-
-
 WRONG: dict[str, tuple[Callable[[Any], Awaitable[object]], str]] = {
     "an argument too many": (
         lambda saga: saga.tx("s", ok, 1, 2),
         "step 's': TypeError: ok() takes 1 positional argument but 3 were given; it is called with tx, and then",
     ),
     "no function": (lambda saga: saga.call("s", 42), "step 's': TypeError: 'int' object is not callable; it is called"),
+    "no such resource": (
+        lambda saga: saga.call("s", pays_by),
+        "argument: 'remote'; it is called with step, and then with the arguments of the step, and by name with the "
+        "app's resources (@app.resource)",
+    ),
     "not async": (lambda saga: saga.tx("s", plain), "step 's': TypeError: plain is not async, it returned int; write"),
     "unstorable": (lambda saga: saga.call("s", unstorable), "step 's': a result of type object cannot be stored"),
     "without words": (lambda saga: saga.call("s", mute), "step 's': tests.sagas.test_told.Mute"),
@@ -78,8 +72,11 @@ WRONG: dict[str, tuple[Callable[[Any], Awaitable[object]], str]] = {
         waits_too_long,
         "step 's': asyncio.exceptions.CancelledError: the handler cancelled it, itself or by a timeout",
     ),
-    "forgotten": (forgets, "the handler ended before step 's', which it had asked for; await every step"),
-    "in flight": (leaves_in_flight, "the handler ended while step 's' was in flight; await every step"),
+    "forgotten": (
+        a_step_that_nobody_awaits,
+        "the handler ended before step 's', which it had asked for; await every step",
+    ),
+    "in flight": (a_forgotten_task, "the handler ended while step 's' was in flight; await every step"),
 }
 
 

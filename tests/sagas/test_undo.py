@@ -12,6 +12,7 @@ import pytest
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
 from idemconsumer._model import SagaPoint, State, StepKind, StepState, StoredResult
 from idemconsumer._work import Work
+from idemconsumer.handlers import BoundHandler
 from idemconsumer.ports_sagas import Holding
 from idemconsumer.stores._shared import BEGIN_STEPS, Write, send
 from idemconsumer.stores.leases import _step
@@ -125,6 +126,51 @@ async def test_a_call_that_was_cut_off_has_no_known_end_whatever_fail_on_says(
     assert [name for name, _ in remote.calls] == ["b", "b", "refund:b:charged"]
 
 
+class GatewayError(Exception):
+    """What a client makes of all its troubles."""
+
+
+@pytest.mark.parametrize("made", [GatewayError("gone"), Reject("gone")], ids=["fail_on", "Reject"])
+@pytest.mark.parametrize("kind", ["tx", "call"])
+@pytest.mark.parametrize("how", ["drain", "lose", "sibling", "timeout"])
+async def test_what_a_step_makes_of_its_cancellation_is_no_refusal(
+    bench: Bench, one: Station, two: Station, kind: str, how: str, made: Exception
+) -> None:
+    """The remote may have done it, and nobody has heard of a refusal."""
+    begun, healed = asyncio.Event(), False
+
+    async def step(given: Tx | Step) -> str:
+        if healed:
+            return "done"
+        begun.set()
+        try:
+            return await asyncio.Event().wait() and ""
+        except BaseException as error:
+            raise made from error
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(saga.tx("s", step) if kind == "tx" else saga.call("s", step))
+            if how == "sibling" and not healed:
+                await begun.wait()
+                raise ValueError("beside it")
+        return task.result()
+
+    def handler(timeout: str) -> BoundHandler:
+        return saga(book, timeout=timeout, fail_on=(GatewayError,))
+
+    run = asyncio.create_task(one.deliver(handler("50ms" if how == "timeout" else "10s")))
+    await begun.wait()
+    if how in ("drain", "lose"):
+        getattr(one.engine, how)()
+    expected = {"drain": OutcomeKind.CANCELLED, "lose": OutcomeKind.FENCED}
+    assert (await run).kind is expected.get(how, OutcomeKind.RETRYING)
+    healed = True
+    bench.expire(one)
+    outcome = await two.resume(handler("10s"))
+    assert (outcome.kind, outcome.result) == (OutcomeKind.APPLIED, b'"done"')
+
+
 async def test_a_rejection_that_cannot_be_stored_fails_the_attempt(bench: Bench, one: Station) -> None:
     rejections = [Reject("no", object()), Reject("half a pair \ud800")]
 
@@ -148,10 +194,8 @@ async def test_attempts_that_run_out_undo_what_was_done(bench: Bench, one: Stati
         await saga.tx("b", broken)
 
     handler = saga(book, max_attempts=2)
-    kinds = [(await one.deliver(handler)).kind]
-    while kinds[-1] is OutcomeKind.RETRYING:
-        kinds.append((await one.resume(handler)).kind)
-    assert kinds[-1] is OutcomeKind.FAILED
+    *_, outcome = await one.to_the_end(handler, await one.deliver(handler))
+    assert outcome.kind is OutcomeKind.FAILED
     assert bench.effects == ["a", "undo:a:out:a"]
 
 
@@ -164,9 +208,7 @@ async def test_a_call_that_never_says_how_it_ended_is_never_undone(bench: Bench,
         await saga.call("b", lost)
 
     handler = saga(book, max_attempts=2)
-    outcome = await one.deliver(handler)
-    while outcome.kind is OutcomeKind.RETRYING:
-        outcome = await one.resume(handler)
+    *_, outcome = await one.to_the_end(handler, await one.deliver(handler))
     assert (outcome.kind, outcome.reason, bench.effects) == (OutcomeKind.DEAD, "unknown_effect", ["a"])
 
 
@@ -222,27 +264,11 @@ async def test_an_undo_that_fails_is_tried_again_and_finished_ones_are_not(
     assert [name for name, _ in remote.calls] == ["b", "refund:b:charged:b"]
 
 
-@pytest.mark.parametrize("kind", ["tx", "call"])
-async def test_an_undo_that_keeps_failing_is_put_aside(bench: Bench, one: Station, remote: Remote, kind: str) -> None:
-    async def undo_tx(tx: Tx, output: str, name: str) -> None:
-        raise ValueError("no")
+CANCELLED_INSIDE = "idemconsumer.errors.HandlerFault: raised CancelledError"
 
-    async def undo_call(step: Step, output: str, name: str) -> None:
-        raise ValueError("no")
 
-    async def book(order: dict[str, Any], saga: Saga) -> None:
-        if kind == "tx":
-            await saga.tx("a", put, "a", undo=undo_tx)
-        else:
-            await saga.call("a", remote.charge, "a", undo=undo_call)
-        raise Reject("no")
-
-    handler = saga(book, max_attempts=3)
-    outcomes = [await one.deliver(handler)]
-    while outcomes[-1].kind is OutcomeKind.RETRYING and len(outcomes) < 10:
-        outcomes.append(await one.resume(handler))
-    assert len(outcomes) in (3, 4)  # the step that finished under the same token may make the first takeover free
-    assert (outcomes[-1].reason, bench.letters, bench.state) == ("undo_failed", ["undo_failed"], State.DEAD)
+async def fails() -> None:
+    raise ValueError("no")
 
 
 async def cancelled_by_nobody() -> None:
@@ -264,13 +290,21 @@ async def cancelled_with_what_it_awaits() -> None:
 
 @pytest.mark.parametrize("kind", ["tx", "call"])
 @pytest.mark.parametrize(
-    "cancelled", [cancelled_by_nobody, cancelled_by_itself, cancelled_with_what_it_awaits], ids=lambda fn: fn.__name__
+    ("act", "says"),
+    [
+        (fails, "ValueError: no"),
+        (cancelled_by_nobody, CANCELLED_INSIDE),
+        (cancelled_by_itself, CANCELLED_INSIDE),
+        (cancelled_with_what_it_awaits, CANCELLED_INSIDE),
+    ],
 )
-async def test_an_undo_that_is_cancelled_from_inside_costs_an_attempt_and_not_its_lane(
-    bench: Bench, one: Station, remote: Remote, kind: str, cancelled: Callable[[], Awaitable[None]]
+async def test_an_undo_that_keeps_failing_or_being_cancelled_from_inside_is_put_aside(
+    bench: Bench, one: Station, remote: Remote, kind: str, act: Callable[[], Awaitable[None]], says: str
 ) -> None:
+    """It costs an attempt each time, and not its lane."""
+
     async def undo(given: Tx | Step, output: str, name: str) -> None:
-        await cancelled()
+        await act()
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
         if kind == "tx":
@@ -279,12 +313,11 @@ async def test_an_undo_that_is_cancelled_from_inside_costs_an_attempt_and_not_it
             await saga.call("a", remote.charge, "a", undo=undo)
         raise Reject("no")
 
-    handler = saga(book, max_attempts=2)
-    outcomes = [await one.deliver(handler)]
-    while outcomes[-1].kind is OutcomeKind.RETRYING and len(outcomes) < 5:
-        outcomes.append(await one.resume(handler))
-    assert (outcomes[-1].reason, len(outcomes) in (2, 3)) == ("undo_failed", True)
-    assert "undo of 'a': idemconsumer.errors.HandlerFault: raised CancelledError" in bench.letter
+    handler = saga(book, max_attempts=3)
+    outcomes = await one.to_the_end(handler, await one.deliver(handler))
+    assert len(outcomes) in (3, 4)  # the step that finished under the same token may make the first takeover free
+    assert (outcomes[-1].reason, bench.letters, bench.state) == ("undo_failed", ["undo_failed"], State.DEAD)
+    assert f"undo of 'a': {says}" in bench.letter
 
 
 async def test_an_undo_that_asks_for_a_step_is_put_aside(bench: Bench, one: Station, remote: Remote) -> None:
@@ -296,9 +329,7 @@ async def test_an_undo_that_asks_for_a_step_is_put_aside(bench: Bench, one: Stat
         raise Reject("no")
 
     handler = saga(book, max_attempts=1)
-    outcome = await one.deliver(handler)
-    while outcome.kind is OutcomeKind.RETRYING:
-        outcome = await one.resume(handler)
+    *_, outcome = await one.to_the_end(handler, await one.deliver(handler))
     assert (outcome.reason, bench.effects) == ("undo_failed", [])
     assert "undo of 'a': idemconsumer.saga.SagaInterrupted: step 'inside' is asked for when" in bench.letter
 
@@ -516,11 +547,9 @@ async def test_a_call_that_a_rejection_cut_off_is_tried_until_its_end_is_known(
     cut = CutOff(remote)
     cut.then = [TimeoutError(), TimeoutError()]
     handler = saga(cut.book())
-    kinds = [(await one.deliver(handler)).kind]
-    while kinds[-1] is OutcomeKind.RETRYING:
-        assert bench.state is State.PROCESSING
-        kinds.append((await two.resume(handler)).kind)
-    assert kinds == [OutcomeKind.RETRYING, OutcomeKind.RETRYING, OutcomeKind.FAILED]
+    *retries, last = await two.to_the_end(handler, await one.deliver(handler))
+    assert [outcome.state for outcome in retries] == [State.PROCESSING] * 2
+    assert last.kind is OutcomeKind.FAILED
     assert remote.effects == ["cut", "refund:cut:charged:cut"]
 
 
@@ -530,9 +559,7 @@ async def test_a_call_that_a_rejection_cut_off_and_that_never_ends_is_put_aside(
     cut = CutOff(remote)
     cut.then = [TimeoutError() for _ in range(9)]
     handler = saga(cut.book(), max_attempts=2)
-    outcome = await one.deliver(handler)
-    while outcome.kind is OutcomeKind.RETRYING:
-        outcome = await two.resume(handler)
+    *_, outcome = await two.to_the_end(handler, await one.deliver(handler))
     assert (outcome.reason, bench.effects, remote.effects) == ("unknown_effect", ["a"], ["cut"])
 
 
@@ -561,9 +588,7 @@ async def test_a_collision_in_an_undo_costs_no_attempt(bench: Bench, one: Statio
         raise Reject("no")
 
     handler = saga(book, max_attempts=1)
-    outcomes = [await one.deliver(handler)]
-    while outcomes[-1].kind is OutcomeKind.RETRYING and len(outcomes) < 9:
-        outcomes.append(await two.resume(handler))
+    outcomes = await two.to_the_end(handler, await one.deliver(handler))
     assert (outcomes[-1].kind, len(outcomes)) == (OutcomeKind.FAILED, 5)
     assert bench.effects == ["a", "undo:a:out:a"]
 
@@ -591,11 +616,9 @@ async def test_a_handler_that_fails_on_its_way_to_an_undo_is_tried_again(
     bench: Bench, one: Station, two: Station
 ) -> None:
     handler = saga(stumbling(ValueError("once"), LookupError("twice"), undo_fails=[ValueError("first")]))
-    outcome = await one.deliver(handler)
-    while outcome.kind is OutcomeKind.RETRYING:
-        assert bench.state is State.UNDOING
-        outcome = await two.resume(handler)
-    assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, NO)
+    *retries, last = await two.to_the_end(handler, await one.deliver(handler))
+    assert {outcome.state for outcome in retries} == {State.UNDOING}
+    assert (last.kind, last.result) == (OutcomeKind.FAILED, NO)
     assert bench.effects == ["a", "b", "undo:b:out:b", "undo:a:out:a"]
 
 
@@ -604,12 +627,8 @@ async def test_a_handler_that_keeps_failing_on_its_way_to_an_undo_is_put_aside(
 ) -> None:
     errors = [ValueError("again") for _ in range(9)]
     handler = saga(stumbling(*errors, undo_fails=[ValueError("first")]), max_attempts=3)
-    outcome = await one.deliver(handler)
-    runs = 1
-    while outcome.kind is OutcomeKind.RETRYING:
-        outcome = await two.resume(handler)
-        runs += 1
-    assert (outcome.reason, bench.effects, runs <= 4) == ("undo_failed", ["a", "b"], True)
+    outcomes = await two.to_the_end(handler, await one.deliver(handler))
+    assert (outcomes[-1].reason, bench.effects, len(outcomes) <= 4) == ("undo_failed", ["a", "b"], True)
     assert "the handler, before step 'b': ValueError: again" in bench.letter
 
 
@@ -627,9 +646,7 @@ async def test_attempts_that_run_out_before_a_finished_step_was_met_still_undo_i
             raise fails.pop(0)
 
     handler = saga(book, max_attempts=1)
-    outcome = await one.deliver(handler)
-    while outcome.kind is OutcomeKind.RETRYING:
-        outcome = await two.resume(handler)
+    *_, outcome = await two.to_the_end(handler, await one.deliver(handler))
     assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, b'{"code":"attempts_exhausted","body":"ValueError"}')
     assert bench.effects == ["a", "b", "undo:b:out:b", "undo:a:out:a"]
 
@@ -698,9 +715,7 @@ async def test_a_reconcile_that_rejects_has_not_said_how_the_call_ended(
         return "complete"
 
     handler = saga(book, max_attempts=2, fail_on=(LookupError,))
-    outcome = await one.deliver(handler)
-    while outcome.kind is OutcomeKind.RETRYING:
-        outcome = await two.resume(handler)
+    *_, outcome = await two.to_the_end(handler, await one.deliver(handler))
     assert (outcome.kind, outcome.reason, bench.effects) == (OutcomeKind.DEAD, "unknown_effect", ["a"])
     assert f"reconcile of step 'c' raised {type(refusal).__name__}" in bench.letter
 
