@@ -199,14 +199,14 @@ class Worker:
         """What one session may have outstanding."""
         settings = self._settings
         assert self._lanes is not None
-        engine, joined = self._lanes.engine, [plan for plan in self.plans if not plan.leased]
+        engine = self._lanes.engine
         return Bounds(
             lanes=settings.concurrency,
-            group=max(map(engine.most, joined), default=1),
+            group=max(map(engine.most, self.plans), default=1),
             room=settings.room,
             max_uncommitted=settings.max_uncommitted,
             drain=settings.drain_timeout,
-            now=lambda: max(map(engine.group_size, joined), default=1),
+            now=lambda: max(map(engine.group_size, self.plans), default=1),
         )
 
     @property
