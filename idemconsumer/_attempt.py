@@ -17,7 +17,6 @@ import structlog
 from idemconsumer import codecs
 from idemconsumer._engine import asked
 from idemconsumer._limit import TimeLimit
-from idemconsumer._machine import Event, move
 from idemconsumer._model import Outcome, OutcomeKind, Point, SagaPoint, State, StepKind, StepState, StoredResult
 from idemconsumer._shield import ended, to_end
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
@@ -131,7 +130,7 @@ class Attempt:
         if cause is None:
             run.check_complete()
             try:
-                return await self._end(OutcomeKind.APPLIED, Event.COMPLETE, codecs.encode(value))
+                return await self._end(OutcomeKind.APPLIED, State.COMPLETED, codecs.encode(value))
             except TypeError as unencodable:
                 return await self._failed(run, unencodable)
         # A TaskGroup cancels the steps beside a rejected one. It stays a rejection, and what they did not end is open.
@@ -142,13 +141,12 @@ class Attempt:
         return await self._failed(run, cause)
 
     # ----------------------------------------------------------------------------------------------------------- ends
-    async def _end(self, kind: OutcomeKind, event: Event, result: StoredResult | None) -> Outcome:
+    async def _end(self, kind: OutcomeKind, state: State, result: StoredResult | None) -> Outcome:
         holding = self._holding
-        after = move(holding.state, event)
         self._at(Point.SEALING)
-        await self._leases.complete(holding, after, result)
+        await self._leases.complete(holding, state, result)
         self._at(Point.COMMITTED)
-        return _outcome(kind, holding, after, result)
+        return _outcome(kind, holding, state, result)
 
     async def _failed(self, run: SagaRun, error: BaseException) -> Outcome:
         """Another attempt, or the end of all attempts. A finished step since the last one makes it the first again."""
@@ -275,7 +273,7 @@ class Attempt:
                 return await self._not_undone(f"undo of {row.name!r}", error, progressed=progressed)
             progressed = True
         assert holding.rejection is not None
-        return await self._end(OutcomeKind.FAILED, Event.UNDONE, StoredResult(holding.rejection))
+        return await self._end(OutcomeKind.FAILED, State.FAILED, StoredResult(holding.rejection))
 
     async def _not_undone(self, what: str, error: BaseException, *, progressed: bool = False) -> Outcome:
         attempt = self._holding.attempt

@@ -26,7 +26,7 @@ from idemconsumer._groups import GroupSize
 from idemconsumer._machine import Failure, Settlement, Verdict, after_failure, judge, settle
 from idemconsumer._model import Found, Outcome, OutcomeKind, Point, Record, State, StoredResult
 from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
-from idemconsumer._shield import from_cancellation
+from idemconsumer._shield import ended, from_cancellation
 from idemconsumer._suspects import Suspects
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
@@ -180,18 +180,17 @@ class Engine:
             except ConfigurationError:
                 raise
             except _Failed as failed:
-                self._sizes[handler.name] = self._size(handler).failed()
                 if failed.index is not None:
                     return await self._around(works, failed.index, failed.error, defer=defer)
                 self._at(Point.ROLLED_BACK, handler.name, [work.key for work in works])
-                works = works[: len(works) // 2]  # smaller batches show whose it is, that of one at the latest
+                # Smaller batches show whose it is, that of one at the latest.
+                return await self._in_parts(works, (len(works) + 1) // 2, defer=defer)
             except Exception as error:  # noqa: BLE001 - any error of the database at the seal or at COMMIT
                 # Refused at the seal or at COMMIT, so nobody can be blamed yet: one by one shows whose it is.
-                self._sizes[handler.name] = self._size(handler).failed()
                 self._at(Point.ROLLED_BACK, handler.name, [work.key for work in works])
                 if len(works) == 1:
                     return [await self._failed(works[0], error)]
-                return await self._one_by_one(works, defer=defer)
+                return await self._in_parts(works, 1, defer=defer)
 
     async def _commit_group(self, works: Sequence[Work], *, defer: bool, behind: _Behind | None) -> list[Outcome]:
         handler, now = works[0].handler, asyncio.get_running_loop().time
@@ -205,8 +204,8 @@ class Engine:
         # behind a gate each, and 5,000/s behind one. On tables of their own they do 4,400/s instead of 7,600/s.
         gate = handler.app if self._size(handler).gated(now()) else None
         async with self._store.transaction(group=len(keys), gate=gate) as claims:
-            found = dict(zip(keys, await claims.claim([_claim(work) for work in leaders.values()]), strict=True))
-            verdicts = {key: judge(found[key], _claim(work).fingerprint) for key, work in leaders.items()}
+            found = dict(zip(keys, await claims.claim([work.claim for work in leaders.values()]), strict=True))
+            verdicts = {key: judge(found[key], work.claim.fingerprint) for key, work in leaders.items()}
             if not defer:
                 busy = next((i for i, work in enumerate(works) if verdicts[work.key] is Verdict.BUSY), None)
                 if busy:
@@ -241,7 +240,7 @@ class Engine:
             elif leaders[work.key] is work:
                 outcomes.append(_final(OutcomeKind.APPLIED, work, State.COMPLETED, results.get(work.key)))
             else:
-                left = Record(State.COMPLETED, _claim(leaders[work.key]).fingerprint, results.get(work.key))
+                left = Record(State.COMPLETED, leaders[work.key].claim.fingerprint, results.get(work.key))
                 outcomes.append(await self.replay(work, left))
         return outcomes
 
@@ -251,8 +250,9 @@ class Engine:
         """Run a batch handler once, for those of `works` that are new, and give their results."""
         items = [works[index] for index in new]
         batch = Items([_call(work).payload for work in items], [_call(work).message(work.attempt) for work in items])
+        head = next((work for work in items if work.suspect), items[0])
         try:
-            await self._handle(claims, None if len(items) > 1 else 0, items[0], batch)
+            await self._handle(claims, None if len(items) > 1 else 0, head, batch)
         except _Failed as failed:
             if failed.index is not None:
                 failed.index = new[failed.index]
@@ -264,7 +264,11 @@ class Engine:
         self, claims: Claims, index: int | None, work: Work, batch: Items | None = None
     ) -> StoredResult | None:
         """Run one handler, of `work` or of a whole batch, on the group's transaction. Raises _Failed with whoever is to
-        blame, which `index` is unless the handler says whom."""
+        blame, which `index` is unless the handler says whom.
+
+        That of a suspect has a task of its own: one that cancels its task ends its lane, and so its worker, and comes
+        again as a suspect.
+        """
         handler, call = work.handler, work.call
         task = asyncio.current_task()
         assert call is not None
@@ -275,7 +279,7 @@ class Engine:
                 async with asyncio.timeout(handler.options.timeout) as limit:
                     tx = claims.tx() if handler.needs_tx else None
                     run = handler.run(call, tx, work.attempt) if batch is None else handler.run_batch(batch, tx)
-                    value = await run
+                    value = await (_apart(run) if work.suspect else run)
                 if _late(limit):  # it swallowed the cancellation, or never let the loop cancel it
                     raise TimeoutError
             except TimeoutError:
@@ -309,22 +313,26 @@ class Engine:
     async def _around(self, works: Sequence[Work], index: int, error: Exception, *, defer: bool) -> list[Outcome]:
         """G2: rerun and commit what came before the failed one, then say what becomes of that one."""
         self._at(Point.ROLLED_BACK, works[0].handler.name, [work.key for work in works])
-        failed, outcomes = works[index], list[Outcome]()
+        failed = works[index]
+        if index == 0:
+            return [await self._failed(failed, error)]
         final = isinstance(error, (Reject, *failed.handler.options.fail_on))
-        behind = None if final or failed.counted else _Behind(_claim(failed), describe(error))
-        if index:
-            outcomes = await self._group(works[:index], defer=defer, behind=behind)
-            if len(outcomes) < index or _stops(outcomes):
-                return outcomes
-            if behind is not None and behind.doubt:
-                failed.counted = all(outcome.kind is OutcomeKind.DUPLICATE for outcome in outcomes)
+        behind = None if final or failed.counted else _Behind(failed.claim, describe(error))
+        outcomes = await self._group(works[:index], defer=defer, behind=behind)
+        # What is final may have been decided by the effects of those before it, so these have to be there.
+        undone = final and any(outcome.state is not State.COMPLETED for outcome in outcomes)
+        if len(outcomes) < index or _stops(outcomes) or undone:
+            return outcomes
+        if behind is not None and behind.doubt:
+            failed.counted = all(outcome.kind is OutcomeKind.DUPLICATE for outcome in outcomes)
         return [*outcomes, await self._failed(failed, error, behind)]
 
-    async def _one_by_one(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
+    async def _in_parts(self, works: Sequence[Work], size: int, *, defer: bool) -> list[Outcome]:
+        """One group of `size` after the other, up to one that does not go whole."""
         outcomes: list[Outcome] = []
-        for work in works:
-            outcomes += await self._group([work], defer=defer)
-            if _stops(outcomes):
+        for start in range(0, len(works), size):
+            outcomes += await self._group(works[start : start + size], defer=defer)
+            if len(outcomes) < min(start + size, len(works)) or _stops(outcomes):
                 break
         return outcomes
 
@@ -392,7 +400,7 @@ class Engine:
     # ------------------------------------------------------------------------------------ everything but applied
     async def replay(self, work: Work, found: Found) -> Outcome:
         """What a delivery gets whose key somebody else has, or had."""
-        match judge(found, _claim(work).fingerprint):
+        match judge(found, work.claim.fingerprint):
             case Verdict.CONFLICT:
                 return await self._bury(work, "conflict", "the same key arrived before with another payload")
             case Verdict.DEAD:
@@ -407,6 +415,7 @@ class Engine:
         """Everything is rolled back; count, unless that was done with the group before it, and decide between another
         attempt, a rejection and a dead letter."""
         options = work.handler.options
+        self._sizes[work.handler.name] = self._size(work.handler).failed()
         if isinstance(error, (Reject, *options.fail_on)):
             try:
                 return await self._reject(work, error)
@@ -416,9 +425,9 @@ class Engine:
         if counted is not None and counted.attempts:
             work.attempts = counted.attempts
         elif work.counted:
-            work.attempts = await self._store.note_error(_claim(work), text)
+            work.attempts = await self._store.note_error(work.claim, text)
         else:
-            work.attempts = await self._store.count_attempt(_claim(work), text)
+            work.attempts = await self._store.count_attempt(work.claim, text)
         work.counted = False
         self._at(Point.ATTEMPT_COUNTED, work.handler.name, (work.key,))
         retryable = isinstance(error, Retry) or options.retry_on is None or isinstance(error, options.retry_on)
@@ -452,7 +461,7 @@ class Engine:
         code, body = rejection_of(error)
         rejection = codecs.encode_rejection(code, body)
         self._at(Point.REJECTING, work.handler.name, (work.key,))
-        standing = await self._finally(work, lambda: self._store.reject(_claim(work), rejection))
+        standing = await self._finally(work, lambda: self._store.reject(work.claim, rejection))
         self._at(Point.REJECTED, work.handler.name, (work.key,))
         return standing or Outcome(
             OutcomeKind.FAILED,
@@ -521,12 +530,16 @@ def _call(work: Work) -> Call:
     return work.call
 
 
-def _claim(work: Work) -> Claim:
-    return _call(work).claim
+async def _apart(run: Awaitable[object]) -> object:
+    """Run it in a task of its own, so that whatever it does to its task ends with it."""
+    value, error = await ended(asyncio.ensure_future(run))
+    if error is not None:
+        raise error
+    return value
 
 
 def _decided(work: Work, record: Record) -> bool:
-    return judge(record, _claim(work).fingerprint) is not Verdict.BUSY
+    return judge(record, work.claim.fingerprint) is not Verdict.BUSY
 
 
 def _together(works: Sequence[Work]) -> list[Work]:

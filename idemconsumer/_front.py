@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Final
 
 from idemconsumer import keys
 from idemconsumer._engine import Engine
+from idemconsumer._machine import Settlement, settle
 from idemconsumer._model import Message, Outcome, OutcomeKind, Record, State
 from idemconsumer._options import Resolved
 from idemconsumer._resources import Resources
@@ -18,6 +20,8 @@ from idemconsumer.handlers import BoundHandler, HandlerPlan
 from idemconsumer.ports import Silent
 from idemconsumer.settings import Settings
 from idemconsumer.stores.postgres import PostgresStore
+
+_MOST_ATTEMPTS: Final = 10_000  # keys whose failures are remembered
 
 
 class Front:
@@ -36,6 +40,7 @@ class Front:
         self._opening = asyncio.Lock()
         self._resourceful = False
         self._sagas: Sagas | None = None
+        self._attempts: dict[bytes, int] = {}
 
     @classmethod
     async def open(cls, settings: Settings, plans: Sequence[HandlerPlan], resources: Resources) -> Front:
@@ -60,13 +65,11 @@ class Front:
 
     async def process(self, handler: BoundHandler, message: Message) -> Outcome:
         """One message to the end of one attempt. A saga that somebody else runs is waited for, if its handler waits."""
-        async with self._opening:
-            if not self._resourceful:
-                await self._resources.open()
-                self._resourceful = True
+        if not self._resourceful:
+            await self._open_resources()
         work = Work.of(handler, message)
         if not handler.leased or work.call is None:
-            return await self._engine.process(work)
+            return await self._joined(work)
         sagas = self._sagas or await self._open_sagas(handler.options)
         outcome = await sagas.engine.run(work, _untold, unfed=True)
         waits = handler.options.on_busy == "wait" and outcome.kind is OutcomeKind.BUSY
@@ -74,6 +77,23 @@ class Front:
             (answered,) = await self._engine.answered([work])
             return answered or outcome
         return outcome
+
+    async def _joined(self, work: Work) -> Outcome:
+        """With the attempts that were seen to fail in this process, as for a delivery that a worker holds."""
+        work.attempts = self._attempts.get(work.key, 0)
+        outcome = await self._engine.process(work)
+        self._attempts.pop(work.key, None)
+        if work.attempts and settle(outcome) is not Settlement.FINISH:
+            if len(self._attempts) >= _MOST_ATTEMPTS:
+                self._attempts.pop(next(iter(self._attempts)))
+            self._attempts[work.key] = work.attempts
+        return outcome
+
+    async def _open_resources(self) -> None:
+        async with self._opening:
+            if not self._resourceful:
+                await self._resources.open()
+                self._resourceful = True
 
     async def result(self, app: str, handler: str, tenant: str | None, key: str, wait: float) -> Outcome:
         """What the key's record says, once it is final or the time is over."""

@@ -137,8 +137,9 @@ class Lanes:
         try:
             outcomes = await self._outcomes(helds, defer=defer)
             self.outage.over()
-            await self.finish([h for h, o in zip(helds, outcomes, strict=False) if settle(o) is Settlement.FINISH])
-            self.forget(h for h, o in zip(helds, outcomes, strict=False) if settle(o) is Settlement.FORGET)
+            ends = [settle(outcome) for outcome in outcomes]
+            await self.finish([held for held, end in zip(helds, ends, strict=False) if end is Settlement.FINISH])
+            self.forget(held for held, end in zip(helds, ends, strict=False) if end is Settlement.FORGET)
             self.counts.update(outcome.kind for outcome in outcomes)
             return outcomes
         except StoreUnavailable as error:
@@ -179,15 +180,15 @@ class Lanes:
         helds = [held for held in helds if not held.settled]
         if not helds:
             return
-        by_session: defaultdict[Session, list[Delivery]] = defaultdict(list)
+        by_session: defaultdict[Session, list[Held]] = defaultdict(list)
         for held in helds:
-            by_session[held.session].append(held.delivery)
+            by_session[held.session].append(held)
         name, keys = helds[0].work.handler.name, [held.work.key for held in helds]
         self._at(Point.SETTLING, name, keys)
-        for session, deliveries in by_session.items():
-            await session.settle(deliveries)
+        for session, theirs in by_session.items():
+            await session.settle([held.delivery for held in theirs])
             self._settled.add(session)
-            for held in helds:
+            for held in theirs:
                 held.settled = True
         self._at(Point.SETTLED, name, keys)
 
@@ -416,17 +417,16 @@ class Room:
         before = len(self._helds)
         for helds in by_handler.values():
             await self._answer(helds)
-            waiting = [held for held in helds if held in self._helds]
+            waiting = [held for held in helds if held in self._helds and held.due <= now]
             size = self._lanes.engine.group_size(helds[0].work.handler)
             for start in range(0, len(waiting), size):
-                group = self._running = waiting[start : start + size]
-                outcomes = await self._lanes.run(group, defer=True)
-                self._running = ()
-                for held, outcome in zip(group, outcomes, strict=False):
-                    if settle(outcome) in (Settlement.FINISH, Settlement.FORGET):
-                        self._leave(held)
-                    elif settle(outcome) is Settlement.HEAD:
-                        held.due = asyncio.get_running_loop().time() + outcome.due
+                group = self._running = [held for held in waiting[start : start + size] if not held.abandoned]
+                if self._lanes.draining:
+                    return True
+                if group:
+                    outcomes = await self._lanes.run(group, defer=True)
+                    self._running = ()
+                    self._conclude(group, outcomes)
         return len(self._helds) < before
 
     async def _answer(self, helds: Sequence[Held]) -> None:
@@ -436,11 +436,18 @@ class Room:
         except StoreUnavailable as error:
             await self._lanes.outage.wait(error)
             return
-        done = [held for held, outcome in zip(helds, outcomes, strict=True) if outcome is not None]
-        self._lanes.counts.update(outcome.kind for outcome in outcomes if outcome is not None)
-        await self._lanes.finish(done)
-        for held in done:
-            self._leave(held)
+        answered = [(held, outcome) for held, outcome in zip(helds, outcomes, strict=True) if outcome is not None]
+        self._lanes.counts.update(outcome.kind for _, outcome in answered)
+        await self._lanes.finish([held for held, outcome in answered if settle(outcome) is Settlement.FINISH])
+        self._conclude([held for held, _ in answered], [outcome for _, outcome in answered])
+
+    def _conclude(self, helds: Sequence[Held], outcomes: Sequence[Outcome]) -> None:
+        for held, outcome in zip(helds, outcomes, strict=False):
+            match settle(outcome):
+                case Settlement.FINISH | Settlement.FORGET:
+                    self._leave(held)
+                case Settlement.HEAD:
+                    held.due = asyncio.get_running_loop().time() + outcome.due
 
     def _dismiss(self, helds: Sequence[Held]) -> None:
         for held in helds:

@@ -2,8 +2,8 @@
 
 Theory of operation. A claim finds a key in one of three conditions: nobody had it (now it is ours), a rival holds it
 uncommitted, or there is a record. `judge` turns that into a verdict; the engine acts on it and reports an outcome;
-`settle` says what the worker does with the delivery. A record moves only along TRANSITIONS. In joined mode PROCESSING
-exists only inside a transaction, so nobody ever reads it.
+`settle` says what the worker does with the delivery. TRANSITIONS is how workers move a record, for whoever reads the
+docs. In joined mode PROCESSING exists only inside a transaction, so nobody ever reads it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,6 @@ TRANSITIONS: Final[dict[tuple[State | None, Event], State]] = {
     (State.UNDOING, Event.UNDONE): State.FAILED,
     (State.UNDOING, Event.EXHAUST): State.DEAD,
 }
-
-
-class IllegalTransition(ValueError):
-    """The table has no such arrow. A bug in the engine, never a user's fault."""
-
-
-def move(state: State | None, event: Event) -> State:
-    """The state after `event`. Raises IllegalTransition, and nothing has happened."""
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
-        raise IllegalTransition(f"{'absent' if state is None else state.name} --{event}--> ?") from None
 
 
 def diagram() -> str:

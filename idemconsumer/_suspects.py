@@ -17,7 +17,7 @@ from idemconsumer._model import Point
 from idemconsumer._shield import to_end
 from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.ports import Claim, JoinedStore
+from idemconsumer.ports import JoinedStore
 
 _MOST_CUT_OFF = 10_000
 
@@ -42,7 +42,7 @@ class Suspects:
 
     async def mark(self, works: Sequence[Work], final: Container[Work]) -> list[Work]:
         """As many of the first of `works` as may run together, now that those that are suspects are marked; the `final`
-        ones will not run. None when the first one turns out to have been begun before."""
+        ones will not run. Empty when the first one turns out to have been begun before."""
         unmarked = [work for work in works if work.suspect and not work.marked and work not in final]
         if unmarked:
             await to_end(self._mark(unmarked))
@@ -53,7 +53,7 @@ class Suspects:
         return together
 
     async def _mark(self, works: Sequence[Work]) -> None:
-        marked = await self._store.mark_attempts([_claim(work) for work in works])
+        marked = await self._store.mark_attempts([work.claim for work in works])
         for work in works:
             work.marked = work.key in marked
             work.begun = not work.marked
@@ -66,14 +66,14 @@ class Suspects:
             self._at(Point.SUSPECT_COUNTED, work.handler.name, (work.key,))
 
     async def _count(self, work: Work, cut_off: int | None) -> None:
-        work.attempts = cut_off or await self._store.count_attempt(_claim(work), None)
+        work.attempts = cut_off or await self._store.count_attempt(work.claim, None)
         work.counted = True
 
     async def uncount(self, work: Work) -> None:
         """For what did not run, or was cancelled."""
         if work.counted:
             work.counted = False
-            await to_end(self._store.uncount_attempt(_claim(work)))
+            await to_end(self._store.uncount_attempt(work.claim))
             work.attempts -= 1
 
     async def unmark(self, works: Sequence[Work]) -> None:
@@ -94,8 +94,3 @@ class Suspects:
                 if len(self._cut_off) >= _MOST_CUT_OFF:
                     self._cut_off.pop(next(iter(self._cut_off)))
                 self._cut_off[work.key] = work.attempts
-
-
-def _claim(work: Work) -> Claim:
-    assert work.call is not None
-    return work.call.claim

@@ -15,7 +15,7 @@ from idemconsumer import keys
 from idemconsumer._model import Message
 from idemconsumer.errors import BadMessage, Reject
 from idemconsumer.handlers import BoundHandler, Call
-from idemconsumer.ports import DeadLetter
+from idemconsumer.ports import Claim, DeadLetter
 from idemconsumer.ports_sagas import Holding
 
 _NOT_THEIRS = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parent)})
@@ -69,6 +69,12 @@ class Work:
         if self.call is not None:
             return self.call.claim.key
         return b"" if self.holding is None else self.holding.key
+
+    @property
+    def claim(self) -> Claim:
+        """Of what could be decoded."""
+        assert self.call is not None
+        return self.call.claim
 
     @property
     def alone(self) -> bool:

@@ -53,6 +53,8 @@ class App:
         self._resources: dict[type, Resource] = {}
         self._made = Resources(())
         self._front: Front | None = None
+        self._bound: dict[Handler[..., Any], BoundHandler] = {}
+        self._settings: Settings | None = None
         self._brokers: dict[str, Broker] = {}
 
     @property
@@ -126,11 +128,12 @@ class App:
         return [self._bind(self._handlers[name], settings, resources or Resources(())) for name in names]
 
     def worker(self, settings: Settings, observer: Observer | None = None) -> Worker:
-        """A worker for this process; `await worker.run()`."""
+        """A worker for this process; `await worker.run()`. What `publish` and `start` need is in its settings too."""
         resources = Resources(list(self._resources.values()))
         plans = self.plans(settings, resources)
         if not plans:
             raise ConfigurationError(f"app {self.name!r} has no handlers; decorate one with @app.idempotent_handler(…)")
+        self._settings = settings
         return Worker(plans, settings, observer, resources)
 
     async def process(self, message: Message, *, handler: Handler[..., Any] | None = None) -> Outcome:
@@ -148,7 +151,9 @@ class App:
             raise ConfigurationError(f"app {self.name!r}: no handler on {message.source!r}; give handler=")
         self._decorated(chosen)
         front = self._front or await self._open_front()
-        return await front.process(self._bind(chosen, front.settings, self._made), message)
+        if (bound := self._bound.get(chosen)) is None:
+            bound = self._bound[chosen] = self._bind(chosen, front.settings, self._made)
+        return await front.process(bound, message)
 
     async def start(
         self,
@@ -172,7 +177,7 @@ class App:
                 f"app {self.name!r}: {handler.name!r} is not a saga of this app; start a handler that asks for Saga, "
                 "and publish to the source of any other"
             )
-        settings = load()
+        settings = self._configured()
         bound = self._bind(handler, settings, Resources(()))
         key, encoded = given_key(key), codecs.encode(payload, "payload", "give")
         headers = {} if tenant is None else {TENANT: tenant}
@@ -219,9 +224,15 @@ class App:
         async with self._opening:  # the first messages often come together
             if self._front is None:
                 plans = [handler.plan for handler in self._handlers.values()]
-                self._made = Resources(list(self._resources.values()))
-                self._front = await Front.open(load(), plans, self._made)
+                self._made, self._bound = Resources(list(self._resources.values())), {}
+                self._front = await Front.open(self._configured(), plans, self._made)
             return self._front
+
+    def _configured(self) -> Settings:
+        """As this process's worker was; without one as the environment says, which is read once."""
+        if self._settings is None:
+            self._settings = load()
+        return self._settings
 
     def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler:
         for parameter, wanted in handler.plan.resources:
@@ -249,7 +260,7 @@ class App:
         scheme, name = parse_destination(destination)
         encoded = codecs.encode(payload, "payload", "give")
         message = Outgoing(b"null" if encoded is None else encoded.body, dict(headers or {}), key)
-        settings = load()
+        settings = self._configured()
         if tx is not None:
             if scheme != "postgres":
                 raise ConfigurationError(
@@ -269,6 +280,7 @@ class App:
         for broker in self._brokers.values():
             await broker.close()
         self._brokers.clear()
+        self._settings = None
         front, self._front = self._front, None
         if front is not None:
             await front.close()

@@ -176,7 +176,6 @@ class Call:
     tenant: str | None
     claim: Claim
     order: str | bytes
-    plan: BoundHandler
 
     def message(self, attempt: int) -> Message:
         """As a handler sees it. Made when one asks, since few do."""
@@ -241,7 +240,7 @@ class BoundHandler:
             plan.options.retain,
         )
         order = plan.order(message, payload, key)
-        return Call(message, payload, key, tenant, claim, order, self)
+        return Call(message, payload, key, tenant, claim, order)
 
     def _identity(self, message: Message, payload: object) -> tuple[str, str | None]:
         plan = self._plan

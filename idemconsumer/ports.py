@@ -136,7 +136,8 @@ class Claims(Protocol):
         ...
 
     def check(self) -> None:
-        """After each handler: raise HandlerFault if it left the transaction failed or ended it."""
+        """After each handler: raise HandlerFault if it left the transaction failed, GuardViolated if it ended it, and
+        StoreUnavailable if the connection is gone."""
         ...
 
     def diagnose(self, error: Exception) -> Exception:
@@ -389,7 +390,8 @@ class Broker(Protocol):
 
 # --------------------------------------------------------------------------------------------------------- who watches
 class Observer(Protocol):
-    """Told of every named point, once a group. It decides nothing and must not raise."""
+    """Told of every named point, once a group; of FETCHED, DISPATCHED and a single message's HANDLED once a message.
+    It decides nothing and must not raise."""
 
     def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None: ...
 

@@ -252,13 +252,11 @@ class Feed:
                 failures += 1
                 await pause(self._worker.draining, failures)
                 continue
-            if self._worker.draining.is_set():
-                await self._session.close()
+            if self._worker.draining.is_set():  # it came while the session was being opened
+                await session.close()
                 return
             if failures == 0:
                 log.info("consuming", feed=self._name, sources=[sub.source for sub in self._subscriptions])
-            if self._worker.draining.is_set():  # it came while the session was being opened
-                await session.stop_fetching()
             try:
                 await self._consume(session)
             except SessionEnded as error:

@@ -38,7 +38,8 @@ class Ledger:
         """As new, for the next test on the same database."""
         self.run(
             "truncate witness, idemconsumer.record, idemconsumer.result, idemconsumer.attempt,"
-            " idemconsumer.dead_letter, idemconsumer.queue, idemconsumer.saga, idemconsumer.step"
+            " idemconsumer.dead_letter, idemconsumer.queue, idemconsumer.saga, idemconsumer.step,"
+            " idemconsumer.history"
         )
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,16 +10,13 @@ from hypothesis import strategies as st
 
 from idemconsumer._machine import (
     TRANSITIONS,
-    Event,
     Failure,
-    IllegalTransition,
     Settlement,
     Verdict,
     after_failure,
     backoff,
     diagram,
     judge,
-    move,
     settle,
 )
 from idemconsumer._model import Mark, Outcome, OutcomeKind, Record, State, StoredResult
@@ -28,15 +25,6 @@ FINAL = (State.COMPLETED, State.FAILED, State.DEAD)
 
 
 # ---- transitions
-@pytest.mark.parametrize(("start", "event"), list(itertools.product([None, *State], Event)), ids=str)
-def test_a_record_moves_along_the_table_and_illegal_moves_raise(start: State | None, event: Event) -> None:
-    if (start, event) in TRANSITIONS:
-        assert move(start, event) is TRANSITIONS[start, event]
-    else:
-        with pytest.raises(IllegalTransition, match=f"{'absent' if start is None else start.name} --{event}"):
-            move(start, event)
-
-
 def test_nothing_leaves_a_final_state() -> None:
     assert not [start for start, _ in TRANSITIONS if start in FINAL]
 
@@ -63,7 +51,9 @@ def test_numbers_of_states_are_stored_and_never_change() -> None:
     }
 
 
-def test_the_diagram_shows_every_arrow() -> None:
+def test_the_docs_hold_the_diagram_and_it_shows_every_arrow() -> None:
+    docs = Path(__file__).parent.parent / "docs" / "guarantees.md"
+    assert f"```mermaid\n{diagram()}\n```" in docs.read_text("utf-8")
     lines = diagram().splitlines()
     assert lines[0] == "stateDiagram-v2"
     assert "    [*] --> PROCESSING: claim" in lines

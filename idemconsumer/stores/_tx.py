@@ -91,7 +91,9 @@ class PostgresTx:
         self._connection: Connection | None = connection
 
     def end(self) -> None:
-        self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.row_factory = tuple_row  # a handler sets it for itself alone
 
     @property
     def connection(self) -> Connection:

@@ -17,7 +17,8 @@ _SERVER: Final = """
 select current_setting('synchronous_commit'), pg_is_in_recovery(),
        exists (select from pg_class c join pg_namespace n on n.oid = c.relnamespace
                where n.nspname = %(schema)s and c.relname = 'migration'),
-       current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int, current_user
+       current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int, current_user,
+       current_setting('server_encoding')
 """
 # Each lacking right in words. What is not there yet is pending, not forbidden. Identity columns need no right.
 _LACKING: Final = """
@@ -25,10 +26,7 @@ with ours as (select oid, nspname from pg_namespace where nspname = %(schema)s)
 select 'USAGE on the schema' from ours where not has_schema_privilege(oid, 'usage')
 union all
 select upper(privilege) || ' on ' || c.relname
-from ours join pg_class c on c.relnamespace = ours.oid
-join (values ('scope'), ('record'), ('result'), ('attempt'), ('dead_letter'), ('queue'), ('saga'),
-             ('step'), ('worker')) as t (name)
-     on t.name = c.relname
+from ours join pg_class c on c.relnamespace = ours.oid and c.relkind = 'r' and c.relname <> 'migration'
 cross join (values ('select'), ('insert'), ('update'), ('delete')) as p (privilege)
 where not has_table_privilege(c.oid, privilege)
 union all
@@ -58,7 +56,7 @@ async def check_database(dsn: str, schema: str) -> int:
     """Refuse a database that would break the promise; returns how many locks are ours to take.
 
     Raises StoreUnavailable, or ConfigurationError with what to do: no address, too old, a standby, synchronous_commit
-    off, not migrated or not wholly, rights that are lacking.
+    off, not in UTF-8, not migrated or not wholly, rights that are lacking.
     """
     check_dsn(dsn)
     check_schema(schema)
@@ -77,7 +75,7 @@ async def _check(connection: Connection, schema: str) -> int:
     version = connection.info.server_version
     row = await (await connection.execute(_SERVER, {"schema": schema})).fetchone()
     assert row is not None
-    synchronous_commit, standby, migrated, locks, role = row
+    synchronous_commit, standby, migrated, locks, role, encoding = row
     if version < 140_000:
         raise ConfigurationError(f"database: Postgres {version // 10_000} is too old; 14 or newer is needed")
     if standby:
@@ -86,6 +84,11 @@ async def _check(connection: Connection, schema: str) -> int:
         raise ConfigurationError(
             "database: synchronous_commit is off, so a crash would lose what has been acknowledged; set it to on, "
             "for this role at least: ALTER ROLE … SET synchronous_commit = on"
+        )
+    if encoding != "UTF8":
+        raise ConfigurationError(
+            f"database: its encoding is {encoding}, which cannot hold every text of a message; make one that is UTF-8: "
+            "CREATE DATABASE … TEMPLATE template0 ENCODING 'UTF8'"
         )
     if not migrated:
         raise ConfigurationError(f"database: schema {schema!r} is not there; run `idemconsumer migrate up` first")

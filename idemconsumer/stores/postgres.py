@@ -458,7 +458,8 @@ def connection_options(dsn: str, longest_run: float, lease: float | None = None)
         "keepalives_count": 3,
         "application_name": "idemconsumer",
     }
-    return make_conninfo(dsn, options=options.strip(), **{n: v for n, v in defaults.items() if n not in given})
+    missing = {name: value for name, value in defaults.items() if name not in given}
+    return make_conninfo(dsn, options=options.strip(), client_encoding="UTF8", **missing)
 
 
 async def _configure(connection: Connection) -> None:

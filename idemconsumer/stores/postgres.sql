@@ -6,9 +6,11 @@
 begin isolation level read committed read write
 
 -- name: gate
--- Groups that take the same rows go one at a time (G3). In a space of its own: keys are locked by one bigint. It comes
--- before lock_timeout is shortened, since waiting here is what is wanted.
-select pg_advisory_xact_lock(1768186979, %(gate)s)
+-- Groups that take the same rows go one at a time (G3). In a space of its own: keys are locked by one bigint. The wait
+-- is what is wanted and so has no bound of its own: whoever is before us has one. `open` sets lock_timeout again.
+set local statement_timeout = 0; set local lock_timeout = 0;
+select pg_advisory_xact_lock(1768186979, %(gate)s);
+set local statement_timeout to default
 
 -- name: open
 -- The transaction's mark, read again by the seal. Local to the transaction: a ROLLBACK erases it.

@@ -21,7 +21,7 @@ from typing import Protocol
 import pytest
 
 from idemconsumer._model import Mark, Record, State, StoredResult
-from idemconsumer.errors import Contention, HandlerFault
+from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, HandlerFault, StoreUnavailable
 from idemconsumer.ports import Claim, DeadLetter, JoinedStore, Tx
 
 PATIENCE = 10.0  # seconds that anything may take that must not wait for a rival
@@ -156,6 +156,26 @@ class JoinedStoreContract:
         async with store.transaction(group=1) as claims:
             assert await claims.claim([A]) == [Mark.CLAIMED]
 
+    async def test_those_with_one_gate_take_turns_and_others_pass(self, store: JoinedStore, rival: JoinedStore) -> None:
+        turns: list[str] = []
+
+        async def second() -> None:
+            async with rival.transaction(group=2, gate="shop") as claims:
+                assert await claims.claim([B]) == [Mark.CLAIMED]
+                turns.append("second")
+                await claims.complete([], [])
+
+        async with asyncio.timeout(PATIENCE), store.transaction(group=2, gate="shop") as claims:
+            await claims.claim([A])
+            waiting = asyncio.create_task(second())
+            for gate in ["another", None] * 10:  # time enough for one that does not wait
+                async with rival.transaction(group=2, gate=gate) as passing:
+                    assert await passing.claim([C]) == [Mark.CLAIMED]
+            turns.append("first")
+            await claims.complete([], [])
+            await waiting
+        assert turns == ["first", "second"]
+
     async def test_a_committed_record_wins_though_the_key_is_not_free(
         self, store: JoinedStore, rival: JoinedStore
     ) -> None:
@@ -245,8 +265,10 @@ class JoinedStoreContract:
         async with store.transaction(group=1) as claims:
             await claims.claim([A])
             await harness.break_transaction(claims.tx())
-            with pytest.raises(Exception, match=r".+"):
+            with pytest.raises(Exception, match=r".+") as refused:
                 await claims.complete([], [])
+        # Those say that it was nobody's fault, and the group would be run again for ever.
+        assert not isinstance(refused.value, (CommitUnknown, ConfigurationError, Contention, StoreUnavailable))
         assert await store.peek([A.key]) == [None]
 
     # --------------------------------------------------------------------------------------------------- attempts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +17,12 @@ import pytest
 from idemconsumer import App, Batch, Message, Reject, Retry, StoreUnavailable, Tx, idempotent_handler
 from idemconsumer._batch import Items
 from idemconsumer._engine import Engine
-from idemconsumer._model import Point, SagaPoint, State
+from idemconsumer._groups import GroupSize
+from idemconsumer._model import Point, State
 from idemconsumer.errors import HandlerFault
 from idemconsumer.handlers import Handler
 from idemconsumer.stores.postgres import PostgresStore
+from tests.engine.test_groups import Points
 from tests.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 
 PATIENCE = 20.0
@@ -71,19 +73,15 @@ async def pay(orders: Orders, tx: Tx) -> None:
 
 # ----------------------------------------------------------------------------------------------- who is in the batch
 async def test_a_group_is_one_call_and_one_commit(ledger: Ledger, store: PostgresStore) -> None:
-    calls, points = Calls(pay), list[tuple[Point | SagaPoint, int]]()
+    calls, points = Calls(pay), Points()
 
-    class Noting:
-        def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
-            points.append((point, len(keys)))
-
-    outcomes = await Engine(store, Noting()).run(calls.group(*range(8)))
+    outcomes = await Engine(store, points).run(calls.group(*range(8)))
 
     assert kinds(outcomes) == ["applied"] * 8
     assert [outcome.result for outcome in outcomes] == [b'{"paid":%d}' % n for n in range(8)]
     assert calls.seen == [list(range(8))]
     assert ledger.effects == [str(n) for n in range(8)]
-    assert points == [(Point.CLAIMED, 8), (Point.HANDLED, 8), (Point.SEALING, 8), (Point.COMMITTED, 8)]
+    assert points.seen == [(Point.CLAIMED, 8), (Point.HANDLED, 8), (Point.SEALING, 8), (Point.COMMITTED, 8)]
     commits = "select count(distinct xmin::text) from (select xmin from witness union all "
     assert ledger.run(commits + "select xmin from idemconsumer.record) as rows") == [(1,)]
 
@@ -136,6 +134,20 @@ async def test_a_suspect_that_was_begun_before_is_a_batch_of_its_own(
     first = await engine.run(calls.group(1, 2, 3, suspect=True))
     second = await engine.run(calls.group(2, 3, suspect=True))
     assert (kinds(first), kinds(second), calls.seen) == (["applied"], ["applied"], [[1], [2]])
+
+
+async def test_a_suspect_in_a_batch_that_cancels_its_own_task_is_found_and_counted(
+    ledger: Ledger, engine: Engine
+) -> None:
+    def cancel(orders: Orders, i: int) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+
+    calls = Calls(at(2, cancel), max_attempts=2)
+    group = [*calls.group(0), *calls.group(1, 2, 3, suspect=True)]
+    assert kinds(await to_the_end(engine, group)) == ["applied", "applied", "dead", "applied"]
+    assert (ledger.effects, ledger.attempts, ledger.letters) == (["0", "1", "3"], [], [("attempts_exhausted", 1)])
 
 
 async def test_each_item_has_its_message(engine: Engine) -> None:
@@ -308,6 +320,29 @@ async def test_an_exception_is_blamed_on_the_item_that_fails_alone(ledger: Ledge
     failed = [batch for batch in calls.seen if index in batch]
     assert failed[-3:] == [[index]] * 3
     assert len(failed) <= 3 + 3, f"in halves, and then alone: {calls.seen}"
+
+
+@pytest.mark.parametrize("index", [0, 21, 63])
+@pytest.mark.parametrize("found", ["by the handler", "at the commit"])
+async def test_a_failure_that_is_searched_for_counts_once(
+    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch, index: int, found: str
+) -> None:
+    """The size of the groups follows the share of messages that fail."""
+    failures, failed = list[GroupSize](), GroupSize.failed
+
+    def counting(size: GroupSize) -> GroupSize:
+        failures.append(size)
+        return failed(size)
+
+    monkeypatch.setattr(GroupSize, "failed", counting)
+
+    async def roll_back(orders: Orders, tx: Tx) -> None:
+        if index in [order["id"] for order in orders]:
+            await tx.connection.execute("rollback and chain")
+
+    calls = Calls(at(index, fail) if found == "by the handler" else roll_back, max_attempts=1, group_size=64)
+    assert kinds(await to_the_end(engine, calls.group(*range(64)))).count("applied") == 63
+    assert len(failures) == 1
 
 
 async def test_several_items_that_fail_are_each_judged(ledger: Ledger, engine: Engine) -> None:

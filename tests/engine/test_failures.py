@@ -19,6 +19,7 @@ from idemconsumer.errors import Interrupted, StoreUnavailable
 from idemconsumer.handlers import Handler
 from idemconsumer.ports import Outgoing
 from idemconsumer.stores.postgres import PostgresStore
+from tests.engine.test_suspect_groups import Killed
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 
 PATIENCE = 20.0
@@ -53,6 +54,7 @@ async def test_a_failure_is_tried_again_until_its_attempts_are_used_up(ledger: L
 
     assert kinds(outcomes) == ["retrying", "retrying", "dead"]
     assert [outcome.attempt for outcome in outcomes] == [1, 2, 3]
+    assert seen == [1, 1, 1], "each was a delivery of its own, and what it is about to be was not looked up"
     assert outcomes[2].reason == "attempts_exhausted"
     assert (ledger.effects, ledger.states, ledger.attempts) == ([], [State.DEAD], [])
     ((error, attempts),) = ledger.run("select error, attempts from idemconsumer.dead_letter")
@@ -335,9 +337,6 @@ async def test_a_suspect_is_counted_before_it_runs(ledger: Ledger, engine: Engin
 
 
 async def test_a_message_that_kills_its_worker_ends_as_a_dead_letter(ledger: Ledger, engine: Engine) -> None:
-    class Killed(BaseException):
-        """As far as the database can tell, the process is gone."""
-
     handler = failing(Killed(), max_attempts=3)
     for _ in range(3):
         with pytest.raises(Killed):

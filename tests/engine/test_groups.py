@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from psycopg.rows import dict_row
 
 from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer._engine import Engine
@@ -323,3 +324,81 @@ async def test_two_groups_that_deadlock_both_come_through_without_an_attempt(
     assert ledger.run("select hits from hot") == [(2,), (2,)]
     assert points.count(Point.CLAIMED) > points.count(Point.COMMITTED), "they never collided"
     assert points.count(Point.ATTEMPT_COUNTED) == 0
+
+
+def purse(ledger: Ledger, amount: int) -> None:
+    ledger.run("create table if not exists purse (amount int)")
+    ledger.run("truncate purse")
+    ledger.run("insert into purse select %s", (amount,))
+
+
+async def withdraw(tx: Tx, amount: int) -> None:
+    rows = await tx.execute("update purse set amount = amount - %s returning amount", (amount,))
+    if (await rows.one())[0] < 0:
+        raise Reject("no_funds")
+
+
+async def test_no_rejection_is_stored_that_was_decided_by_what_then_was_rejected_itself(
+    ledger: Ledger, engine: Engine
+) -> None:
+    purse(ledger, 50)
+    runs = 0
+
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def pay_out(order: dict[str, Any], tx: Tx) -> None:
+        nonlocal runs
+        if order["id"] == "a":
+            runs += 1
+            if runs == 2:
+                raise Reject("second thoughts")
+        await withdraw(tx, 40)
+
+    group = works(pay_out, "a", "b")
+    assert kinds(await engine.run(group)) == ["failed"]
+    assert kinds(await engine.run(group[1:])) == ["applied"]
+    assert ledger.run("select amount from purse") == [(10,)]
+
+
+async def test_no_rejection_is_stored_that_was_decided_by_what_a_rival_then_held(
+    ledger: Ledger, store: PostgresStore
+) -> None:
+    purse(ledger, 50)
+
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def pay_out(order: dict[str, Any], tx: Tx) -> None:
+        if order["id"] != "between":
+            await withdraw(tx, 40)
+
+    group = works(pay_out, "a", "between", "b")
+    lock = int.from_bytes(group[0].key[:8], "big", signed=True)
+
+    class Rival(Points):
+        """Quicker with `a` when it runs again."""
+
+        def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
+            if point is Point.ROLLED_BACK:
+                ledger.run("select pg_advisory_lock(%s)", (lock,))
+
+    assert kinds(await Engine(store, Rival()).run(group, defer=True)) == ["busy", "applied"]
+    ledger.run("select pg_advisory_unlock(%s)", (lock,))
+    assert kinds(await Engine(store).run(group[2:])) == ["applied"]
+    assert kinds(await Engine(store).run(group[:1])) == ["failed"]
+    assert ledger.run("select amount from purse") == [(10,)]
+
+
+# --------------------------------------------------------------------------------------------- one connection for all
+async def test_what_a_handler_sets_on_its_connection_ends_with_it(ledger: Ledger, engine: Engine) -> None:
+    rows: list[object] = []
+
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def look(order: dict[str, Any], tx: Tx) -> str:
+        if order["id"] == "odd":
+            tx.connection.row_factory = dict_row
+        rows.append(await (await tx.execute("select 1 as one")).first())
+        await write(tx, order["id"])
+        return "looked"
+
+    assert kinds(await engine.run(works(look, "odd", 1))) == ["applied"] * 2
+    assert rows == [{"one": 1}, (1,)]
+    assert kinds(await engine.run(works(look, 2, "odd"))) == ["applied", "duplicate"]
+    assert kinds(await engine.run(works(look, 1, "odd"))) == ["duplicate"] * 2

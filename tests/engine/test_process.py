@@ -11,8 +11,10 @@ import pytest
 
 from idemconsumer import App, ConfigurationError, Message, Reject, Retry, StoreUnavailable, Tx, idempotent_handler
 from idemconsumer._model import State
+from idemconsumer.handlers import BoundHandler, HandlerPlan
+from idemconsumer.settings import Settings, load
 from idemconsumer.stores.postgres import PostgresStore
-from tests.ledger import SOURCE, Ledger, message, write
+from tests.ledger import SOURCE, Ledger, kinds, message, write
 
 RIVALS = 50
 
@@ -103,6 +105,38 @@ async def test_the_handler_is_found_by_source_or_given(ledger: Ledger, app: App)
         await app.process(Message("memory:nowhere", b"{}"))
 
 
+async def test_a_handler_is_told_of_the_attempts_that_failed_before(ledger: Ledger, app: App) -> None:
+    seen: list[int] = []
+
+    @app.idempotent_handler(SOURCE, key="id")
+    async def third_time(order: dict[str, Any], tx: Tx, message: Message) -> None:
+        seen.append(message.attempt)
+        await write(tx, order["id"])
+        if message.attempt < 3:
+            raise Retry
+
+    outcomes = [await app.process(message(1)) for _ in range(4)]
+    assert kinds(outcomes) == ["retrying", "retrying", "applied", "duplicate"]
+    assert [outcome.attempt for outcome in outcomes] == [1, 2, 3, 1], "what has come to its end is forgotten"
+    assert (seen, ledger.attempts) == ([1, 2, 3], []), "in the database too"
+
+
+async def test_the_attempts_of_so_many_keys_are_remembered(
+    ledger: Ledger, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("idemconsumer._front._MOST_ATTEMPTS", 2)
+    seen: list[tuple[int, int]] = []
+
+    @app.idempotent_handler(SOURCE, key="id")
+    async def fail(order: dict[str, Any], message: Message) -> None:
+        seen.append((order["id"], message.attempt))
+        raise Retry
+
+    for id in (1, 2, 3, 1, 3):
+        await app.process(message(id))
+    assert seen == [(1, 1), (2, 1), (3, 1), (1, 1), (3, 2)]
+
+
 async def test_two_apps_do_not_share_keys(ledger: Ledger, app: App) -> None:
     @idempotent_handler(SOURCE, key="id")
     async def pay(order: dict[str, Any], tx: Tx) -> None:
@@ -145,6 +179,7 @@ async def test_without_a_database_it_says_what_to_set(monkeypatch: pytest.Monkey
     monkeypatch.delenv("IDEMCONSUMER_DSN", raising=False)
     with pytest.raises(ConfigurationError, match="set IDEMCONSUMER_DSN"):
         await app.process(message(1))
+    await app.close()
     monkeypatch.setenv("IDEMCONSUMER_DSN", "postgresql://127.0.0.1:1/x")
     with pytest.raises(StoreUnavailable):
         await app.process(message(1))
@@ -159,6 +194,57 @@ async def test_a_message_is_published_with_its_effect_or_not_at_all(ledger: Ledg
 
     assert [(await app.process(message(n))).kind for n in (1, 2, 1)] == ["applied", "dead", "duplicate"]
     assert ledger.run("select name, message_id, body from idemconsumer.queue") == [("emails", "mail 1", b'{"to":1}')]
+
+
+async def test_a_worker_publishes_to_the_database_that_it_was_given_as_a_flag(
+    ledger: Ledger, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("IDEMCONSUMER_DSN")
+
+    @app.idempotent_handler(SOURCE, key="id")
+    async def pay(order: dict[str, Any], tx: Tx) -> None: ...
+
+    app.worker(Settings(dsn=ledger.dsn))
+    await app.publish("postgres:emails", {"to": 1}, key="mail")
+    assert ledger.run("select name, message_id from idemconsumer.queue") == [("emails", "mail")]
+
+
+async def test_without_a_worker_the_settings_are_read_once(
+    ledger: Ledger, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[Settings] = []
+
+    def counting() -> Settings:
+        loads.append(load())
+        return loads[-1]
+
+    monkeypatch.setattr("idemconsumer.app.load", counting)
+    for n in range(3):
+        await app.publish("postgres:emails", {"to": n})
+    assert len(loads) == 1
+
+
+async def test_a_handler_is_bound_once_for_as_long_as_the_app_is_open(
+    ledger: Ledger, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[str] = []
+    bind = HandlerPlan.bind
+
+    def counting(self: HandlerPlan, *args: Any, **kwargs: Any) -> BoundHandler:
+        bound.append(self.name)
+        return bind(self, *args, **kwargs)
+
+    monkeypatch.setattr(HandlerPlan, "bind", counting)
+
+    @app.idempotent_handler(SOURCE, key="id")
+    async def pay(order: dict[str, Any], tx: Tx) -> None: ...
+
+    for n in range(3):
+        await app.process(message(n))
+    assert bound == ["pay"]
+    await app.close()
+    await app.process(message(4))
+    assert bound == ["pay", "pay"], "its resources are others now"
 
 
 async def test_a_closed_app_opens_again(ledger: Ledger, app: App) -> None:

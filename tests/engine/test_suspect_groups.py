@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -55,6 +55,21 @@ async def kill(tx: Tx) -> None:
 
 async def fail(tx: Tx) -> None:
     raise ValueError
+
+
+async def cancel_itself(tx: Tx) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await tx.execute("select 1")
+
+
+async def stay_marked_as_cancelled(tx: Tx) -> None:
+    """Before Python 3.13 the failed group leaves the task so."""
+    with suppress(ExceptionGroup):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail(tx))
+    raise asyncio.CancelledError
 
 
 async def one_life_after_the_other(store: PostgresStore, given: Callable[[], list[Work]]) -> list[int]:
@@ -158,6 +173,28 @@ async def test_a_failure_among_suspects_is_one_failure(ledger: Ledger, store: Po
     assert kinds(await engine.run(group[2:])) == ["applied"] * 2
     assert pay.attempts == [1, 1, 1, 2, 1, 1]
     assert (ledger.effects, ledger.attempts, ledger.letters) == (["1", "2", "3"], [], [("attempts_exhausted", 1)])
+
+
+@pytest.mark.parametrize("how", [cancel_itself, stay_marked_as_cancelled])
+async def test_a_suspect_that_cancels_its_own_task_has_failed_and_costs_nobody_else_anything(
+    ledger: Ledger, engine: Engine, how: Callable[[Tx], Awaitable[None]]
+) -> None:
+    """It ended its worker when it was none yet, and would end each one after that."""
+    pay = Pay({"own": how}, max_attempts=2)
+    group = pay.suspects(1, "own", 2)
+    assert (kinds(await engine.run(group)), ledger.attempts) == (["applied", "retrying"], [1])
+    assert kinds(await to_the_end(engine, group)) == ["duplicate", "dead", "applied"]
+    assert (ledger.effects, ledger.attempts, ledger.letters) == (["1", "2"], [], [("attempts_exhausted", 1)])
+    assert "nobody cancelled it" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
+
+
+async def test_a_suspect_that_is_too_slow_is_stopped_and_counted(ledger: Ledger, engine: Engine) -> None:
+    async def hang(tx: Tx) -> None:
+        await tx.execute("select pg_sleep(60)")
+
+    pay = Pay({"slow": hang}, max_attempts=2, timeout="50ms")
+    assert kinds(await to_the_end(engine, pay.suspects(1, "slow", 2))) == ["applied", "dead", "applied"]
+    assert "longer than its timeout" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
 
 
 class CutAtMark:

@@ -6,6 +6,7 @@ import contextlib
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import LiteralString
 
 import psycopg
 from psycopg import sql
@@ -23,11 +24,11 @@ def system_binaries() -> Path:
 
 
 @contextlib.contextmanager
-def fresh_database(dsn: str) -> Iterator[str]:
+def fresh_database(dsn: str, options: LiteralString = "") -> Iterator[str]:
     """An empty database on that server, dropped at the end even when somebody is still connected."""
     name = f"test_{secrets.token_hex(6)}"
     with psycopg.connect(dsn, autocommit=True) as admin:
-        admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        admin.execute(sql.SQL("CREATE DATABASE {} " + options).format(sql.Identifier(name)))
     try:
         yield make_conninfo(dsn, dbname=name)
     finally:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from contextlib import closing
 
 import psycopg
 import pytest
 from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
 from idemconsumer._headers import restored
 from idemconsumer._model import Mark, Message, Record, State, Subscription
@@ -17,8 +19,9 @@ from idemconsumer.ports import Bounds, JoinedStore, Tx
 from idemconsumer.settings import Settings
 from idemconsumer.stores import postgres
 from idemconsumer.stores.postgres import PostgresStore
-from tests.conftest import PrivatePostgres
+from tests.conftest import PostgresServer, PrivatePostgres
 from tests.ledger import SCHEMA, Ledger
+from tests.servers.postgres import fresh_database
 from tests.stores.conftest import OpenStore
 
 pytest.register_assert_rewrite("idemconsumer.testing.store_contract")
@@ -145,6 +148,46 @@ async def test_a_standby_is_refused_and_a_primary_that_became_one_is_waited_for(
         await store.count_attempt(B, None)
 
 
+@pytest.mark.parametrize("table", ["record", "history"])
+async def test_a_role_that_may_not_write_to_one_of_the_tables_is_refused(ledger: Ledger, table: str) -> None:
+    role = sql.Identifier(f"app_{secrets.token_hex(4)}")
+    with psycopg.connect(ledger.dsn, autocommit=True) as owner:
+        for statement in (
+            "create role {} login",
+            "grant usage on schema idemconsumer to {}",
+            "grant all on all tables in schema idemconsumer to {}",
+            "grant all on all sequences in schema idemconsumer to {}",
+        ):
+            owner.execute(sql.SQL(statement).format(role))
+        theirs = make_conninfo(ledger.dsn, user=role.as_string().strip('"'))
+        try:
+            await (await PostgresStore.open(theirs, SCHEMA, connections=1, longest_run=30.0)).close()
+            owner.execute(sql.SQL("revoke insert on {} from {}").format(sql.Identifier(SCHEMA, table), role))
+            with pytest.raises(ConfigurationError, match=f"it lacks INSERT on {table}; run as the schema's owner"):
+                await PostgresStore.open(theirs, SCHEMA, connections=1, longest_run=30.0)
+        finally:
+            owner.execute(sql.SQL("drop owned by {}").format(role))
+            owner.execute(sql.SQL("drop role {}").format(role))
+
+
+async def test_a_database_that_cannot_hold_every_text_is_refused(postgres18: PostgresServer) -> None:
+    latin1 = fresh_database(postgres18.dsn, "template template0 encoding 'LATIN1' locale 'C'")
+    with latin1 as dsn, pytest.raises(ConfigurationError, match=r"encoding is LATIN1.* ENCODING 'UTF8'"):
+        await PostgresStore.open(dsn, SCHEMA, connections=1, longest_run=30.0)
+
+
+async def test_text_is_sent_as_utf8_whatever_the_environment_says(
+    ledger: Ledger, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
+    store = await open_store(ledger.dsn)
+    async with store.transaction(group=1) as claims:
+        await claims.claim([A])
+        await claims.tx().execute("insert into witness values (%s)", ("日本",))
+        await claims.complete([], [])
+    assert ledger.effects == ["日本"]
+
+
 async def test_the_locks_of_all_lanes_stay_a_tenth_of_the_shared_table(store: PostgresStore, ledger: Ledger) -> None:
     settings = ledger.run(
         "select current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int"
@@ -258,3 +301,28 @@ async def test_groups_with_one_gate_take_turns_and_waiting_for_it_is_no_collisio
         await claims.complete([], [])
         await waiting
     assert ledger.states == [State.COMPLETED] * 2
+
+
+async def test_the_wait_at_the_gate_is_bounded_by_neither_the_handlers_time_nor_the_locks(
+    ledger: Ledger, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = await open_store(ledger.dsn)
+    monkeypatch.setattr(postgres, "_LOCK_TIMEOUT", "100ms")
+    hasty = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=-4.8)  # 0.2 s for a statement
+
+    async def second() -> None:
+        async with hasty.transaction(group=1, gate="shop") as claims:
+            assert await claims.claim([B]) == [Mark.CLAIMED]
+            bounds = "select current_setting('statement_timeout'), current_setting('lock_timeout')"
+            assert await (await claims.tx().execute(bounds)).one() == ("200ms", "100ms")
+            await claims.complete([], [])
+
+    async with asyncio.timeout(PATIENCE), ahead.transaction(group=1, gate="shop") as claims:
+        await claims.claim([A])
+        waiting = asyncio.create_task(second())
+        while not waits_at_a_gate(ledger, 0.3):
+            assert not waiting.done(), waiting.exception()
+            await asyncio.sleep(0.01)
+        await claims.complete([], [])
+        await waiting
+    await hasty.close()

@@ -34,8 +34,6 @@ def params(name: str) -> Mapping[str, Any]:
     }  # fmt: skip
     each: dict[str, Mapping[str, Any]] = {
         "read": many,
-        "store_results": {**many, "bodies": [b"{}"] * GROUP, "types": ["application/json"] * GROUP},
-        "forget_attempts": many,
         "mark_attempts": {**many, "scopes": [1] * GROUP},
         "count_attempt": {"key": keys[0], "scope": 1, "error": "boom"},
         "note_error": {"key": keys[0], "error": "boom"},
@@ -52,8 +50,6 @@ def params(name: str) -> Mapping[str, Any]:
 
 HOT = [
     "read",
-    "store_results",
-    "forget_attempts",
     "mark_attempts",
     "count_attempt",
     "note_error",

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from idemconsumer import App, Message, Reject, Retry, Tx
-from idemconsumer._lanes import Lane
+from idemconsumer import App, Message, Reject, Retry, Tx, idempotent_handler
+from idemconsumer._lanes import Held, Lane, Lanes
 from idemconsumer._model import Point
+from idemconsumer._work import Work
+from idemconsumer.ports import Delivery, Epoch, Silent
 from tests.worker.conftest import Bench, Item, note
 
 
@@ -241,3 +245,23 @@ async def test_a_lane_that_is_cancelled_from_inside_ends_the_worker(
     monkeypatch.setattr(Lane, "work", cancelled)
     with pytest.raises(RuntimeError, match="a lane was cancelled"):
         await bench.until_empty(app)
+
+
+async def test_a_delivery_is_settled_once_its_own_session_has_been_told() -> None:
+    @idempotent_handler("memory:q", key="id")
+    async def handle(item: Item, tx: Tx) -> None: ...
+
+    seen: list[list[bool]] = []
+
+    class Telling:
+        async def settle(self, deliveries: Sequence[Delivery]) -> None:
+            seen.append([held.settled for held in helds])
+
+    message = Message("memory:q", b'{"id": "1"}')
+    work = Work.of(handle.plan.bind("lanes"), message)
+    sessions: list[Any] = [Telling(), Telling()]
+    helds = [Held(work, Delivery(message, Epoch()), session) for session in sessions]
+    nobody: Any = None
+    await Lanes(nobody, Silent(), count=1, room=1)._settle(helds)
+    assert seen == [[False, False], [True, False]]
+    assert all(held.settled for held in helds)

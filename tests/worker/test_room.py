@@ -7,11 +7,15 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
+import pytest
 from structlog.testing import LogCapture
 
 from idemconsumer import App, Tx
-from idemconsumer._model import Point
+from idemconsumer._model import Point, Record
+from idemconsumer.errors import Contention
 from idemconsumer.keys import digest
+from idemconsumer.ports import Claim, DeadLetter
+from idemconsumer.stores.postgres import PostgresStore
 from tests.worker.conftest import Bench, Item, note, times
 
 APP = "room"
@@ -170,3 +174,78 @@ async def test_the_room_settles_at_once_what_its_rivals_have_committed(bench: Be
             assert running.watch.count(Point.SETTLING) == settled + 1
         await rival.until_count(applied=len(names))
     assert bench.effects() == names
+
+
+async def test_a_conflict_in_the_room_is_not_settled_before_its_dead_letter(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dead letter comes too late the first time, as if somebody had locked its table."""
+    started, go = asyncio.Event(), asyncio.Event()
+    tried: list[float] = []
+    bury = PostgresStore.bury
+
+    async def locked_at_first(self: PostgresStore, letter: DeadLetter, claim: Claim | None) -> Record | None:
+        tried.append(asyncio.get_running_loop().time())
+        if len(tried) == 1:
+            raise Contention("55P03")
+        return await bury(self, letter, claim)
+
+    monkeypatch.setattr(PostgresStore, "bury", locked_at_first)
+
+    def app_on(source: str) -> App:
+        app = App(APP)
+
+        @app.idempotent_handler(source, key="id", on_busy="defer")
+        async def handle(item: Item, tx: Tx) -> None:
+            await note(tx, item)
+            started.set()
+            await go.wait()
+
+        return app
+
+    await bench.publish("theirs", Item("a", "of theirs"))
+    await bench.publish("ours", Item("a", "of ours"))
+    async with bench.running(app_on("memory:theirs")) as rival:
+        await started.wait()
+        async with bench.running(app_on("memory:ours")) as running:
+            await running.until_count(busy=1)
+            go.set()
+            await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_flight == 0)
+            assert bench.do("select reason from idemconsumer.dead_letter") == [("conflict",)]
+            assert running.worker.counts["conflict"] == 1
+            assert tried[1] - tried[0] >= 0.02, "it was not due yet"
+        await rival.until_count(applied=1)
+    assert bench.effects() == ["a"]
+
+
+@pytest.mark.parametrize("end", ["its epoch retires", "the worker drains"])
+async def test_the_room_starts_nothing_more_in_the_midst_of_a_round(bench: Bench, end: str) -> None:
+    app, gone = App(APP), asyncio.Event()
+
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", on_busy="defer", group_size=1)
+    async def handle(item: Item, tx: Tx) -> None:
+        lanes = running.worker._lanes
+        assert lanes is not None
+        if end == "the worker drains":
+            running.worker.drain()
+            while not lanes.draining:
+                await asyncio.sleep(0.001)
+        else:
+            for held in lanes.room._helds:
+                held.delivery.epoch.retiring = True
+        await gone.wait()
+        await note(tx, item)
+
+    busy = ["0", "1"]
+    await bench.publish("q", *(Item(name, "e") for name in busy))
+    async with AsyncExitStack() as stack:
+        rivals = [await stack.enter_async_context(bench.rival(key_of(name))) for name in busy]
+        async with bench.running(app, concurrency=1) as running:
+            await running.until(
+                lambda: running.worker._lanes is not None and len(running.worker._lanes.room._helds) == 2
+            )
+            for let_go in rivals:
+                await let_go()
+            gone.set()
+            await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_flight == 0)
+    assert len(bench.effects()) == 1
