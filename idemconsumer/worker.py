@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Final, TypeVar
 
 import structlog
 
@@ -29,6 +30,7 @@ from idemconsumer.upkeep import Upkeep
 
 log = structlog.get_logger("idemconsumer")
 
+T = TypeVar("T")
 Planned = tuple[str, Broker, list[Subscription]]  # of one feed
 
 PARK_AFTER: Final = 15  # deliveries; a quorum queue deletes a message at its limit, which is 20 by default since 4.0
@@ -85,11 +87,27 @@ class Worker:
             await self._resources.close()
 
     async def _run(self, settings: Settings, dsn: str, planned: Sequence[Planned]) -> None:
-        store = await self._open_store(dsn)
-        if store is None:
-            return
-        engine = Engine(store, self._observer, lanes=settings.concurrency * settings.workers)
-        sagas = await self._sagas(engine) if any(plan.leased for plan in self.plans) else None
+        async with AsyncExitStack() as stack:
+            if (store := await self._reached(self._open_store)) is None:
+                return
+            stack.push_async_callback(store.close)
+            engine = Engine(store, self._observer, lanes=settings.concurrency * settings.workers)
+            sagas = None
+            if any(plan.leased for plan in self.plans):
+                if (sagas := await self._reached(lambda: self._open_sagas(engine))) is None:
+                    return
+                stack.push_async_callback(sagas.close)
+            await self._consume(settings, dsn, planned, store, engine, sagas)
+
+    async def _consume(
+        self,
+        settings: Settings,
+        dsn: str,
+        planned: Sequence[Planned],
+        store: PostgresStore,
+        engine: Engine,
+        sagas: Sagas | None,
+    ) -> None:
         lanes = self._lanes = Lanes(
             engine,
             self._observer,
@@ -123,12 +141,9 @@ class Worker:
                 await feed.close()
             for broker in self._brokers.values():
                 await broker.close()
-            if sagas is not None:
-                await sagas.close()
-            await store.close()
             log.info("worker left", **self.counts)
 
-    async def _sagas(self, engine: Engine) -> Sagas:
+    async def _open_sagas(self, engine: Engine) -> Sagas:
         settings, leased = self._settings, [plan.options for plan in self.plans if plan.leased]
         assert settings.dsn is not None
         return await Sagas.open(
@@ -141,18 +156,22 @@ class Worker:
             longest_run=max(options.timeout for options in leased),
         )
 
-    async def _open_store(self, dsn: str) -> PostgresStore | None:
-        """None when a drain came before the database did."""
-        longest = max((plan.options.timeout for plan in self.plans), default=30.0)
+    async def _open_store(self) -> PostgresStore:
+        settings = self._settings
+        assert settings.dsn is not None
+        return await PostgresStore.open(
+            settings.dsn,
+            settings.schema,
+            connections=settings.concurrency + _SPARE_CONNECTIONS,
+            longest_run=max((plan.options.timeout for plan in self.plans), default=30.0),
+        )
+
+    async def _reached(self, opening: Callable[[], Awaitable[T]]) -> T | None:
+        """What is opened in the database. None when a drain came before the database did."""
         failures = 0
         while not self._drain.is_set():
             try:
-                return await PostgresStore.open(
-                    dsn,
-                    self._settings.schema,
-                    connections=self._settings.concurrency + _SPARE_CONNECTIONS,
-                    longest_run=longest,
-                )
+                return await opening()
             except StoreUnavailable as error:
                 if failures == 0:
                     log.error("store unreachable, waiting", error=str(error))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import psycopg
 import pytest
 from structlog.testing import LogCapture
 
-from idemconsumer import App, Message, Tx
+from idemconsumer import App, Message, Saga, Tx
 from idemconsumer._model import Point
+from idemconsumer._sagas import Sagas
 from idemconsumer.embedded import EmbeddedPostgres
-from idemconsumer.errors import ConfigurationError
+from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.keys import digest
 from tests.conftest import PrivatePostgres
 from tests.worker.conftest import PATIENCE, Bench, Item, connected, note, prepare, times
@@ -237,3 +239,24 @@ async def test_durability_turned_off_under_a_worker_ends_it_and_blames_no_messag
     await bench.until_empty(app)
     assert sorted(bench.effects()) == ["first", "second", "third"]
     assert bench.do("select 1 from idemconsumer.dead_letter") == []
+
+
+async def test_a_database_that_is_gone_again_when_the_sagas_begin_is_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
+) -> None:
+    app, opened, gone = App("outage"), Sagas.open, [StoreUnavailable("it went away")]
+
+    @app.idempotent_handler("memory:q", key="id")
+    async def handle(item: Item, saga: Saga) -> None:
+        await saga.tx("noted", note, item)
+
+    async def failing_once(*arguments: Any, **more: Any) -> Sagas:
+        if gone:
+            raise gone.pop()
+        return await opened(*arguments, **more)
+
+    monkeypatch.setattr(Sagas, "open", failing_once)
+    await bench.publish("q", Item("a"))
+    async with bench.running(app) as running:
+        await running.until_count(applied=1)
+    assert times(logged, "store unreachable, waiting") == 1
