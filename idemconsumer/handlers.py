@@ -367,6 +367,8 @@ def _check_sources(handler: str, sources: tuple[str, ...]) -> None:
             )
         if not name or not name.isprintable() or name != name.strip():
             raise HandlerError(handler, f"source {source!r} names no {scheme} source", _write_source(scheme))
+        if scheme == "sqs" and ("/" in name or ":" in name):
+            raise HandlerError(handler, f"source {source!r} names no queue", "write the queue's name, e.g. sqs:orders")
         if name.startswith("~"):
             raise HandlerError(handler, f'source {source!r}: names that start with "~" are reserved', "choose another")
     if len(set(sources)) < len(sources):

@@ -423,6 +423,17 @@ def test_lines_of_a_file_are_published_with_their_headers(shop: Shop) -> None:
     assert json.loads(rows[0][1]) == {"a": "b=c"}
 
 
+def test_a_publish_that_fails_on_the_way_says_how_many_went_out(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("idemconsumer.cli.messages._BATCH", 2)
+    assert shop.dsn is not None
+    with psycopg.connect(shop.dsn) as connection:
+        connection.execute("alter table idemconsumer.queue add check (body <> 'bad')")
+
+    said = shop("publish", "postgres:orders", "--file", "-", stdin="1\n2\n3\n4\nbad\n", code=Exit.ERROR)
+    assert re.search("at least 4 of 5 were published, then:\nerror: postgres:orders: could not publish", said)
+    assert "at least" not in shop("publish", "postgres:orders", "bad", code=Exit.ERROR)
+
+
 def test_a_source_that_is_none_is_a_usage_error(shop: Shop) -> None:
     assert "write scheme:name" in shop("publish", "orders", "{}", code=Exit.USAGE)
     assert "unknown scheme" in shop("publish", "carrier:pigeon", "{}", code=Exit.USAGE)

@@ -246,6 +246,9 @@ def test_a_name_is_the_functions_unless_given() -> None:
         ("kafka:", "names no kafka source"),
         ("kafka: orders", "names no kafka source"),
         ("postgres:~due", "reserved"),
+        ("sqs:https://sqs.eu-west-1.amazonaws.com/1/orders", "names no queue; write the queue's name, e.g. sqs:orders"),
+        ("sqs:arn:aws:sqs:eu-west-1:1:orders", "names no queue"),
+        ("sqs:1/orders", "names no queue"),
     ],
 )
 def test_a_source_that_cannot_be_consumed_is_an_error(source: str, says: str) -> None:
@@ -490,6 +493,9 @@ def test_an_app_takes_a_name_and_handlers_only() -> None:
         ("carrier:pigeon", "unknown scheme 'carrier'; write scheme:name"),
         ("postgres:", "names no postgres source; write postgres:name"),
         ("postgres:~parked", "reserved"),
+        ("sqs:https://sqs.eu-west-1.amazonaws.com/1/orders", "names no queue; write the queue's name, e.g. sqs:orders"),
+        ("sqs:arn:aws:sqs:eu-west-1:1:orders", "names no queue"),
+        ("sqs:1/orders", "names no queue"),
     ],
 )
 async def test_publishing_to_what_is_no_destination_is_refused(destination: str, says: str) -> None:

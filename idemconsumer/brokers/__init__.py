@@ -27,6 +27,8 @@ def destination(text: str) -> tuple[str, str]:
         raise ConfigurationError(f"{what}; write scheme:name with one of {', '.join(sorted(_ADAPTERS))}")
     if not name or not name.isprintable() or name != name.strip():
         raise ConfigurationError(f"{text!r} names no {scheme} source; write {scheme}:name")
+    if scheme == "sqs" and ("/" in name or ":" in name):
+        raise ConfigurationError(f"{text!r} names no queue; write the queue's name, e.g. sqs:orders")
     if name.startswith("~"):
         raise ConfigurationError(f'{text!r}: names that start with "~" are reserved; choose another')
     return scheme, name

@@ -10,7 +10,7 @@ given back would let the second come after what the queue has forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -115,16 +115,18 @@ class Held:
         """What others could be given before then."""
         return [message for message, entry in self._entries.items() if entry.until < before and not entry.lapsed]
 
-    def extended(self, messages: Sequence[str], until: float) -> None:
-        for message in messages:
-            if message in self._entries:
-                self._entries[message].until = until
+    def extended(self, used: Mapping[str, str], refused: Collection[str], until: float) -> None:
+        """An extension was answered for these handles. What the broker refused comes again, here or elsewhere.
 
-    def lapse(self, messages: Iterable[str]) -> None:
-        """The broker refuses to extend these: they come again, here or elsewhere."""
-        for message in messages:
-            if message in self._entries:
-                self._entries[message].lapsed = True
+        A message that arrived meanwhile has a newer handle, of which the answer says nothing.
+        """
+        for message, handle in used.items():
+            if (entry := self._entries.get(message)) is None or entry.handle != handle:
+                continue
+            if message in refused:
+                entry.lapsed = True
+            else:
+                entry.until = until
 
     def _drop(self, message: str) -> None:
         group = self._entries.pop(message).group

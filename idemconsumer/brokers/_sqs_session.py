@@ -28,7 +28,7 @@ EXTENSIONS: Final = 4
 CONNECTIONS: Final = POLLS + DELETIONS + EXTENSIONS
 _FETCH_SECONDS: Final = 1.0
 _FAREWELL: Final = 5.0  # seconds for what is left to be deleted or given back
-_PATIENCE: Final = 5  # throttled requests in a row until a deletion or extension is given up
+_PATIENCE: Final = 5  # how often in a row a throttled deletion or extension is sent again, until it is given up
 _CALM: Final = 30.0  # seconds without a throttled answer until it is over
 _BACKOFF: Final = (0.2, 5.0)  # seconds: the first pause after a throttled request, and the longest
 
@@ -40,7 +40,8 @@ class SqsSession:
     """See `ports.Session`. Deliveries are known by their message id; the latest receipt handle settles them.
 
     `settle` returns at once; deletions go out ten at a time, or fewer when none is under way. A deletion that the
-    broker refuses is tried once more and then left: the message comes again, as a duplicate.
+    broker refuses is tried once more and then left: the message comes again, as a duplicate. So is one that stays
+    throttled.
     """
 
     def __init__(self, link: Link, client: Client, queue: Queue, bounds: Bounds) -> None:
@@ -111,8 +112,8 @@ class SqsSession:
 
     async def _receive(self, want: int) -> int:
         """One poll; how many it brought."""
-        started = asyncio.get_running_loop().time()
-        visibility = self._queue.visibility
+        loop, visibility = asyncio.get_running_loop(), self._queue.visibility
+        started = loop.time()
         answer = await self._client.receive_message(
             QueueUrl=self._queue.url,
             MaxNumberOfMessages=want,
@@ -124,7 +125,8 @@ class SqsSession:
         arrivals = [self._delivery(raw, started + visibility) for raw in answer.get("Messages") or ()]
         if arrivals and not self._lost:
             # The time was counted from when the broker took the messages out, which may be long before its answer.
-            await self._extend_expiring()
+            if loop.time() > started + visibility / 2:
+                await self._extend([delivery.handle for delivery in arrivals])
             self._arrived.extend(arrivals)
             self._wake.set()
         return len(arrivals)
@@ -170,71 +172,80 @@ class SqsSession:
         for _ in range(2):
             handles = self._held.handles(left)
             used |= handles
-            left = await self._ask(self._client.delete_message_batch, handles)
-            if not left:
+            refused = await self._ask(self._client.delete_message_batch, handles)
+            if not refused:
                 break
+            left = refused
         else:
             log.debug("deletion refused, left to redelivery", queue=self._queue.name, messages=len(left))
         self._due.extend(self._held.deleted(used))
         self._freed.set()
 
     async def _return(self, messages: Sequence[str]) -> None:
-        """Make these visible again, after the deletions before them: a FIFO group begins with its first unfinished."""
-        await self._deleted()
+        """Make these visible again, after the deletions that are under way.
+
+        Lanes may go on settling, so it does not wait for more. A FIFO group stays closed to others while an earlier
+        message of it is still to be deleted.
+        """
+        if not messages:
+            return
+        if self._deletions:
+            await asyncio.wait(self._deletions, timeout=_FAREWELL)
         handles = self._held.handles(messages)
         self._held.forget(messages)
         self._freed.set()
         await asyncio.gather(*(self._ask_visibility(batch, 0) for batch in _batches(handles)))
 
-    async def _deleted(self) -> None:
-        while self._deletions and not self._lost:
-            await asyncio.wait(self._deletions)
-
     # ------------------------------------------------------------------------------------------------------- visibility
     async def _keep_invisible(self) -> None:
-        while True:
-            await asyncio.sleep(self._queue.visibility / 6)
-            await self._extend_expiring()
-
-    async def _extend_expiring(self) -> None:
         """Extend whatever has less than half of its time left."""
         loop, visibility = asyncio.get_running_loop(), self._queue.visibility
-        batches = list(_batches(self._held.handles(self._held.expiring(loop.time() + visibility / 2))))
+        while True:
+            await asyncio.sleep(visibility / 6)
+            await self._extend(self._held.expiring(loop.time() + visibility / 2))
+
+    async def _extend(self, messages: Sequence[str]) -> None:
+        """What is refused has lapsed; what is given up is still expiring, and asked for again in the next round."""
+        loop, visibility = asyncio.get_running_loop(), self._queue.visibility
+        batches = list(_batches(self._held.handles(messages)))
         for start in range(0, len(batches), EXTENSIONS):
             until = loop.time() + visibility
             some = batches[start : start + EXTENSIONS]
-            refused = await asyncio.gather(*(self._ask_visibility(batch, visibility) for batch in some))
-            for batch, failed in zip(some, refused, strict=True):
-                self._held.lapse(failed)
-                self._held.extended([message for message in batch if message not in failed], until)
+            answers = await asyncio.gather(*(self._ask_visibility(batch, visibility) for batch in some))
+            for batch, refused in zip(some, answers, strict=True):
+                if refused is not None:
+                    self._held.extended(batch, refused, until)
 
-    async def _ask_visibility(self, handles: Mapping[str, str], seconds: int) -> list[str]:
+    async def _ask_visibility(self, handles: Mapping[str, str], seconds: int) -> list[str] | None:
         return await self._ask(self._client.change_message_visibility_batch, handles, VisibilityTimeout=seconds)
 
     # --------------------------------------------------------------------------------------------------------- requests
-    async def _ask(self, operation: Operation, handles: Mapping[str, str], **more: object) -> list[str]:
-        """One batched request; the messages that were refused. Ends the session when there is no answer."""
+    async def _ask(self, operation: Operation, handles: Mapping[str, str], **more: object) -> list[str] | None:
+        """One batched request; the messages that were refused, None when it was given up.
+
+        Ends the session when there is no answer, or one that makes no sense.
+        """
         asked, failures = list(handles), 0
         entries = [{"Id": str(n), "ReceiptHandle": handles[message], **more} for n, message in enumerate(asked)]
         while entries and not self._lost:
             try:
-                answer = await operation(QueueUrl=self._queue.url, Entries=entries)
+                refusals = (await operation(QueueUrl=self._queue.url, Entries=entries)).get("Failed") or []
+                refused = [asked[int(each["Id"])] for each in refusals]
             except Exception as error:  # noqa: BLE001 - the client lets through what it did not foresee
                 if not throttled(error):
                     self._end(error)
                 elif (failures := failures + 1) <= _PATIENCE:
                     await self._back_off(failures)
                     continue
-                return asked
+                return None
             self._eased()
-            refused = answer.get("Failed") or []
-            self._say_overdue(refused)
-            return [asked[int(each["Id"])] for each in refused]
-        return asked
+            self._say_overdue(refusals)
+            return refused
+        return None if entries else []
 
-    def _say_overdue(self, refused: Sequence[Answer]) -> None:
+    def _say_overdue(self, refusals: Sequence[Answer]) -> None:
         """SQS lets nobody keep a message for more than 12 hours."""
-        if not self._overdue_said and any("43200" in str(each.get("Message")) for each in refused):
+        if not self._overdue_said and any("43200" in str(each.get("Message")) for each in refusals):
             self._overdue_said = True
             log.warning("held for 12 hours, sqs delivers it again", queue=self._queue.name)
 
@@ -280,8 +291,9 @@ class SqsSession:
         await self._polled(WAIT + READ_TIMEOUT)  # one whose connection hangs is left behind
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL):
+                while self._deletions and not self._lost:
+                    await asyncio.wait(self._deletions)
                 if self._lost is None:
-                    await self._deleted()
                     await self._return(self._held.rest())
         self._end(None)
         if self._keeper is not None:

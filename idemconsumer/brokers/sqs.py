@@ -11,7 +11,7 @@ from idemconsumer.brokers._sqs_client import LOSS, Client, Link, Queue, farewell
 from idemconsumer.brokers._sqs_limits import limits, max_receives, retention
 from idemconsumer.brokers._sqs_session import CONNECTIONS, SqsSession
 from idemconsumer.brokers._sqs_wire import Entry, entry_of, requests
-from idemconsumer.errors import BrokerUnavailable
+from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.ports import Bounds, Finding, Outgoing
 from idemconsumer.settings import Settings
 
@@ -76,7 +76,7 @@ class SqsBroker:
         subject = subscription.source
         try:
             _, queue = await self._ready(subscription.name, anew=True)
-        except BrokerUnavailable as error:
+        except (BrokerUnavailable, ConfigurationError) as error:
             return [Finding("error", subject, str(error))]
         kind = "FIFO queue" if queue.fifo else "queue"
         return [Finding("ok", subject, f"{self._link.where} has the {kind} {queue.name!r}"), *limits(subject, queue)]

@@ -33,7 +33,7 @@ _SHOWN = (
 @click.argument("source", metavar="SOURCE")
 @click.argument("payload", required=False)
 @click.option("--file", "lines", type=click.File("rb"), help="A message a line; - is standard input.")
-@click.option("--key", help="Message id; for Kafka the record key.")
+@click.option("--key", help="Message id; for Kafka the record key. An SQS FIFO queue drops its second message.")
 @click.option("--header", "headers", multiple=True, metavar="K=V", help="May be given several times.")
 @click.option("--times", type=click.IntRange(1), default=1, help="Publish each message so often.  [default: 1]")
 @database
@@ -70,6 +70,10 @@ async def _publish(source: str, messages: Sequence[Outgoing], settings: Settings
                 batch = messages[start : start + _BATCH]
                 await broker.publish(name, batch)
                 bar.update(len(batch))
+    except Exception:
+        if bar.pos:
+            click.echo(f"at least {bar.pos} of {len(messages)} were published, then:", err=True)
+        raise
     finally:
         await broker.close()
 

@@ -222,6 +222,9 @@ async def test_missing_credentials_and_region_are_said(sqs: Server, monkeypatch:
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     with pytest.raises(ConfigurationError, match="set AWS_DEFAULT_REGION"):
         await SqsBroker(Settings(sqs=sqs.address)).open([subscribed("orders")], WIDE)
+    (finding,) = await SqsBroker(Settings(sqs=sqs.address)).check(subscribed("orders"))
+    assert finding.level == "error"
+    assert "set AWS_DEFAULT_REGION" in finding.text
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:9324", "sqs://host", "http://"])

@@ -75,9 +75,17 @@ def test_giving_back_a_second_arrival_leaves_the_first_alone() -> None:
 
 def test_what_lapsed_is_not_extended_until_it_arrives_again() -> None:
     held = holding("a", "b")
-    held.lapse(["a"])
+    held.extended({"a": "a/1"}, ["a"], 60.0)
     assert held.expiring(before=31.0) == ["b"]
-    held.extended(["b"], 60.0)
+    held.extended({"b": "b/1"}, [], 60.0)
     assert held.expiring(before=31.0) == []
     held.arrive("a", "a/2", None, 30.0)
+    assert held.expiring(before=31.0) == ["a"]
+
+
+@pytest.mark.parametrize("refused", [[], ["a"]])
+def test_an_extension_says_nothing_of_a_message_that_arrived_meanwhile(refused: list[str]) -> None:
+    held = holding("a")
+    held.arrive("a", "a/2", None, 30.0)
+    held.extended({"a": "a/1"}, refused, 60.0)
     assert held.expiring(before=31.0) == ["a"]

@@ -14,6 +14,7 @@ import pytest
 from idemconsumer import App, Tx
 from idemconsumer._model import Subscription
 from idemconsumer.brokers import _sqs_session
+from idemconsumer.brokers._sqs_client import CALLS
 from idemconsumer.brokers._sqs_session import SqsSession
 from idemconsumer.brokers.sqs import SqsBroker
 from idemconsumer.errors import BrokerUnavailable, SessionEnded
@@ -173,14 +174,44 @@ async def test_an_answer_that_comes_late_is_extended_before_it_is_handed_on(
     monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
     double.attributes["VisibilityTimeout"] = "1"
     monkeypatch.setattr(SqsSession, "_keep_invisible", lambda self: asyncio.sleep(3600))
-    double.answers.clear()
-    message = double.put("late")
+    other = double.put("other")
     async with consuming(double) as session:
+        await arriving(session, 1)
+        before = double.extended[other]
+        double.answers.clear()
+        message = double.put("late")
         await until(lambda: double.messages[message].receives == 1)
         await asyncio.sleep(0.6)  # more than half of its visibility
         double.answers.set()
         await arriving(session, 1)
         assert double.extended[message] == 1
+        assert double.extended[other] == before, "a receive pays for its own"
+
+
+async def test_an_answer_in_time_is_handed_on_without_a_request(
+    double: SqsDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SqsSession, "_keep_invisible", lambda self: asyncio.sleep(3600))
+    message = double.put("expiring")
+    async with consuming(double) as session:
+        await arriving(session, 1)
+        session._held.extended(session._held.handles([message]), [], until=0.0)
+        double.put("fresh")
+        await arriving(session, 1)
+        assert double.requests["ChangeMessageVisibilityBatch"] == 0
+
+
+async def test_an_extension_that_was_given_up_is_asked_for_again(
+    double: SqsDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
+    double.attributes["VisibilityTimeout"] = "1"
+    monkeypatch.setattr(_sqs_session, "_PATIENCE", 0)
+    message = double.put("held")
+    double.throttling["ChangeMessageVisibilityBatch"] = 2 * CALLS
+    async with consuming(double) as session:
+        await arriving(session, 1)
+        await until(lambda: double.extended[message] >= 1)
 
 
 async def test_a_poll_that_a_drain_meets_ends_by_itself_and_gives_back_what_it_brings(double: SqsDouble) -> None:
@@ -211,15 +242,67 @@ async def test_a_drain_gives_back_everything_in_batches(double: SqsDouble) -> No
     assert max(stored.receives for stored in double.messages.values()) == 1, "our own polls took it again"
 
 
+@pytest.mark.parametrize(("farewell", "unfetched"), [(10**6, 0), (0.05, 1)])
+async def test_a_drain_does_not_wait_for_deletions_that_do_not_end(
+    double: SqsDouble, monkeypatch: pytest.MonkeyPatch, farewell: float, unfetched: int
+) -> None:
+    monkeypatch.setattr(_sqs_session, "_PATIENCE", 10**6)
+    double.put("finished")
+    async with consuming(double) as session:
+        deliveries = await arriving(session, 1)
+        double.throttling["DeleteMessageBatch"] = 10**6
+        await session.settle(deliveries)
+        for _ in range(unfetched):
+            double.put("unfetched")
+        await until(lambda: len(session._arrived) == unfetched)
+        with monkeypatch.context() as patched:
+            patched.setattr(_sqs_session, "_FAREWELL", farewell)
+            async with asyncio.timeout(15):
+                await session.stop_fetching()
+        assert [stored.visible for stored in double.messages.values()] == [False, True][: 1 + unfetched]
+        double.throttling.clear()
+
+
+async def test_a_drain_does_not_wait_for_lanes_that_go_on_settling(
+    double: SqsDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_sqs_session, "_PATIENCE", 10**6)
+    for number in range(100):
+        double.put(str(number))
+    async with consuming(double) as session:
+        deliveries = await arriving(session, 100)
+        double.put("unfetched")
+        await until(lambda: len(session._arrived) == 1)
+        settling: list[asyncio.Task[None]] = []
+
+        def settle(*_: object) -> None:
+            if deliveries:
+                settling.append(asyncio.create_task(session.settle([deliveries.pop()])))
+
+        double.throttling["DeleteMessageBatch"] = 10**6
+        settle()
+        stopping = asyncio.create_task(session.stop_fetching())
+        await until(lambda: not session._polls)
+        double.refuse = settle  # whatever is deleted or given back, another one is finished meanwhile
+        double.throttling.clear()
+        await stopping
+        assert deliveries
+
+
 # ----------------------------------------------------------------------------------------------------------- throttling
-@pytest.mark.parametrize("operation", ["ReceiveMessage", "DeleteMessageBatch"])
+@pytest.mark.parametrize("operation", ["ReceiveMessage", "DeleteMessageBatch", "ChangeMessageVisibilityBatch"])
 async def test_a_throttled_request_is_sent_again_and_said_once(
     double: SqsDouble, operation: str, logged: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    double.put("slow")
+    monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
+    double.attributes["VisibilityTimeout"] = "1"
+    message = double.put("slow")
     double.throttling[operation] = 7  # the client itself gives up after three
     async with consuming(double) as session:
-        await session.settle(await arriving(session, 1))
+        deliveries = await arriving(session, 1)
+        if operation == "ChangeMessageVisibilityBatch":
+            await until(lambda: double.extended[message] >= 1)
+        await session.settle(deliveries)
         await until(lambda: double.empty)
         assert times(logged, "sqs throttles, backing off") == 1  # type: ignore[arg-type]
         assert times(logged, "sqs no longer throttles") == 0  # type: ignore[arg-type]
@@ -237,6 +320,7 @@ async def test_a_deletion_that_stays_throttled_is_left_to_redelivery(
         await session.settle(await arriving(session, 1))
         await until(lambda: len(session._held) == 0, within=60)
         assert not double.empty
+        assert double.requests["DeleteMessageBatch"] == 2 * CALLS, "once again, then given up"
         assert not await session.fetch(), "the session lives"
 
 
@@ -311,6 +395,21 @@ async def test_a_lost_session_forgets_what_it_delivered(double: SqsDouble) -> No
         double.refuse = lambda operation, message: None
         await session.settle(deliveries)
     assert not double.empty
+
+
+@pytest.mark.parametrize("held", [True, False])
+async def test_an_answer_that_makes_no_sense_ends_the_session(
+    double: SqsDouble, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
+    double.attributes["VisibilityTimeout"] = "1"
+    double.put("odd")
+    async with consuming(double) as session:
+        deliveries = await arriving(session, 1)
+        double.refuse = lambda operation, message: {**BUSY, "Id": "none that was asked"}
+        with pytest.raises(SessionEnded, match="queue 'orders' cannot be used"):
+            async with asyncio.timeout(15):
+                await _settling(session, [] if held else deliveries)
 
 
 def _broken(operation: str, message: str) -> None:

@@ -97,6 +97,12 @@ class Mill:
     async def _reached(self, count: int) -> bool:
         return await self.applied() >= count
 
+    async def effects(self) -> list[str]:
+        """Whose rows are in the witness, in the order of their inserts."""
+        async with await psycopg.AsyncConnection.connect(self._dsn) as connection:
+            rows = await (await connection.execute("select id from witness order by place")).fetchall()
+        return [name for (name,) in rows]
+
     async def verdict(self, expected: set[str]) -> tuple[int, int]:
         """(lost, twice)"""
         async with await psycopg.AsyncConnection.connect(self._dsn) as connection:

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.kill, pytest.mark.slow]
 UNIQUE = 5_000
 UNIQUE_IN_SQS = 2_000
 PARTITIONS = 4
+GROUPS = 20  # of the FIFO queue
 
 
 def messages(seed: int, unique: int = UNIQUE) -> list[bytes]:
@@ -49,7 +50,7 @@ EXPECTED_OF_SQS = {f"p{number}" for number in range(UNIQUE_IN_SQS)}
 async def mill(dsn: str, environment: dict[str, str], seed: int) -> AsyncIterator[Mill]:
     await asyncio.to_thread(migrate, dsn, "idemconsumer")
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
-        await connection.execute("create table witness (id text not null)")
+        await connection.execute("create table witness (id text not null, place bigint generated always as identity)")
     running = Mill(dsn, environment, workers=2, seed=seed)
     running.start()
     try:
@@ -165,8 +166,9 @@ async def test_sqs_loses_nothing_and_applies_nothing_twice(
         await client.create_queue(QueueName=name, Attributes={"VisibilityTimeout": "10", **fifo})
         broker = SqsBroker(Settings(sqs=sqs.address))
         bodies = messages(seed=3, unique=UNIQUE_IN_SQS)
-        groups = [{"MessageGroupId": f"g{number % 20}"} if fifo else {} for number in range(len(bodies))]
-        await broker.publish(name, [Outgoing(body, group) for body, group in zip(bodies, groups, strict=True)])
+        await broker.publish(
+            name, [Outgoing(body, {"MessageGroupId": group_of(body)} if fifo else {}) for body in bodies]
+        )
         await broker.close()
 
         environment = {"KILL_SOURCE": f"sqs:{name}", "IDEMCONSUMER_SQS": sqs.address}
@@ -176,8 +178,22 @@ async def test_sqs_loses_nothing_and_applies_nothing_twice(
             await until(lambda: nothing_kept(client, name), "SQS has nothing left")
             assert await running.drain() == 0
             assert await running.verdict(EXPECTED_OF_SQS) == (0, 0)
+            if fifo:
+                effects = await running.effects()
+                for group in range(GROUPS):
+                    numbers = [number for number in map(number_of, effects) if number % GROUPS == group]
+                    assert numbers == sorted(numbers), f"group {group} is out of order"
             assert await nothing_kept(client, name)
     sqs.close()
+
+
+def number_of(payment: str) -> int:
+    return int(payment.removeprefix("p"))
+
+
+def group_of(body: bytes) -> str:
+    """Both copies of a payment are in one group, or nothing would say in which order the effects have to come."""
+    return f"g{number_of(json.loads(body)['id']) % GROUPS}"
 
 
 async def nothing_kept(client: Any, name: str) -> bool:
