@@ -25,15 +25,15 @@ Part = Callable[[Stage], Awaitable[Result]]
 
 # With about how many minutes each takes on two idle cores.
 PARTS: dict[str, tuple[Part, float]] = {
-    "store_path": (store_path.store_path, 8),
+    "store_path": (store_path.store_path, 6),
     "hot_rows": (workloads.hot_rows, 10),
-    "failures": (workloads.failures, 4),
-    "latency": (latency.latency, 3),
+    "failures": (workloads.failures, 3),
+    "latency": (latency.latency, 2),
     "kafka": (end_to_end.kafka, 8),
     "rabbitmq": (end_to_end.rabbitmq, 9),
     "postgres_queue": (end_to_end.postgres_queue, 5),
     "sqs": (end_to_end.sqs, 4),
-    "sagas": (sagas.sagas, 5),
+    "sagas": (sagas.sagas, 4),
     "million": (long_runs.million, 3),
     "records": (long_runs.records, 15),
 }

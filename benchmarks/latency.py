@@ -20,7 +20,7 @@ _KEEPS_UP = 10.0  # milliseconds of bare's p50; above, the machine had no half t
 
 
 async def latency(stage: Stage) -> Result:
-    rounds, seconds = (1, 2.0) if stage.quick else (5, 8.0)
+    rounds, seconds = (1, 2.0) if stage.quick else (3, 8.0)
     async with crew(stage) as team:
         rate = 0.5 * await team.subject("bare", Load(prefix="", count=4_000 if stage.quick else 16_000))(0)
     stage.say(f"Latency: {rate:,.0f} messages/s arrive")

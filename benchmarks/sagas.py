@@ -52,7 +52,7 @@ class Side:
 
 
 async def sagas(stage: Stage) -> Result:
-    count, waves, rounds = (400, 3, 3) if stage.quick else (3_000, 6, 5)
+    count, waves, rounds = (400, 3, 3) if stage.quick else (3_000, 6, 3)
     tables = []
     with stage.database() as our_dsn, stage.database() as their_dsn:
         environment = {

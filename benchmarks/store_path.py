@@ -49,7 +49,7 @@ async def store_path(stage: Stage) -> Result:
 
 
 async def _inserts(stage: Stage, team: Crew) -> Table:
-    count, rounds = (1_500, 3) if stage.quick else (20_000, 7)
+    count, rounds = (1_500, 3) if stage.quick else (20_000, 5)
     load = Load(prefix="", count=count)
     subjects: dict[str, Subject] = {name: team.subject(name, load) for name in ("bare", AUTOCOMMIT, "by hand")}
     subjects["textbook"] = team.subject("textbook", Load(prefix="", count=count // 20))
@@ -77,7 +77,7 @@ async def _results(stage: Stage, team: Crew) -> Table:
         "a result stored": team.subject(OURS, Load(prefix="", count=load.count, result=True)),
     }
     targets = [Target("no result", "bare", 2.0), Target("a result stored", "bare", 1.7)]
-    return await side_by_side("With and without a result", subjects, targets, rounds=5, say=stage.say)
+    return await side_by_side("With and without a result", subjects, targets, rounds=3, say=stage.say)
 
 
 async def _duplicates(stage: Stage, team: Crew) -> Table:
@@ -91,7 +91,7 @@ async def _duplicates(stage: Stage, team: Crew) -> Table:
     subjects["ours, 100%"] = _all_again(stage, team)
     targets.append(Target("ours, 100%", "ours, 0%", 5.0))
     facts = {"100%": "every message of a run was applied before, in another run"}
-    return await side_by_side("Duplicates", subjects, targets, rounds=5, say=stage.say, plot=True, facts=facts)
+    return await side_by_side("Duplicates", subjects, targets, rounds=3, say=stage.say, plot=True, facts=facts)
 
 
 def _all_again(stage: Stage, team: Crew) -> Subject:

@@ -47,7 +47,7 @@ async def failures(stage: Stage) -> Result:
                 title = f"{share:.1%} {kind}"
                 tables.append(
                     await side_by_side(
-                        title, subjects, targets, rounds=1 if stage.quick else 5, say=stage.say, facts={"lanes": LANES}
+                        title, subjects, targets, rounds=1 if stage.quick else 3, say=stage.say, facts={"lanes": LANES}
                     )
                 )
     return Result("failures", tables, plot=_PLOT)

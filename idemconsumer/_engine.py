@@ -48,12 +48,14 @@ _FREE_RETRIES = 50  # in a row, about half a minute; after that contention is th
 
 
 class _Failed(Exception):
-    """The handler of the group's message at `index` failed; None: that of several, and nobody can say whose it is."""
+    """The handler of the group's message at `index` failed; None: that of several, and nobody can say whose it is.
+    `ran`: which of the group's messages were to run; the others were busy, or had records."""
 
     def __init__(self, index: int | None, error: Exception) -> None:
         super().__init__(index)
         self.index = index
         self.error = error
+        self.ran: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -181,7 +183,7 @@ class Engine:
                 raise
             except _Failed as failed:
                 if failed.index is not None:
-                    return await self._around(works, failed.index, failed.error, defer=defer)
+                    return await self._around(works, failed.index, failed, defer=defer)
                 self._at(Point.ROLLED_BACK, handler.name, [work.key for work in works])
                 # Smaller batches show whose it is, that of one at the latest.
                 return await self._in_parts(works, (len(works) + 1) // 2, defer=defer)
@@ -215,14 +217,18 @@ class Engine:
             self._at(Point.CLAIMED, name, keys)
             new = [i for i, work in enumerate(works) if leaders[work.key] is work and verdicts[work.key] is Verdict.RUN]
             began = now()
-            if handler.batch:
-                results = await self._handle_batch(claims, works, new) if new else {}
-            else:
-                for index in new:
-                    key, result = works[index].key, await self._handle(claims, index, works[index])
-                    self._at(Point.HANDLED, name, (key,))
-                    if result is not None:
-                        results[key] = result
+            try:
+                if handler.batch:
+                    results = await self._handle_batch(claims, works, new) if new else {}
+                else:
+                    for index in new:
+                        key, result = works[index].key, await self._handle(claims, index, works[index])
+                        self._at(Point.HANDLED, name, (key,))
+                        if result is not None:
+                            results[key] = result
+            except _Failed as failure:
+                failure.ran = new
+                raise
             seconds = now() - began
             self._at(Point.SEALING, name, keys)
             begun = [work.key for work in works if work.attempts or work.marked]
@@ -310,17 +316,17 @@ class Engine:
             raise _Failed(index, cause) from error
         return result
 
-    async def _around(self, works: Sequence[Work], index: int, error: Exception, *, defer: bool) -> list[Outcome]:
+    async def _around(self, works: Sequence[Work], index: int, cause: _Failed, *, defer: bool) -> list[Outcome]:
         """G2: rerun and commit what came before the failed one, then say what becomes of that one."""
         self._at(Point.ROLLED_BACK, works[0].handler.name, [work.key for work in works])
-        failed = works[index]
+        failed, error = works[index], cause.error
         if index == 0:
             return [await self._failed(failed, error)]
         final = isinstance(error, (Reject, *failed.handler.options.fail_on))
         behind = None if final or failed.counted else _Behind(failed.claim, describe(error))
         outcomes = await self._group(works[:index], defer=defer, behind=behind)
         # What is final may have been decided by the effects of those before it, so these have to be there.
-        undone = final and any(outcome.state is not State.COMPLETED for outcome in outcomes)
+        undone = final and any(outcomes[i].state is not State.COMPLETED for i in cause.ran if i < len(outcomes))
         if len(outcomes) < index or _stops(outcomes) or undone:
             return outcomes
         if behind is not None and behind.doubt:

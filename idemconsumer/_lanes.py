@@ -163,6 +163,11 @@ class Lanes:
         return sum(lane.load == 0 for lane in self._lanes)
 
     @property
+    def held_up(self) -> int:
+        """How many deliveries wait behind one that is retried later: what is fetched for other lanes must not stop."""
+        return sum(lane.held_up for lane in self._lanes)
+
+    @property
     def keys(self) -> list[bytes]:
         """What this process has in hand. Not what only waits in the room for whoever has it: that may be ourselves,
         since an answer was lost, and nobody would go on with it."""
@@ -254,6 +259,10 @@ class Lane:
     def load(self) -> int:
         """How many deliveries it has to do with."""
         return self._running + len(self._queue)
+
+    @property
+    def held_up(self) -> int:
+        return len(self._queue) if self._queue and self._queue[0].due > asyncio.get_running_loop().time() else 0
 
     def add(self, held: Held) -> None:
         self._queue.append(held)

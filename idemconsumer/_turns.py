@@ -11,12 +11,12 @@ from typing import Final
 from idemconsumer._groups import open_groups
 
 _LOOK: Final = 0.05  # seconds between two looks at the CPU
+_PATIENCE: Final = 0.5  # seconds
 
 
 class Turns:
-    """`async with turns:` around a group. First come, first served.
-
-    Who holds a turn may wait for long (a rival's key, a row); then the CPU is idle, and the others are let in.
+    """`async with turns:` around a group. First come, first served, and within half a second in any case: who holds a
+    turn may wait for long, for a rival's key or for a row, while something else keeps the CPU busy.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Turns:
     ) -> None:
         self._lanes = self._limit = lanes
         self._open = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
         self._clock = clock
         self._cpu = cpu
         self._seen = (clock(), cpu())
@@ -36,7 +36,7 @@ class Turns:
             self._open += 1
             return
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._waiting.append((turn, self._clock()))
         self._watch()
         try:
             await turn
@@ -51,8 +51,8 @@ class Turns:
 
     def _admit(self) -> None:
         """Called whenever there may be room, so whoever comes while there is some is the first."""
-        while self._waiting and self._open < self._limit:
-            turn = self._waiting.popleft()
+        while self._waiting and (self._open < self._limit or self._clock() - self._waiting[0][1] >= _PATIENCE):
+            turn, _ = self._waiting.popleft()
             if not turn.cancelled():
                 turn.set_result(None)
                 self._open += 1
@@ -73,5 +73,6 @@ class Turns:
     def _looked(self) -> None:
         self._timer = None
         self._look()
+        self._admit()
         if self._waiting:
             self._watch()

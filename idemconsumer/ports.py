@@ -305,15 +305,16 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much one session may have outstanding. `group` is the most messages that a group may ever hold, `now` tells
-    how many the next one may (without it: the most). `in_flight` = lanes x group + waiting room; times in seconds."""
+    """How much one session may have outstanding. `group` is the most messages that a group may ever hold. `in_flight` =
+    lanes x group + waiting room; times in seconds. `share` tells how much to take out of a queue that others work on
+    too: a few groups, so that they get theirs, and a crash hides few messages until their visibility time is over."""
 
     lanes: int
     group: int
     room: int = 1_000
     max_uncommitted: int = 10_000
     drain: float = 20.0
-    now: Callable[[], int] | None = None
+    share: Callable[[], int] | None = None
 
     @property
     def in_flight(self) -> int:
@@ -321,9 +322,8 @@ class Bounds:
 
     @property
     def ahead(self) -> int:
-        """How much to take out of a queue that others work on too: a few groups, so that they get their share, and so
-        that a crash hides few messages until their visibility time is over."""
-        return 4 * self.lanes * (self.group if self.now is None else self.now())
+        """The share as it is now; without one, four groups a lane."""
+        return 4 * self.lanes * self.group if self.share is None else self.share()
 
 
 @dataclass(frozen=True, slots=True)

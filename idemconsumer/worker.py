@@ -216,16 +216,21 @@ class Worker:
     @property
     def bounds(self) -> Bounds:
         """What one session may have outstanding."""
-        settings = self._settings
-        assert self._lanes is not None
-        engine = self._lanes.engine
+        settings, lanes = self._settings, self._lanes
+        assert lanes is not None
+        engine = lanes.engine
+
+        def share() -> int:
+            size = max(map(engine.group_size, self.plans), default=1)
+            return 4 * settings.concurrency * size + lanes.held_up
+
         return Bounds(
             lanes=settings.concurrency,
             group=max(map(engine.most, self.plans), default=1),
             room=settings.room,
             max_uncommitted=settings.max_uncommitted,
             drain=settings.drain_timeout,
-            now=lambda: max(map(engine.group_size, self.plans), default=1),
+            share=share,
         )
 
     @property

@@ -99,6 +99,21 @@ async def test_who_waits_is_let_in_when_the_cpu_is_idle_though_no_group_ends(ben
     await asyncio.gather(*tasks)
 
 
+async def test_who_has_waited_for_half_a_second_goes_on_however_busy_the_cpu_is(bench: Bench) -> None:
+    tasks = bench.begin(0, 1, 2, 3, 4, 5)
+    await until_idle()
+    bench.machine.passes(0.4, busy=1.0)
+    await asyncio.sleep(3 * _turns._LOOK)
+    assert bench.running == [0, 1, 2, 3]
+    bench.machine.passes(0.2, busy=1.0)
+    async with asyncio.timeout(PATIENCE):
+        while len(bench.running) < 6:
+            await asyncio.sleep(_turns._LOOK)
+    for event in bench.go_on:
+        event.set()
+    await asyncio.gather(*tasks)
+
+
 @pytest.mark.parametrize("given", [False, True])
 async def test_a_turn_that_is_cancelled_is_lost_to_nobody(bench: Bench, given: bool) -> None:
     await bench.turns.__aenter__()

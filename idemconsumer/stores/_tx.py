@@ -98,7 +98,7 @@ class PostgresTx:
     @property
     def connection(self) -> Connection:
         connection = self._open()
-        connection.repeated.off()
+        connection.repeated.forget()
         return connection
 
     def _open(self) -> Connection:
@@ -123,5 +123,5 @@ class PostgresTx:
             return NoRows(written)
         cursor = connection.cursor()
         await cursor.execute(query, params)
-        await connection.repeated.learn(cursor, query, params)
+        connection.repeated.learn(cursor, query, params)
         return PostgresRows(cursor) if cursor.description is not None else NoRows(cursor.rowcount)

@@ -26,7 +26,10 @@ with ours as (select oid, nspname from pg_namespace where nspname = %(schema)s)
 select 'USAGE on the schema' from ours where not has_schema_privilege(oid, 'usage')
 union all
 select upper(privilege) || ' on ' || c.relname
-from ours join pg_class c on c.relnamespace = ours.oid and c.relkind = 'r' and c.relname <> 'migration'
+from ours join pg_class c on c.relnamespace = ours.oid
+join (values ('scope'), ('record'), ('result'), ('attempt'), ('dead_letter'), ('queue'), ('saga'),
+             ('step'), ('worker'), ('history')) as t (name)
+     on t.name = c.relname
 cross join (values ('select'), ('insert'), ('update'), ('delete')) as p (privilege)
 where not has_table_privilege(c.oid, privilege)
 union all

@@ -465,6 +465,7 @@ def connection_options(dsn: str, longest_run: float, lease: float | None = None)
 async def _configure(connection: Connection) -> None:
     # The engine alone sends BEGIN. What a handler runs after a ROLLBACK of its own is by itself, and read-only.
     await connection.set_autocommit(True)
+    connection.prepare_threshold = 2  # earlier than psycopg does: a rollback drops all that was prepared
 
 
 async def _durable(connection: Connection) -> bool:

@@ -375,12 +375,12 @@ async def test_polls_come_and_go_with_the_load(double: SqsDouble) -> None:
 async def test_no_more_than_a_few_groups_are_taken_ahead_of_the_other_workers(double: SqsDouble) -> None:
     for number in range(100):
         double.put(str(number))
-    size = 2
-    async with consuming(double, bounds=Bounds(lanes=2, group=32, now=lambda: size)) as session:
-        held = await arriving(session, 4 * 2 * 2)
+    share = 16
+    async with consuming(double, bounds=Bounds(lanes=2, group=32, share=lambda: share)) as session:
+        held = await arriving(session, 16)
         held += await session.fetch()
-        assert len(held) == 4 * 2 * 2
-        size = 32
+        assert len(held) == 16
+        share = 256
         assert len(held + await arriving(session, 84)) == 100
 
 

@@ -386,6 +386,20 @@ async def test_no_rejection_is_stored_that_was_decided_by_what_a_rival_then_held
     assert ledger.run("select amount from purse") == [(10,)]
 
 
+async def test_a_rejection_stands_beside_those_that_had_no_part_in_it(ledger: Ledger, engine: Engine) -> None:
+    purse(ledger, 10)
+
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def pay_out(order: dict[str, Any], tx: Tx) -> None:
+        if order["id"] != "between":
+            await withdraw(tx, 40)
+
+    assert kinds(await engine.run(works(pay_out, "rejected before"))) == ["failed"]
+    group = works(pay_out, "busy", "rejected before", "between", "b")
+    ledger.run("select pg_advisory_lock(%s)", (int.from_bytes(group[0].key[:8], "big", signed=True),))
+    assert kinds(await engine.run(group, defer=True)) == ["busy", "duplicate", "applied", "failed"]
+
+
 # --------------------------------------------------------------------------------------------- one connection for all
 async def test_what_a_handler_sets_on_its_connection_ends_with_it(ledger: Ledger, engine: Engine) -> None:
     rows: list[object] = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
+from contextlib import suppress
 from typing import Any
 
 import psycopg
@@ -11,63 +12,80 @@ import pytest
 
 from idemconsumer import Tx
 from idemconsumer.stores import _repeated
-from idemconsumer.stores._tx import PostgresTx
+from idemconsumer.stores._repeated import Repeated
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SCHEMA, Ledger
 
 INSERT = "insert into item (id, qty) values (%s, %s)"
-NAMES = "select name, statement from pg_prepared_statements where name like 'idemconsumer%' order by name"
+UPDATE = "update item set qty = %s where id = %s"
 
 
 @pytest.fixture
-async def tx(ledger: Ledger) -> AsyncIterator[Tx]:
-    """That of one transaction, as a handler has it."""
+async def store(ledger: Ledger) -> AsyncIterator[PostgresStore]:
+    """With a single connection, and a table that takes nothing twice."""
     ledger.run("create table item (id text primary key, qty bigint)")
     store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
-    try:
-        async with store.transaction(group=1) as claims:
-            await claims.begin()
-            yield claims.tx()
-    finally:
-        await store.close()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def tx(store: PostgresStore) -> AsyncIterator[Tx]:
+    """That of one transaction, as a handler has it."""
+    async with store.transaction(group=1) as claims:
+        await claims.begin()
+        yield claims.tx()
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What was sent by its name, without a cursor."""
+    names: list[bytes] = []
+    send = Repeated._sent
+
+    def sent(self: Repeated, name: bytes, converted: Any) -> Generator[Any, Any, Any]:
+        names.append(name)
+        return send(self, name, converted)
+
+    monkeypatch.setattr(Repeated, "_sent", sent)
+    return names
 
 
 async def items(tx: Tx) -> list[tuple[Any, ...]]:
     return await (await tx.execute("select id, qty from item order by id")).all()
 
 
-async def prepared(tx: Tx) -> list[str]:
-    return [name for name, _ in await (await tx.execute(NAMES)).all()]
-
-
-async def test_a_statement_that_was_run_often_is_prepared_and_does_what_it_did(tx: Tx) -> None:
+async def test_a_statement_that_was_run_often_is_sent_by_its_name_and_does_what_it_did(
+    tx: Tx, named: list[bytes]
+) -> None:
     for number in range(6):
         rows = await tx.execute(INSERT, (f"i{number}", number))
         assert (rows.rowcount, await rows.all()) == (1, [])
-        assert await prepared(tx) == (["idemconsumer_1"] if number >= 2 else [])
+        assert len(named) == max(0, number - 2)
     assert await items(tx) == [(f"i{number}", number) for number in range(6)]
-    for _ in range(5):
-        await tx.execute("update item set qty = %(qty)s where qty < %(least)s", {"least": 4, "qty": 9})
-    assert [qty for _, qty in await items(tx)] == [9, 9, 9, 9, 4, 5]
-    assert await prepared(tx) == ["idemconsumer_1", "idemconsumer_2"]
+    written = [
+        (await tx.execute("update item set qty = %(qty)s where qty < %(least)s", {"least": least, "qty": 9})).rowcount
+        for least in (1, 1, 2, 4, 9)
+    ]
+    assert (written, len(named)) == ([1, 0, 1, 2, 2], 5)
 
 
-async def test_parameters_of_other_types_have_a_name_of_their_own(tx: Tx) -> None:
-    sizes = [1, 2**40, None, 2, 2**41, 3, 4, None, 2**42, 5]
+async def test_parameters_of_other_types_have_a_name_of_their_own(tx: Tx, named: list[bytes]) -> None:
+    sizes = [1, 2**40, None, 2, 2**41, 3, 4, None, 2**42, 5, 2**43]
     for number, size in enumerate(sizes):
-        await tx.execute(INSERT, (f"i{number}", size))
+        await tx.execute(INSERT, (f"i{number:02}", size))
     assert [qty for _, qty in await items(tx)] == sizes
-    assert await prepared(tx) == ["idemconsumer_1", "idemconsumer_2"]  # small and large ones; null came twice
+    assert (len(named), len(set(named))) == (3, 2)  # the small ones 4 and 5, and the large 2**43
 
 
-async def test_what_returns_rows_has_no_parameters_or_is_no_text_goes_its_old_way(tx: Tx) -> None:
-    for number in range(5):
+async def test_what_returns_rows_has_no_parameters_or_is_no_text_goes_its_old_way(tx: Tx, named: list[bytes]) -> None:
+    for number in range(6):
         rows = await tx.execute("insert into item (id) values (%s) returning id", (str(number),))
         assert await rows.one() == (str(number),)
         await tx.execute("update item set qty = 0")
         await tx.execute(psycopg.sql.SQL("update item set qty = {}").format(number))  # type: ignore[call-overload]
         assert (await (await tx.execute("select %s + 1", (number,), into=int)).one()) == number + 1
-    assert await prepared(tx) == []
+    assert named == []
 
 
 async def test_an_error_is_the_same_and_names_the_same_things(tx: Tx) -> None:
@@ -79,61 +97,102 @@ async def test_an_error_is_the_same_and_names_the_same_things(tx: Tx) -> None:
         await tx.execute(INSERT, ("3", 0))
 
 
-async def test_statements_of_two_tasks_at_once_keep_their_parameters(tx: Tx) -> None:
+async def test_statements_of_two_tasks_at_once_keep_their_parameters(tx: Tx, named: list[bytes]) -> None:
     for number in range(3):
         await tx.execute(INSERT, (f"i{number}", number))
     await asyncio.gather(*(tx.execute(INSERT, (f"i{number}", number)) for number in range(3, 9)))
     assert await items(tx) == [(f"i{number}", number) for number in range(9)]
+    assert len(named) == 6
 
 
-@pytest.mark.parametrize("dropped", ["deallocate all", "deallocate idemconsumer_1"])
-async def test_a_handler_may_drop_all_prepared_statements(tx: Tx, dropped: str) -> None:
-    for number in range(3):
+@pytest.mark.parametrize("how", ["the transaction", "a savepoint", "deallocate all", "drop table other"])
+async def test_what_drops_the_names_costs_nobody_an_error(
+    store: PostgresStore, ledger: Ledger, named: list[bytes], how: str
+) -> None:
+    """psycopg answers each of these with DEALLOCATE ALL, also where only it has prepared something."""
+    ledger.run("create table other ()")
+    ledger.run("grant all on other to public")
+    with suppress(LookupError):
+        async with store.transaction(group=1) as claims:
+            await claims.begin()
+            tx = claims.tx()
+            for number in range(6):
+                await (await tx.execute("select %s + 1", (number,), into=int)).one()
+                await tx.execute(UPDATE, (number, "nobody"))
+            if how == "the transaction":
+                raise LookupError
+            if how == "a savepoint":
+                await tx.execute("savepoint here")
+                await tx.execute("rollback to savepoint here")
+            else:
+                await tx.execute(how)
+            await tx.execute(UPDATE, (1, "nobody"))
+    before = len(named)
+    async with store.transaction(group=1) as claims:
+        await claims.begin()
+        tx = claims.tx()
+        for number in range(6):
+            await tx.execute(INSERT, (f"i{number}", number))
+            await tx.execute(UPDATE, (number + 1, f"i{number}"))
+        assert await items(tx) == [(f"i{number}", number + 1) for number in range(6)]
+    assert len(named) > before
+
+
+async def test_a_column_that_got_another_type_is_seen_after_a_rollback(store: PostgresStore, ledger: Ledger) -> None:
+    async def insert(number: int) -> None:
+        async with store.transaction(group=1) as claims:
+            await claims.begin()
+            await claims.tx().execute("insert into note (body) values (%s)", (f'"{number}"',))
+            await claims.complete([], [])
+
+    ledger.run("create table note (body text)")
+    for number in range(6):
+        await insert(number)
+    ledger.run("alter table note alter body type jsonb using body::jsonb")
+    with pytest.raises(psycopg.errors.DatatypeMismatch):
+        await insert(6)
+    await insert(7)
+    assert ledger.run("select count(*) from note") == [(7,)]
+
+
+async def test_who_registers_types_on_the_connection_has_them_used(tx: Tx) -> None:
+    class Name(str):
+        pass
+
+    class Loud(psycopg.adapt.Dumper):
+        def dump(self, obj: Any) -> bytes:
+            return str(obj).upper().encode()
+
+    await tx.execute(INSERT, ("i", 0))
+    for _ in range(4):
+        await tx.execute("update item set id = %s where qty = %s", (Name("quiet"), 0))
+    assert await items(tx) == [("quiet", 0)]
+    tx.connection.adapters.register_dumper(Name, Loud)
+    await tx.execute("update item set id = %s where qty = %s", (Name("loud"), 0))
+    assert await items(tx) == [("LOUD", 0)]
+
+
+async def test_in_a_pipeline_everything_goes_its_old_way(tx: Tx, named: list[bytes]) -> None:
+    connection = tx.connection
+    for number in range(4):
         await tx.execute(INSERT, (f"i{number}", number))
-    await tx.execute(dropped)
-    for number in range(3, 9):
-        await tx.execute(INSERT, (f"i{number}", number))
+    del named[:]
+    async with connection.pipeline():
+        for number in range(4, 9):
+            await tx.execute(INSERT, (f"i{number}", number))
+            await tx.execute("select id from item where qty = %s", (number,))
+    assert named == []
+    assert await (await tx.execute("select id from item where qty = %s", (1,))).all() == [("i1",)]
     assert len(await items(tx)) == 9
 
 
-async def test_a_name_that_is_gone_is_missed_once(tx: Tx) -> None:
-    for number in range(3):
-        await tx.execute(INSERT, (f"i{number}", number))
-    await tx.execute("savepoint before")
-    await tx.execute("do $$ begin execute 'deallocate all'; end $$")  # nothing tells us
-    with pytest.raises(psycopg.errors.InvalidSqlStatementName):
-        await tx.execute(INSERT, ("i3", 3))
-    await tx.execute("rollback to savepoint before")
-    await tx.execute(INSERT, ("i3", 3))
-    assert len(await items(tx)) == 4
-
-
-async def test_who_takes_the_connection_gets_psycopgs_own_way_from_then_on(tx: Tx) -> None:
-    class Money:
-        cents = 250
-
-    class MoneyDumper(psycopg.adapt.Dumper):
-        def dump(self, obj: Any) -> bytes:
-            return str(obj.cents).encode()
-
-    for _ in range(4):
-        await tx.execute("update item set qty = %s where id = %s", (1, "i0"))
-    await tx.execute(INSERT, ("i0", 1))
-    tx.connection.adapters.register_dumper(Money, MoneyDumper)
-    async with tx.connection.pipeline():
-        await tx.execute(INSERT, ("i1", 2))
-    await tx.execute("update item set qty = %s where id = %s", (Money(), "i0"))
-    assert await items(tx) == [("i0", 250), ("i1", 2)]
-
-
-async def test_texts_that_are_made_for_one_run_do_not_pile_up(tx: Tx, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_texts_that_are_made_for_one_run_do_not_pile_up(
+    tx: Tx, named: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_repeated, "_MOST", 3)
     for number in range(9):
-        await tx.execute(f"delete from item where qty = %s and id = 'i{number}'", (1,))
-    for number in range(9):
         await tx.execute(INSERT, (f"i{number}", number))
-        await tx.execute(f"update item set qty = qty + %s where id = 'i{number}'", (1,))
-    assert isinstance(tx, PostgresTx)
-    assert len(tx._open().repeated._statements) <= 3
-    assert await items(tx) == [(f"i{number}", number + 1) for number in range(9)]
-    assert await prepared(tx) == ["idemconsumer_1"]
+        await tx.execute(f"update item set qty = qty + %s where id = 'i{number}'", (100,))
+        await tx.execute(f"delete from item where qty = -%s and id = 'i{number}'", (100,))
+    assert await items(tx) == [(f"i{number}", number + 100) for number in range(9)]
+    assert len(named) == 6, "the one that is used again and again is not the one to be forgotten"

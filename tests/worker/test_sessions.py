@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from structlog.testing import LogCapture
 
-from idemconsumer import App, Tx
+from idemconsumer import App, Retry, Tx
 from idemconsumer._model import Subscription
 from idemconsumer._options import Options
 from idemconsumer.brokers.memory import MemorySession
@@ -148,6 +148,27 @@ async def test_a_worker_leaves_the_others_what_it_cannot_run_soon(
         await running.until(began.is_set)
         assert taken(bench) == 4 * 2 * 1  # its time is not known yet, so a group holds one message
         go_on.set()
+
+
+async def test_what_waits_behind_a_retry_does_not_stop_the_fetching_for_other_lanes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, failed = App("sessions"), asyncio.Event()
+
+    @made.idempotent_handler("postgres:q", key="id", order_by="entity", group_size=1)
+    async def handle(item: Item, tx: Tx) -> None:
+        if item.id == "stuck":
+            failed.set()
+            raise Retry(after="30s")
+        await note(tx, item)
+
+    connected(bench, monkeypatch)
+    behind = [Item(f"behind-{number}", "stuck") for number in range(30)]
+    bench.enqueue("q", Item("stuck", "stuck"), *behind)
+    async with bench.running(made, concurrency=2) as running:
+        await running.until(failed.is_set)
+        bench.enqueue("q", *(Item(f"other-{n}", f"e{n}") for n in range(60)))
+        await running.until(lambda: taken(bench) >= 31 and len(bench.effects()) >= 20)
 
 
 def taken(bench: Bench) -> int:
