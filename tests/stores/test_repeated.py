@@ -13,6 +13,7 @@ import pytest
 from idemconsumer import Tx
 from idemconsumer.stores import _repeated
 from idemconsumer.stores._repeated import Repeated
+from idemconsumer.stores._tx import PostgresTx
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SCHEMA, Ledger
 
@@ -195,4 +196,6 @@ async def test_texts_that_are_made_for_one_run_do_not_pile_up(
         await tx.execute(f"update item set qty = qty + %s where id = 'i{number}'", (100,))
         await tx.execute(f"delete from item where qty = -%s and id = 'i{number}'", (100,))
     assert await items(tx) == [(f"i{number}", number + 100) for number in range(9)]
+    assert isinstance(tx, PostgresTx)
+    assert len(tx._open().repeated._converted) == 3
     assert len(named) == 6, "the one that is used again and again is not the one to be forgotten"
