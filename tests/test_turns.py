@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from idemconsumer import _turns
 from idemconsumer._groups import open_groups
 from idemconsumer._turns import Turns
 
@@ -36,6 +35,11 @@ class Machine:
     def __init__(self) -> None:
         self.now = 0.0
         self.used = 0.0
+        self.looks = 0
+
+    def cpu(self) -> float:
+        self.looks += 1
+        return self.used
 
     def passes(self, seconds: float, *, busy: float) -> None:
         self.now += seconds
@@ -47,7 +51,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.machine = Machine()
-        self.turns = Turns(8, clock=lambda: self.machine.now, cpu=lambda: self.machine.used)
+        self.turns = Turns(8, clock=lambda: self.machine.now, cpu=self.machine.cpu)
         self.running: list[int] = []
         self.go_on = [asyncio.Event() for _ in range(8)]
 
@@ -58,6 +62,22 @@ class Bench:
 
     def begin(self, *numbers: int) -> list[asyncio.Task[None]]:
         return [asyncio.create_task(self.group(number)) for number in numbers]
+
+    async def until_looked(self) -> None:
+        before = self.machine.looks
+        async with asyncio.timeout(PATIENCE):
+            while self.machine.looks == before:
+                await asyncio.sleep(0.005)
+
+    async def until_running(self, count: int) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while len(self.running) < count:
+                await asyncio.sleep(0.005)
+
+    async def end(self, tasks: list[asyncio.Task[None]]) -> None:
+        for event in self.go_on:
+            event.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.fixture
@@ -80,38 +100,30 @@ async def test_the_first_who_waits_is_the_first_to_go_on(bench: Bench) -> None:
     tasks += bench.begin(6)  # comes in the same moment, and goes behind those that wait
     await until_idle()
     assert bench.running == [0, 1, 2, 3, 4]
-    for event in bench.go_on:
-        event.set()
-    await asyncio.gather(*tasks)
+    await bench.end(tasks)
     assert bench.running == [0, 1, 2, 3, 4, 5, 6]
 
 
 async def test_who_waits_is_let_in_when_the_cpu_is_idle_though_no_group_ends(bench: Bench) -> None:
     tasks = bench.begin(0, 1, 2, 3, 4, 5)
-    await asyncio.sleep(3 * _turns._LOOK)  # it has looked, and found the CPU as busy as before
+    await bench.until_looked()  # and found the CPU as busy as before
+    await until_idle()
     assert bench.running == [0, 1, 2, 3]
     bench.machine.passes(1.0, busy=0.0)
-    async with asyncio.timeout(PATIENCE):
-        while len(bench.running) < 6:
-            await asyncio.sleep(_turns._LOOK)
-    for event in bench.go_on:
-        event.set()
-    await asyncio.gather(*tasks)
+    await bench.until_running(6)
+    await bench.end(tasks)
 
 
 async def test_who_has_waited_for_half_a_second_goes_on_however_busy_the_cpu_is(bench: Bench) -> None:
     tasks = bench.begin(0, 1, 2, 3, 4, 5)
     await until_idle()
     bench.machine.passes(0.4, busy=1.0)
-    await asyncio.sleep(3 * _turns._LOOK)
+    await bench.until_looked()
+    await until_idle()
     assert bench.running == [0, 1, 2, 3]
     bench.machine.passes(0.2, busy=1.0)
-    async with asyncio.timeout(PATIENCE):
-        while len(bench.running) < 6:
-            await asyncio.sleep(_turns._LOOK)
-    for event in bench.go_on:
-        event.set()
-    await asyncio.gather(*tasks)
+    await bench.until_running(6)
+    await bench.end(tasks)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -128,7 +140,5 @@ async def test_a_turn_that_is_cancelled_is_lost_to_nobody(bench: Bench, given: b
         await bench.turns.__aexit__()
     await until_idle()
     assert bench.running == [0, 1, 2, 4]
-    for event in bench.go_on:
-        event.set()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await bench.end(tasks)
     assert bench.turns._open == 0
