@@ -429,10 +429,10 @@ class Room:
             waiting = [held for held in helds if held in self._helds and held.due <= now]
             size = self._lanes.engine.group_size(helds[0].work.handler)
             for start in range(0, len(waiting), size):
-                group = self._running = [held for held in waiting[start : start + size] if not held.abandoned]
                 if self._lanes.draining:
                     return True
-                if group:
+                if group := [held for held in waiting[start : start + size] if not held.abandoned]:
+                    self._running = group
                     outcomes = await self._lanes.run(group, defer=True)
                     self._running = ()
                     self._conclude(group, outcomes)

@@ -82,32 +82,27 @@ class Worker:
         planned = self._feeds()  # before anything is open: it raises for a missing driver or address
         await self._resources.open()
         try:
-            await self._run(self._settings, self._settings.dsn, planned)
+            await self._run(self._settings.dsn, planned)
         finally:
             await self._resources.close()
 
-    async def _run(self, settings: Settings, dsn: str, planned: Sequence[Planned]) -> None:
+    async def _run(self, dsn: str, planned: Sequence[Planned]) -> None:
         async with AsyncExitStack() as stack:
-            if (store := await self._reached(self._open_store)) is None:
+            if (store := await self._reached(lambda: self._open_store(dsn))) is None:
                 return
             stack.push_async_callback(store.close)
-            engine = Engine(store, self._observer, lanes=settings.concurrency * settings.workers)
+            engine = Engine(store, self._observer, lanes=self._settings.concurrency * self._settings.workers)
             sagas = None
             if any(plan.leased for plan in self.plans):
-                if (sagas := await self._reached(lambda: self._open_sagas(engine))) is None:
+                if (sagas := await self._reached(lambda: self._open_sagas(dsn, engine))) is None:
                     return
                 stack.push_async_callback(sagas.close)
-            await self._consume(settings, dsn, planned, store, engine, sagas)
+            await self._consume(dsn, planned, store, engine, sagas)
 
     async def _consume(
-        self,
-        settings: Settings,
-        dsn: str,
-        planned: Sequence[Planned],
-        store: PostgresStore,
-        engine: Engine,
-        sagas: Sagas | None,
+        self, dsn: str, planned: Sequence[Planned], store: PostgresStore, engine: Engine, sagas: Sagas | None
     ) -> None:
+        settings = self._settings
         lanes = self._lanes = Lanes(
             engine,
             self._observer,
@@ -143,11 +138,10 @@ class Worker:
                 await broker.close()
             log.info("worker left", **self.counts)
 
-    async def _open_sagas(self, engine: Engine) -> Sagas:
+    async def _open_sagas(self, dsn: str, engine: Engine) -> Sagas:
         settings, leased = self._settings, [plan.options for plan in self.plans if plan.leased]
-        assert settings.dsn is not None
         return await Sagas.open(
-            settings.dsn,
+            dsn,
             settings.schema,
             engine,
             self._observer,
@@ -156,13 +150,11 @@ class Worker:
             longest_run=max(options.timeout for options in leased),
         )
 
-    async def _open_store(self) -> PostgresStore:
-        settings = self._settings
-        assert settings.dsn is not None
+    async def _open_store(self, dsn: str) -> PostgresStore:
         return await PostgresStore.open(
-            settings.dsn,
-            settings.schema,
-            connections=settings.concurrency + _SPARE_CONNECTIONS,
+            dsn,
+            self._settings.schema,
+            connections=self._settings.concurrency + _SPARE_CONNECTIONS,
             longest_run=max((plan.options.timeout for plan in self.plans), default=30.0),
         )
 
