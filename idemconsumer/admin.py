@@ -12,8 +12,8 @@ import psycopg
 from psycopg.rows import dict_row
 
 from idemconsumer import _headers
-from idemconsumer._sql import load, misconfigured
 from idemconsumer.errors import StoreUnavailable
+from idemconsumer.sql.queries import load, misconfigured
 
 _CONNECT_SECONDS = 10
 

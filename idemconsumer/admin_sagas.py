@@ -15,10 +15,10 @@ import psycopg
 from idemconsumer import codecs, keys
 from idemconsumer._attempt import ANY_VERSION
 from idemconsumer._model import State, StepKind, StepState
-from idemconsumer._sql import load
 from idemconsumer._timeline import Event, timeline
 from idemconsumer.admin import connected
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.sql.queries import load
 
 ABANDONED: Final = "abandoned"  # the rejection's code
 _LOCK_TIMEOUT: Final = "10s"

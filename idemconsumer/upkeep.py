@@ -12,7 +12,7 @@ from collections.abc import Callable
 import psycopg
 import structlog
 
-from idemconsumer._sql import load
+from idemconsumer.sql.queries import load
 
 log = structlog.get_logger("idemconsumer")
 

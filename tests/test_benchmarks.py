@@ -27,7 +27,7 @@ from benchmarks.long_runs import fitting
 from benchmarks.rivals import arrivals
 from benchmarks.rivals.store import Hand
 from benchmarks.store_path import SCRIPT, pgbench
-from idemconsumer._sql import load
+from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
 from tests.conftest import PostgresServer, Server
 

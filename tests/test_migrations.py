@@ -9,8 +9,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from idemconsumer._sql import check_schema
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.sql.queries import check_schema
 from idemconsumer.stores import migrations
 from idemconsumer.stores.migrations import files, migrate, script, status
 

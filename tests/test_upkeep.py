@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from idemconsumer import upkeep
-from idemconsumer._sql import load
+from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.upkeep import Upkeep, prune_once
 

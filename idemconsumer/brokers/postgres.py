@@ -17,10 +17,10 @@ import structlog
 
 from idemconsumer import _headers
 from idemconsumer._model import Message, Subscription
-from idemconsumer._sql import load, misconfigured
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.ports import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.settings import Settings
+from idemconsumer.sql.queries import load, misconfigured
 
 log = structlog.get_logger("idemconsumer")
 Connection = psycopg.AsyncConnection[Any]

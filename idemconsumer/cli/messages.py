@@ -12,7 +12,6 @@ import click
 import msgspec
 import psycopg
 
-from idemconsumer._sql import misconfigured
 from idemconsumer.admin import Admin, DeadLetterDetail
 from idemconsumer.brokers import connect, destination
 from idemconsumer.cli.banner import table
@@ -20,6 +19,7 @@ from idemconsumer.cli.options import as_json, database, need_dsn, print_json, pr
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.ports import Outgoing
 from idemconsumer.settings import Settings, load
+from idemconsumer.sql.queries import misconfigured
 from idemconsumer.upkeep import prune_once
 
 _BATCH = 500  # messages between two steps of the progress bar

@@ -7,9 +7,9 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from idemconsumer._sql import check_schema
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.settings import check_dsn
+from idemconsumer.sql.queries import check_schema
 from idemconsumer.stores.migrations import files
 
 # All from the catalogs, which everybody may read: to_regclass fails without USAGE on the schema.

@@ -19,8 +19,8 @@ from typing import Any, Final
 import psycopg
 import structlog
 
-from idemconsumer._sql import load
 from idemconsumer.errors import StoreUnavailable
+from idemconsumer.sql.queries import load
 
 log = structlog.get_logger("idemconsumer")
 

@@ -20,9 +20,9 @@ from typing import LiteralString
 import psycopg
 from psycopg import sql
 
-from idemconsumer._sql import check_schema
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.settings import check_dsn
+from idemconsumer.sql.queries import check_schema
 
 _FILE = re.compile(r"(\d{4})_(\w+)\.sql")
 _CONNECT_SECONDS = 10

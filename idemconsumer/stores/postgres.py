@@ -23,7 +23,6 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 from idemconsumer import _headers
 from idemconsumer._model import Found, Mark, Message, Record, State, StoredResult
 from idemconsumer._shield import to_end
-from idemconsumer._sql import load
 from idemconsumer.errors import (
     CommitUnknown,
     ConfigurationError,
@@ -36,6 +35,7 @@ from idemconsumer.errors import (
     TransactionEnded,
 )
 from idemconsumer.ports import Claim, DeadLetter
+from idemconsumer.sql.queries import load
 from idemconsumer.stores._connection import Connection
 from idemconsumer.stores._tx import PostgresTx
 from idemconsumer.stores.checks import check_database

@@ -15,11 +15,11 @@ from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
 from idemconsumer._machine import Settlement, settle
 from idemconsumer._model import OutcomeKind, State
-from idemconsumer._sql import load
 from idemconsumer._work import Work
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.ports import Claim, JoinedStore
 from idemconsumer.ports_sagas import Holding, LeaseStore, StepRow
+from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
 
 

@@ -18,11 +18,11 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import OutcomeKind, Saga, Step, StoreUnavailable
 from idemconsumer._model import Mark, Record, State, StepKind, StepState, StoredResult
-from idemconsumer._sql import load
 from idemconsumer._work import Work
 from idemconsumer.errors import CommitUnknown, Fenced
 from idemconsumer.ports import Claim
 from idemconsumer.ports_sagas import Holding
+from idemconsumer.sql.queries import load
 from idemconsumer.stores.postgres import PostgresClaims
 from tests.sagas.conftest import SCHEMA, Bench, OpenStation, Remote, Station, order, put, saga, until
 from tests.servers.proxy import Proxy

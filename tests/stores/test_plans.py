@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from idemconsumer._sql import load
+from idemconsumer.sql.queries import load
 from tests.ledger import SCHEMA, Ledger
 
 KEYS = 50_000

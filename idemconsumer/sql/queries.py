@@ -1,4 +1,4 @@
-"""The statements of stores/postgres.sql, by name, with the schema filled in."""
+"""The statements of postgres.sql, by name, with the schema filled in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load(schema: str) -> Queries:
     Raises ConfigurationError for a schema that cannot be written into them.
     """
     check_schema(schema)
-    text = (Path(__file__).parent / "stores" / "postgres.sql").read_text("utf-8")
+    text = (Path(__file__).parent / "postgres.sql").read_text("utf-8")
     parts = _NAME.split(text)[1:]
     queries = {
         name: fill(_COMMENT.sub("", body).strip(), schema) for name, body in zip(parts[::2], parts[1::2], strict=True)
