@@ -14,8 +14,7 @@ from idemconsumer.errors import (
 )
 from idemconsumer.handlers import Backoff, Handler, idempotent_handler
 from idemconsumer.keys import Key
-from idemconsumer.ports import Batch, Rows, Tx
-from idemconsumer.ports_sagas import Done, NotDone, Saga, Step, Unknown
+from idemconsumer.ports.handler import Batch, Done, NotDone, Rows, Saga, Step, Tx, Unknown
 
 __all__ = [
     "App",

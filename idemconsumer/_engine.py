@@ -24,7 +24,7 @@ from idemconsumer import codecs
 from idemconsumer._batch import Items
 from idemconsumer._groups import GroupSize
 from idemconsumer._machine import Failure, Settlement, Verdict, after_failure, judge, settle
-from idemconsumer._model import Found, Outcome, OutcomeKind, Point, Record, State, StoredResult
+from idemconsumer._model import Found, Outcome, OutcomeKind, Record, State, StoredResult
 from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
 from idemconsumer._shield import ended, from_cancellation
 from idemconsumer._suspects import Suspects
@@ -40,7 +40,8 @@ from idemconsumer.errors import (
     StoreUnavailable,
 )
 from idemconsumer.handlers import BoundHandler, Call
-from idemconsumer.ports import Claim, Claims, JoinedStore, Observer, Silent
+from idemconsumer.ports.observer import Observer, Point, Silent
+from idemconsumer.ports.store import Claim, Claims, JoinedStore
 
 log = structlog.get_logger("idemconsumer")
 

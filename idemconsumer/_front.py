@@ -17,7 +17,7 @@ from idemconsumer._sagas import Sagas
 from idemconsumer._work import Work
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers import BoundHandler, HandlerPlan
-from idemconsumer.ports import Silent
+from idemconsumer.ports.observer import Silent
 from idemconsumer.settings import Settings
 from idemconsumer.stores.postgres import PostgresStore
 

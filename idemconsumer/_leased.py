@@ -19,11 +19,11 @@ import structlog
 from idemconsumer._attempt import Attempt
 from idemconsumer._engine import Engine
 from idemconsumer._machine import Verdict, judge
-from idemconsumer._model import Mark, Outcome, OutcomeKind, Point, Record, State
+from idemconsumer._model import Mark, Outcome, OutcomeKind, Record, State
 from idemconsumer._work import Work
 from idemconsumer.errors import CommitUnknown, Contention, Fenced, StoreUnavailable
-from idemconsumer.ports import Observer, Silent
-from idemconsumer.ports_sagas import Holding, LeaseStore
+from idemconsumer.ports.leases import Holding, LeaseStore
+from idemconsumer.ports.observer import Observer, Point, Silent
 
 log = structlog.get_logger("idemconsumer")
 

@@ -35,42 +35,6 @@ class OutcomeKind(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Point(StrEnum):
-    """Named places on the straight line of one message; a crash at any of them must lose and double nothing."""
-
-    FETCHED = "fetched"
-    DISPATCHED = "dispatched"
-    SUSPECTS_MARKED = "suspects_marked"
-    SUSPECT_COUNTED = "suspect_counted"
-    CLAIMED = "claimed"
-    HANDLED = "handled"
-    SEALING = "sealing"
-    COMMITTED = "committed"
-    ROLLED_BACK = "rolled_back"
-    ATTEMPT_COUNTED = "attempt_counted"
-    REJECTING = "rejecting"
-    REJECTED = "rejected"
-    DEAD_LETTERING = "dead_lettering"
-    DEAD_LETTERED = "dead_lettered"
-    SETTLING = "settling"
-    SETTLED = "settled"
-
-
-class SagaPoint(StrEnum):
-    """As `Point`, for the steps of a saga."""
-
-    STEP_OPENING = "step_opening"
-    STEP_COMMITTING = "step_committing"
-    STEP_COMMITTED = "step_committed"
-    INTENDING = "intending"
-    INTENDED = "intended"
-    CALLED = "called"
-    STEP_RECORDED = "step_recorded"
-    UNDOING = "undoing"
-    UNDONE = "undone"
-    RELEASED = "released"
-
-
 class StepKind(IntEnum):
     """How a step runs. Stored in `step.kind`."""
 

@@ -14,7 +14,7 @@ from idemconsumer import _machine
 from idemconsumer._groups import MAX_GROUP
 from idemconsumer.errors import ConfigurationError, HandlerError
 from idemconsumer.keys import KeySpec
-from idemconsumer.ports_sagas import Done, NotDone, Unknown
+from idemconsumer.ports.handler import Done, NotDone, Unknown
 
 Duration: TypeAlias = str | float | timedelta
 

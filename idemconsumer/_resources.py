@@ -12,8 +12,7 @@ import structlog
 
 from idemconsumer._model import Message
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.ports import Batch, Tx
-from idemconsumer.ports_sagas import Saga
+from idemconsumer.ports.handler import Batch, Saga, Tx
 
 log = structlog.get_logger("idemconsumer")
 

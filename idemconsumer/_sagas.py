@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
-from idemconsumer.ports import Observer
+from idemconsumer.ports.observer import Observer
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.postgres import PostgresStore

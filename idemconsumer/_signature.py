@@ -11,8 +11,7 @@ from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from idemconsumer._model import Message
 from idemconsumer.errors import HandlerError
-from idemconsumer.ports import Batch, Tx
-from idemconsumer.ports_sagas import Saga
+from idemconsumer.ports.handler import Batch, Saga, Tx
 
 Invoke: TypeAlias = Callable[[object, Tx | Saga | None, Message, Mapping[type, object]], Awaitable[object]]
 

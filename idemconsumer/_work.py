@@ -15,8 +15,8 @@ from idemconsumer import keys
 from idemconsumer._model import Message
 from idemconsumer.errors import BadMessage, Reject
 from idemconsumer.handlers import BoundHandler, Call
-from idemconsumer.ports import Claim, DeadLetter
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.store import Claim, DeadLetter
 
 _NOT_THEIRS = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parent)})
 

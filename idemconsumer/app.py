@@ -29,7 +29,9 @@ from idemconsumer.handlers import (
     idempotent_handler,
 )
 from idemconsumer.keys import KeySpec
-from idemconsumer.ports import Broker, Observer, Outgoing, Tx
+from idemconsumer.ports.broker import Broker, Outgoing
+from idemconsumer.ports.handler import Tx
+from idemconsumer.ports.observer import Observer
 from idemconsumer.settings import Settings, load
 from idemconsumer.worker import Worker
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from idemconsumer.app import App
-from idemconsumer.ports import Tx
+from idemconsumer.ports.handler import Tx
 
 QUEUE = "payments"
 PAUSE = "IDEMCONSUMER_DEMO_PAUSE"  # seconds that a booking takes, so that there is something to kill

@@ -32,8 +32,8 @@ from idemconsumer._options import Backoff, Duration, Options, Resolved, check_kn
 from idemconsumer._signature import Signature, read_signature
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError, HandlerFault
 from idemconsumer.keys import KeySpec
-from idemconsumer.ports import Claim, Tx
-from idemconsumer.ports_sagas import Saga
+from idemconsumer.ports.handler import Saga, Tx
+from idemconsumer.ports.store import Claim
 from idemconsumer.settings import Settings
 
 __all__ = [

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 from idemconsumer import _outputs, codecs
 from idemconsumer._injected import injected
 from idemconsumer._limit import TimeLimit
-from idemconsumer._model import Point, SagaPoint, State, StepKind, StepState, StoredResult
+from idemconsumer._model import State, StepKind, StepState, StoredResult
 from idemconsumer.errors import (
     BadMessage,
     HandlerFault,
@@ -31,8 +31,9 @@ from idemconsumer.errors import (
     Unavailable,
     UnknownEffect,
 )
-from idemconsumer.ports import Tx
-from idemconsumer.ports_sagas import Done, Holding, LeaseStore, NotDone, Step, StepRow, Unknown
+from idemconsumer.ports.handler import Done, NotDone, Step, Tx, Unknown
+from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
+from idemconsumer.ports.observer import Point, SagaPoint
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")

@@ -14,7 +14,7 @@ import structlog
 from idemconsumer._engine import Engine
 from idemconsumer._headers import restored
 from idemconsumer._lanes import Lanes
-from idemconsumer._model import Point, Subscription
+from idemconsumer._model import Subscription
 from idemconsumer._resources import Resources
 from idemconsumer._sagas import Sagas
 from idemconsumer._work import Work
@@ -22,8 +22,9 @@ from idemconsumer.brokers import connect
 from idemconsumer.brokers.sagas import SCHEME, SagaBroker
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
 from idemconsumer.handlers import BoundHandler
-from idemconsumer.ports import Bounds, Broker, Delivery, Observer, Session, Silent
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.broker import Bounds, Broker, Delivery, Session
+from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.observer import Observer, Point, Silent
 from idemconsumer.settings import Settings
 from idemconsumer.stores.postgres import PostgresStore
 from idemconsumer.upkeep import Upkeep

@@ -12,7 +12,7 @@ from idemconsumer._engine import Engine
 from idemconsumer._model import Message, Outcome, OutcomeKind, State
 from idemconsumer._work import Work
 from idemconsumer.handlers import BoundHandler, Handler
-from idemconsumer.ports import Tx
+from idemconsumer.ports.handler import Tx
 from idemconsumer.stores.migrations import migrate
 
 SCHEMA = "idemconsumer"

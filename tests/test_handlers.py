@@ -18,8 +18,7 @@ from idemconsumer.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.handlers import Backoff, BoundHandler, Duration, Handler, idempotent_handler, parse_duration
 from idemconsumer.keys import Key
-from idemconsumer.ports import Batch, Tx
-from idemconsumer.ports_sagas import Saga
+from idemconsumer.ports.handler import Batch, Saga, Tx
 
 TX = cast(Tx, object())
 

@@ -27,7 +27,7 @@ from idemconsumer import (
     Tx,
 )
 from idemconsumer._model import Record, State, StoredResult
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.leases import Holding
 from idemconsumer.settings import Settings
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.migrations import migrate

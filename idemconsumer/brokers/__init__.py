@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Final
 
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.ports import Broker
+from idemconsumer.ports.broker import Broker
 from idemconsumer.settings import Settings
 
 _ADAPTERS: Final = {

@@ -32,7 +32,7 @@ from idemconsumer._tracker import Tracker
 from idemconsumer.brokers._kafka_client import end_offsets, name_of, position_of, stop, words
 from idemconsumer.brokers._kafka_health import Health
 from idemconsumer.errors import SessionEnded
-from idemconsumer.ports import Bounds, Delivery, Epoch
+from idemconsumer.ports.broker import Bounds, Delivery, Epoch
 
 POLL = 1.0  # seconds that an empty fetch waits
 PATIENCE = 3.0  # seconds without room before pausing: a pause throws the client's buffer away

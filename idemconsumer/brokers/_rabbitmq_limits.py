@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from idemconsumer.ports import Finding
+from idemconsumer.ports.broker import Finding
 
 # RabbitMQ 4 deletes (or dead-letters) after this many deliveries where nothing else is said.
 DEFAULT_LIMIT_SINCE_4 = 20

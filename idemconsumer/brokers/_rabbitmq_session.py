@@ -18,7 +18,7 @@ from idemconsumer._model import Message
 from idemconsumer.brokers._rabbitmq_link import FAREWELL, LOSS, Link, answered, farewell, said
 from idemconsumer.brokers._rabbitmq_tags import AckTags
 from idemconsumer.errors import SessionEnded
-from idemconsumer.ports import Bounds, Delivery, Epoch
+from idemconsumer.ports.broker import Bounds, Delivery, Epoch
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from idemconsumer.brokers._sqs_client import READ_TIMEOUT, Client, Link, Queue, 
 from idemconsumer.brokers._sqs_held import Held
 from idemconsumer.brokers._sqs_wire import BATCH, GROUP, message_of, receives
 from idemconsumer.errors import SessionEnded
-from idemconsumer.ports import Bounds, Delivery, Epoch
+from idemconsumer.ports.broker import Bounds, Delivery, Epoch
 
 log = structlog.get_logger("idemconsumer")
 

@@ -19,7 +19,7 @@ from idemconsumer import _headers
 from idemconsumer._model import Message
 from idemconsumer.brokers._sqs_client import Queue
 from idemconsumer.errors import BadMessage, ConfigurationError
-from idemconsumer.ports import Outgoing
+from idemconsumer.ports.broker import Outgoing
 
 BATCH: Final = 10  # messages in one request
 MAX_ATTRIBUTES: Final = 10

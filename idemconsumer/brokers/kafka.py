@@ -13,7 +13,7 @@ from typing import Any
 
 from idemconsumer._model import Subscription
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
-from idemconsumer.ports import Bounds, Finding, Outgoing
+from idemconsumer.ports.broker import Bounds, Finding, Outgoing
 from idemconsumer.settings import Settings
 
 try:

@@ -10,7 +10,7 @@ from typing import Final
 
 from idemconsumer._model import Message, Subscription
 from idemconsumer.errors import SessionEnded
-from idemconsumer.ports import Bounds, Delivery, Epoch, Finding, Outgoing
+from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.settings import Settings
 
 _IDLE_SECONDS: Final = 0.2

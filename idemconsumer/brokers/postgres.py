@@ -18,7 +18,7 @@ import structlog
 from idemconsumer import _headers
 from idemconsumer._model import Message, Subscription
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
-from idemconsumer.ports import Bounds, Delivery, Epoch, Finding, Outgoing
+from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.sql.queries import load, misconfigured
 

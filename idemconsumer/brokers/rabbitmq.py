@@ -15,7 +15,7 @@ from idemconsumer.brokers._rabbitmq_limits import limits, read_queue
 from idemconsumer.brokers._rabbitmq_link import LOSS, Link, answered, farewell
 from idemconsumer.brokers._rabbitmq_session import RabbitmqSession
 from idemconsumer.errors import BrokerUnavailable
-from idemconsumer.ports import Bounds, Finding, Outgoing
+from idemconsumer.ports.broker import Bounds, Finding, Outgoing
 from idemconsumer.settings import Settings
 
 # Seconds for a publish, connecting included. Under a memory or disk alarm the broker takes publishes and is

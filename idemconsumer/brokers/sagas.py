@@ -13,8 +13,8 @@ from typing import Final
 
 from idemconsumer._model import Subscription
 from idemconsumer.errors import BrokerUnavailable, SessionEnded, StoreUnavailable
-from idemconsumer.ports import Bounds, Delivery, Epoch, Finding, Outgoing
-from idemconsumer.ports_sagas import LeaseStore
+from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
+from idemconsumer.ports.leases import LeaseStore
 
 SCHEME: Final = "saga"
 _EVERY: Final = 0.5  # seconds between two looks; a stale saga is resumed so much after its lease

@@ -12,7 +12,7 @@ from idemconsumer.brokers._sqs_limits import limits, max_receives, retention
 from idemconsumer.brokers._sqs_session import CONNECTIONS, SqsSession
 from idemconsumer.brokers._sqs_wire import Entry, entry_of, requests
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
-from idemconsumer.ports import Bounds, Finding, Outgoing
+from idemconsumer.ports.broker import Bounds, Finding, Outgoing
 from idemconsumer.settings import Settings
 
 CONFIRM: Final = 30.0  # seconds for a publish, connecting included

@@ -26,7 +26,7 @@ from idemconsumer.cli.options import as_json, print_json
 from idemconsumer.demo_app import LEDGER, PAUSE, QUEUE, Payment
 from idemconsumer.embedded import EmbeddedPostgres
 from idemconsumer.errors import IdemConsumerError
-from idemconsumer.ports import Outgoing
+from idemconsumer.ports.broker import Outgoing
 from idemconsumer.process import LIFELINE, WORKER, Exit
 from idemconsumer.settings import PREFIX, Settings
 from idemconsumer.stores.migrations import migrate

@@ -18,7 +18,7 @@ from idemconsumer.cli.options import as_json, database, need_dsn, print_json
 from idemconsumer.cli.target import load_app
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.handlers import BoundHandler
-from idemconsumer.ports import Broker, Finding
+from idemconsumer.ports.broker import Broker, Finding
 from idemconsumer.process import Exit
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.checks import check_database

@@ -17,7 +17,7 @@ from idemconsumer.brokers import connect, destination
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.ports import Outgoing
+from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings, load
 from idemconsumer.sql.queries import misconfigured
 from idemconsumer.upkeep import prune_once

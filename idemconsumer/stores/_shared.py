@@ -18,7 +18,7 @@ import structlog
 
 from idemconsumer._model import Mark, Record, State, StoredResult
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
-from idemconsumer.ports import Claim
+from idemconsumer.ports.store import Claim
 from idemconsumer.stores.postgres import PostgresClaims, PostgresStore
 
 log = structlog.get_logger("idemconsumer")

@@ -11,7 +11,7 @@ import psycopg
 from psycopg.rows import class_row, dict_row, scalar_row, tuple_row
 
 from idemconsumer.errors import HandlerFault
-from idemconsumer.ports import Params
+from idemconsumer.ports.handler import Params
 from idemconsumer.stores._connection import Connection
 
 _LEADING: Final = re.compile(r"(?:\s+|--[^\n]*(?:\n|$)|/\*.*?\*/|;)*", re.DOTALL)

@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 from idemconsumer import _headers, keys
 from idemconsumer._model import Found, Mark, Message, State, StepKind, StepState, StoredResult
 from idemconsumer.errors import Fenced
-from idemconsumer.ports import Claim, DeadLetter
-from idemconsumer.ports_sagas import Holding, StepRow
+from idemconsumer.ports.leases import Holding, StepRow
+from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.stores._shared import BEGIN_SAGAS, BEGIN_STEPS, END_SAGAS, FINISH_STEPS, SharedCommits, Write, send
 from idemconsumer.stores.postgres import PostgresClaims, PostgresStore, clean
 

@@ -34,7 +34,7 @@ from idemconsumer.errors import (
     StoreUnavailable,
     TransactionEnded,
 )
-from idemconsumer.ports import Claim, DeadLetter
+from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.sql.queries import load
 from idemconsumer.stores._connection import Connection
 from idemconsumer.stores._tx import PostgresTx

@@ -22,7 +22,7 @@ import pytest
 
 from idemconsumer._model import Subscription
 from idemconsumer.errors import BrokerUnavailable, SessionEnded
-from idemconsumer.ports import Bounds, Broker, Delivery, Outgoing, Session
+from idemconsumer.ports.broker import Bounds, Broker, Delivery, Outgoing, Session
 
 # Seconds that anything expected may take; a first Kafka join is the slowest.
 PATIENCE = 30.0

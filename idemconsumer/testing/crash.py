@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Sequence
 
-from idemconsumer._model import Point, SagaPoint
+from idemconsumer.ports.observer import Point, SagaPoint
 
 
 class CrashAt:

@@ -22,7 +22,8 @@ import pytest
 
 from idemconsumer._model import Mark, Record, State, StoredResult
 from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, HandlerFault, StoreUnavailable
-from idemconsumer.ports import Claim, DeadLetter, JoinedStore, Tx
+from idemconsumer.ports.handler import Tx
+from idemconsumer.ports.store import Claim, DeadLetter, JoinedStore
 
 PATIENCE = 10.0  # seconds that anything may take that must not wait for a rival
 

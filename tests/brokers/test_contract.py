@@ -19,7 +19,7 @@ from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.postgres import PostgresBroker
 from idemconsumer.brokers.rabbitmq import RabbitmqBroker
 from idemconsumer.brokers.sqs import SqsBroker
-from idemconsumer.ports import Broker, Outgoing
+from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 

@@ -26,7 +26,7 @@ from idemconsumer.brokers import _kafka_client, _kafka_health, _kafka_session, k
 from idemconsumer.brokers._kafka_session import KafkaSession
 from idemconsumer.brokers.kafka import KafkaBroker
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
-from idemconsumer.ports import Bounds, Delivery, Outgoing
+from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from tests.conftest import PrivateKafka, Server
 from tests.servers.kafka import Kafka

@@ -32,7 +32,7 @@ from idemconsumer.brokers._rabbitmq_session import RabbitmqSession, delivery_of
 from idemconsumer.brokers.rabbitmq import RabbitmqBroker
 from idemconsumer.embedded import free_port
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
-from idemconsumer.ports import Bounds, Epoch, Outgoing
+from idemconsumer.ports.broker import Bounds, Epoch, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies, until_idle
 from tests.conftest import PrivateRabbitMQ

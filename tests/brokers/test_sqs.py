@@ -23,7 +23,7 @@ from idemconsumer.brokers.sqs import SqsBroker
 from idemconsumer.cli import main
 from idemconsumer.cli.inspect import findings
 from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError, SessionEnded
-from idemconsumer.ports import Bounds, Outgoing
+from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies, until_idle
 from tests.conftest import PrivateElasticMQ, Server

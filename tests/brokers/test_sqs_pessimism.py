@@ -18,7 +18,7 @@ from idemconsumer.brokers._sqs_client import CALLS
 from idemconsumer.brokers._sqs_session import SqsSession
 from idemconsumer.brokers.sqs import SqsBroker
 from idemconsumer.errors import BrokerUnavailable, SessionEnded
-from idemconsumer.ports import Bounds, Delivery, Outgoing
+from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies
 from tests.servers.elasticmq import CREDENTIALS

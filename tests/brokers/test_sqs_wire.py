@@ -13,7 +13,7 @@ from idemconsumer.brokers._sqs_client import Queue
 from idemconsumer.brokers._sqs_limits import limits, max_receives, retention
 from idemconsumer.brokers._sqs_wire import entry_of, message_of, receives, requests
 from idemconsumer.errors import BadMessage, ConfigurationError
-from idemconsumer.ports import Outgoing
+from idemconsumer.ports.broker import Outgoing
 
 ORDERS, FIFO = Queue("orders", "http://q"), Queue("orders.fifo", "http://q")
 

@@ -17,7 +17,7 @@ from idemconsumer._work import Work
 from idemconsumer.brokers.postgres import enqueue
 from idemconsumer.errors import Interrupted, StoreUnavailable
 from idemconsumer.handlers import Handler
-from idemconsumer.ports import Outgoing
+from idemconsumer.ports.broker import Outgoing
 from idemconsumer.stores.postgres import PostgresStore
 from tests.engine.test_suspect_groups import Killed
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write

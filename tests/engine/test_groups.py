@@ -12,7 +12,8 @@ from psycopg.rows import dict_row
 
 from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer._engine import Engine
-from idemconsumer._model import Point, SagaPoint, State
+from idemconsumer._model import State
+from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.stores.postgres import PostgresClaims, PostgresStore
 from tests.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 

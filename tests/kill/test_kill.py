@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from idemconsumer.brokers.sqs import SqsBroker
-from idemconsumer.ports import Outgoing
+from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 from tests.conftest import PrivateElasticMQ, PrivateKafka, PrivatePostgres, PrivateRabbitMQ

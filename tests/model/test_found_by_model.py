@@ -17,8 +17,8 @@ from idemconsumer._machine import Settlement, settle
 from idemconsumer._model import OutcomeKind, State
 from idemconsumer._work import Work
 from idemconsumer.errors import CommitUnknown
-from idemconsumer.ports import Claim, JoinedStore
-from idemconsumer.ports_sagas import Holding, LeaseStore, StepRow
+from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
+from idemconsumer.ports.store import Claim, JoinedStore
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import psycopg
 
 from idemconsumer import App, Reject, Saga, Step, Tx
-from idemconsumer._model import Point, SagaPoint
+from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.settings import load
 
 QUEUE = "rides"

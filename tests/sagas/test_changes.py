@@ -11,8 +11,8 @@ import pytest
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx, idempotent_handler
 from idemconsumer._model import State
 from idemconsumer.errors import CommitUnknown
-from idemconsumer.ports import DeadLetter
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.store import DeadLetter
 from tests.sagas.conftest import Bench, Remote, SagaFn, Station, put, saga, take_back
 
 

@@ -12,7 +12,8 @@ from typing import Final
 
 import pytest
 
-from idemconsumer._model import Point, SagaPoint, State
+from idemconsumer._model import State
+from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.settings import load
 from tests.conftest import PostgresServer
 from tests.sagas import crashing

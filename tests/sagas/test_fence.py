@@ -14,7 +14,7 @@ from idemconsumer import Outcome, OutcomeKind, Saga, Step, StoreUnavailable, Tx
 from idemconsumer._model import State, StepKind, StepState, StoredResult
 from idemconsumer._work import Work, dead_letter
 from idemconsumer.errors import Fenced
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.leases import Holding
 from tests.sagas.conftest import Bench, OpenStation, Remote, Station, order, put, saga, until
 
 

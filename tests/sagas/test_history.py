@@ -14,7 +14,7 @@ from idemconsumer._timeline import timeline
 from idemconsumer._work import Work
 from idemconsumer.admin_sagas import SagaAdmin, SagaDetail
 from idemconsumer.errors import CommitUnknown, Fenced
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.leases import Holding
 from idemconsumer.upkeep import prune_once
 from tests.sagas.conftest import SCHEMA, Bench, Remote, SagaFn, Station, order, put, saga, take_back
 

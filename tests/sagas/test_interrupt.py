@@ -11,7 +11,7 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from idemconsumer._model import State, StoredResult
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.leases import Holding
 from idemconsumer.saga import SagaRun
 from tests.sagas.conftest import Bench, Remote, Station, put, saga, take_back, until
 

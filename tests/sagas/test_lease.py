@@ -18,7 +18,7 @@ from idemconsumer._engine import Engine
 from idemconsumer._model import State
 from idemconsumer._sagas import Sagas
 from idemconsumer._work import Work
-from idemconsumer.ports import Silent
+from idemconsumer.ports.observer import Silent
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.postgres import PostgresStore
 from tests.sagas.conftest import SCHEMA, Bench, Remote, Station, order, put, saga, until

@@ -17,8 +17,8 @@ from idemconsumer._work import Work
 from idemconsumer.brokers.sagas import SagaBroker
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.handlers import BoundHandler
-from idemconsumer.ports import Bounds
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.broker import Bounds
+from idemconsumer.ports.leases import Holding
 from idemconsumer.settings import Settings
 from tests.sagas.conftest import Bench, Station, order, put, saga, take_back
 

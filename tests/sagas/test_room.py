@@ -19,8 +19,8 @@ from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.sagas import SagaBroker
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.handlers import BoundHandler
-from idemconsumer.ports import Bounds, Outgoing
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.broker import Bounds, Outgoing
+from idemconsumer.ports.leases import Holding
 from idemconsumer.settings import Settings
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker import Worker

@@ -20,8 +20,8 @@ from idemconsumer import OutcomeKind, Saga, Step, StoreUnavailable
 from idemconsumer._model import Mark, Record, State, StepKind, StepState, StoredResult
 from idemconsumer._work import Work
 from idemconsumer.errors import CommitUnknown, Fenced
-from idemconsumer.ports import Claim
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.store import Claim
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.postgres import PostgresClaims
 from tests.sagas.conftest import SCHEMA, Bench, OpenStation, Remote, Station, order, put, saga, until

@@ -14,7 +14,7 @@ from idemconsumer import OutcomeKind, Saga
 from idemconsumer._work import Work
 from idemconsumer.admin_sagas import SagaAdmin
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.leases import Holding
 from idemconsumer.sql.queries import load
 from tests.conftest import PostgresServer
 from tests.sagas.conftest import SCHEMA, Bench, OpenStation, Station, order, put, saga, until

@@ -10,10 +10,11 @@ import psycopg
 import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
-from idemconsumer._model import SagaPoint, State, StepKind, StepState, StoredResult
+from idemconsumer._model import State, StepKind, StepState, StoredResult
 from idemconsumer._work import Work
 from idemconsumer.handlers import BoundHandler
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.observer import SagaPoint
 from idemconsumer.stores._shared import BEGIN_STEPS, Write, send
 from idemconsumer.stores.leases import _step
 from tests.sagas.conftest import Bench, Notes, Remote, SagaFn, Station, order, put, saga, take_back, until

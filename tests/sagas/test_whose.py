@@ -16,8 +16,9 @@ from idemconsumer._model import Subscription
 from idemconsumer._work import Work, dead_letter
 from idemconsumer.brokers.sagas import SagaBroker, SagaSession
 from idemconsumer.handlers import BoundHandler
-from idemconsumer.ports import Bounds, Delivery, Epoch, Session, Silent
-from idemconsumer.ports_sagas import Holding
+from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Session
+from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.observer import Silent
 from tests.sagas.conftest import Bench, Station, order, put, saga
 
 

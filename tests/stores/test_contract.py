@@ -15,7 +15,9 @@ from idemconsumer._headers import restored
 from idemconsumer._model import Mark, Message, Record, State, Subscription
 from idemconsumer.brokers.postgres import PostgresBroker
 from idemconsumer.errors import ConfigurationError, GuardViolated, StoreUnavailable
-from idemconsumer.ports import Bounds, JoinedStore, Tx
+from idemconsumer.ports.broker import Bounds
+from idemconsumer.ports.handler import Tx
+from idemconsumer.ports.store import JoinedStore
 from idemconsumer.settings import Settings
 from idemconsumer.stores import postgres
 from idemconsumer.stores.postgres import PostgresStore

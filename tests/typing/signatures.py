@@ -12,8 +12,7 @@ from idemconsumer._model import Message, Outcome
 from idemconsumer.app import App
 from idemconsumer.handlers import Backoff, Handler, idempotent_handler
 from idemconsumer.keys import Key
-from idemconsumer.ports import Batch, Tx
-from idemconsumer.ports_sagas import Done, NotDone, Saga, Step, Unknown
+from idemconsumer.ports.handler import Batch, Done, NotDone, Saga, Step, Tx, Unknown
 
 
 class Transfer(msgspec.Struct):

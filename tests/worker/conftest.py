@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from structlog.testing import LogCapture
 
 from idemconsumer import App, Tx
-from idemconsumer._model import Point, SagaPoint
 from idemconsumer.brokers import connect
 from idemconsumer.brokers.memory import MemoryBroker
-from idemconsumer.ports import Outgoing
+from idemconsumer.ports.broker import Outgoing
+from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.worker import Worker

@@ -14,7 +14,8 @@ import psycopg
 import pytest
 
 from idemconsumer import keys
-from idemconsumer._model import Point, State
+from idemconsumer._model import State
+from idemconsumer.ports.observer import Point
 from idemconsumer.stores.migrations import migrate
 from tests.worker.crashing import BOMBS, PAYMENTS
 

@@ -13,7 +13,7 @@ from structlog.testing import LogCapture
 from idemconsumer import App, Message, Tx
 from idemconsumer._model import Subscription
 from idemconsumer.brokers.memory import MemorySession
-from idemconsumer.ports import Bounds
+from idemconsumer.ports.broker import Bounds
 from tests.worker.conftest import Bench, Item, Lasting, body, connected, note, times
 
 

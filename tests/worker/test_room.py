@@ -11,10 +11,11 @@ import pytest
 from structlog.testing import LogCapture
 
 from idemconsumer import App, Tx
-from idemconsumer._model import Point, Record
+from idemconsumer._model import Record
 from idemconsumer.errors import Contention
 from idemconsumer.keys import digest
-from idemconsumer.ports import Claim, DeadLetter
+from idemconsumer.ports.observer import Point
+from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.stores.postgres import PostgresStore
 from tests.worker.conftest import Bench, Item, note, times
 

@@ -14,7 +14,7 @@ from idemconsumer._model import Subscription
 from idemconsumer._options import Options
 from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.errors import SessionEnded
-from idemconsumer.ports import Bounds, Delivery, Outgoing
+from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from tests.worker.conftest import Bench, Item, Lasting, body, connected, note, times
 
 

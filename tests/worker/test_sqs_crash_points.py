@@ -13,9 +13,9 @@ import psycopg
 import pytest
 from aiobotocore.session import get_session
 
-from idemconsumer._model import Point
 from idemconsumer.brokers.sqs import SqsBroker
-from idemconsumer.ports import Outgoing
+from idemconsumer.ports.broker import Outgoing
+from idemconsumer.ports.observer import Point
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 from tests.conftest import Server

@@ -1,86 +1,17 @@
-"""The seams of sagas: what their handlers are given, and what the leased engine needs of a store."""
+"""What the sagas need of a store: leases, tokens and checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, TypeVarTuple
-from uuid import UUID
+from typing import Protocol
 
 from idemconsumer._model import Found, Message, State, StepKind, StepState, StoredResult
-from idemconsumer.ports import Claim, DeadLetter, Tx
-
-T = TypeVar("T")
-S = TypeVar("S")
-Ts = TypeVarTuple("Ts")
+from idemconsumer.ports.handler import Tx
+from idemconsumer.ports.store import Claim, DeadLetter
 
 
-# --------------------------------------------------------------------------------------------- what handlers are given
-class Step(Protocol):
-    """What a `call` step's function is given: the key that its remote is to remember, the same for every attempt."""
-
-    @property
-    def key(self) -> UUID: ...
-    @property
-    def attempt(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Done(Generic[T]):
-    """A reconcile's answer: the remote has done it, with this result."""
-
-    result: T
-
-
-@dataclass(frozen=True, slots=True)
-class NotDone:
-    """A reconcile's answer: the remote has not done it; it is called again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """A reconcile's answer: nobody can tell; the saga is put aside for a person."""
-
-
-class Saga(Protocol):
-    """A saga's run, as its handler sees it. A handler that asks for it runs in leased mode.
-
-    A finished step is never run again: it returns its stored output. Only Reject reaches the handler; whatever else
-    goes wrong in a step ends the run, on this worker or any other, to be resumed at the last recovery point.
-    """
-
-    @property
-    def recovery_point(self) -> str | None:
-        """The name of the step that finished last; None before the first."""
-        ...
-
-    async def tx(
-        self,
-        name: str,
-        fn: Callable[[Tx, *Ts], Awaitable[S]],
-        /,
-        *args: *Ts,
-        undo: Callable[[Tx, S, *Ts], Awaitable[object]] | None = None,
-    ) -> S:
-        """Run `fn(tx, *args)`: its effect, its output and the checkpoint are one commit."""
-        ...
-
-    async def call(
-        self,
-        name: str,
-        fn: Callable[[Step, *Ts], Awaitable[S]],
-        /,
-        *args: *Ts,
-        undo: Callable[[Step, S, *Ts], Awaitable[object]] | None = None,
-        reconcile: Callable[[Step, *Ts], Awaitable[Done[S] | NotDone | Unknown]] | None = None,
-    ) -> S:
-        """Run `fn(step, *args)` outside any transaction. It may run more than once, always with the same `step.key`,
-        under which the remote must remember what it did, failures too. `reconcile` asks the remote first."""
-        ...
-
-
-# ----------------------------------------------------------------------------------------------------------- the store
 @dataclass(frozen=True, slots=True)
 class Holding:
     """A saga that this worker holds: with which token, in which phase, and the message that began it.
