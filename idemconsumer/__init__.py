@@ -1,6 +1,6 @@
 """Process every message once, even when it arrives twice."""
 
-from idemconsumer._model import Message, Outcome, OutcomeKind
+from idemconsumer._model import Outcome, OutcomeKind
 from idemconsumer.app import App
 from idemconsumer.errors import (
     BadMessage,
@@ -13,7 +13,8 @@ from idemconsumer.errors import (
     StoreUnavailable,
 )
 from idemconsumer.handlers import Backoff, Handler, idempotent_handler
-from idemconsumer.keys import Key
+from idemconsumer.message.keys import Key
+from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Batch, Done, NotDone, Rows, Saga, Step, Tx, Unknown
 
 __all__ = [

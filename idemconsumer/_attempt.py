@@ -14,10 +14,9 @@ from typing import Final
 
 import structlog
 
-from idemconsumer import codecs
 from idemconsumer._engine import asked
 from idemconsumer._limit import TimeLimit
-from idemconsumer._model import Outcome, OutcomeKind, State, StepKind, StepState, StoredResult
+from idemconsumer._model import Outcome, OutcomeKind, State, StepKind, StepState
 from idemconsumer._shield import ended, to_end
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
@@ -31,6 +30,8 @@ from idemconsumer.errors import (
     UnknownEffect,
 )
 from idemconsumer.handlers import Call
+from idemconsumer.message import codecs
+from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone
 from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
 from idemconsumer.ports.observer import Point, SagaPoint

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 
-from idemconsumer import codecs
-from idemconsumer._model import Message, StoredResult
 from idemconsumer.errors import HandlerFault, Reject, Retry
+from idemconsumer.message import codecs
+from idemconsumer.message.message import Message, StoredResult
 
 
 class Items:

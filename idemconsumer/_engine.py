@@ -20,11 +20,10 @@ import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_delay, wait_exponential, wait_random
 from tenacity.stop import stop_base
 
-from idemconsumer import codecs
 from idemconsumer._batch import Items
 from idemconsumer._groups import GroupSize
 from idemconsumer._machine import Failure, Settlement, Verdict, after_failure, judge, settle
-from idemconsumer._model import Found, Outcome, OutcomeKind, Record, State, StoredResult
+from idemconsumer._model import Found, Outcome, OutcomeKind, Record, State
 from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
 from idemconsumer._shield import ended, from_cancellation
 from idemconsumer._suspects import Suspects
@@ -40,6 +39,8 @@ from idemconsumer.errors import (
     StoreUnavailable,
 )
 from idemconsumer.handlers import BoundHandler, Call
+from idemconsumer.message import codecs
+from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Observer, Point, Silent
 from idemconsumer.ports.store import Claim, Claims, JoinedStore
 

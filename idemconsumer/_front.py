@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from idemconsumer import keys
 from idemconsumer._engine import Engine
 from idemconsumer._machine import Settlement, settle
-from idemconsumer._model import Message, Outcome, OutcomeKind, Record, State
+from idemconsumer._model import Outcome, OutcomeKind, Record, State
 from idemconsumer._options import Resolved
 from idemconsumer._resources import Resources
 from idemconsumer._results import Results
@@ -17,6 +16,8 @@ from idemconsumer._sagas import Sagas
 from idemconsumer._work import Work
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers import BoundHandler, HandlerPlan
+from idemconsumer.message import keys
+from idemconsumer.message.message import Message
 from idemconsumer.ports.observer import Silent
 from idemconsumer.settings import Settings
 from idemconsumer.stores.postgres import PostgresStore

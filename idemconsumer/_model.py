@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum
 
 import msgspec
+
+from idemconsumer.message.message import StoredResult
 
 
 class State(IntEnum):
@@ -52,36 +53,6 @@ class StepState(IntEnum):
     UNDONE = 5
 
 
-class Message(msgspec.Struct, frozen=True):
-    """What a producer sent, as it arrived.
-
-    `source` is `scheme:name`. `headers` holds text wherever the bytes are UTF-8. `key` and `tenant` are empty until
-    the handler's specs have derived them. `attempt` counts from 1: after the failures that this process has seen, and
-    after those of others where it had to look them up, as for what the broker says it delivered before. `message_id`
-    is the producer's id, if the broker carries one; `order_hint` is what the broker orders by (Kafka record key, FIFO
-    group), None where it does not.
-    `position` says to a person where it came from, e.g. `orders.placed-3-42`.
-    """
-
-    source: str
-    body: bytes
-    headers: Mapping[str, str | bytes] = msgspec.field(default_factory=dict)
-    key: str = ""
-    tenant: str | None = None
-    attempt: int = 1
-    message_id: str | None = None
-    order_hint: str | bytes | None = None
-    position: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResult:
-    """What a handler returned, as it is stored and replayed byte for byte."""
-
-    body: bytes
-    content_type: str = "application/json"
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
     """The key's row as a claim found it. `fingerprint` is None where the handler asked for none."""
@@ -117,20 +88,3 @@ class Outcome(msgspec.Struct, frozen=True):
     due: float = 0.0
     reason: str | None = None
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Subscription:
-    """One source that a worker consumes, for one handler. `group` is the Kafka consumer group."""
-
-    source: str
-    handler: str
-    group: str
-
-    @property
-    def scheme(self) -> str:
-        return self.source.partition(":")[0]
-
-    @property
-    def name(self) -> str:
-        return self.source.partition(":")[2]

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from idemconsumer import _machine
 from idemconsumer._groups import MAX_GROUP
 from idemconsumer.errors import ConfigurationError, HandlerError
-from idemconsumer.keys import KeySpec
+from idemconsumer.message.keys import KeySpec
 from idemconsumer.ports.handler import Done, NotDone, Unknown
 
 Duration: TypeAlias = str | float | timedelta

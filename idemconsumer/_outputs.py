@@ -15,9 +15,9 @@ from types import FunctionType, MethodType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Final, Never, NoReturn, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
-from idemconsumer import codecs
-from idemconsumer._model import StoredResult
 from idemconsumer.errors import BadMessage
+from idemconsumer.message import codecs
+from idemconsumer.message.message import StoredResult
 
 _OCTETS: Final = "application/octet-stream"
 

@@ -10,8 +10,8 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 
 import structlog
 
-from idemconsumer._model import Message
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Batch, Saga, Tx
 
 log = structlog.get_logger("idemconsumer")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
-from idemconsumer._model import Message
 from idemconsumer.errors import HandlerError
+from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Batch, Saga, Tx
 
 Invoke: TypeAlias = Callable[[object, Tx | Saga | None, Message, Mapping[type, object]], Awaitable[object]]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from idemconsumer import keys
-from idemconsumer._model import Message
 from idemconsumer.errors import BadMessage, Reject
 from idemconsumer.handlers import BoundHandler, Call
+from idemconsumer.message import keys
+from idemconsumer.message.message import Message
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.store import Claim, DeadLetter
 

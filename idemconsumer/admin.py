@@ -11,8 +11,8 @@ import msgspec
 import psycopg
 from psycopg.rows import dict_row
 
-from idemconsumer import _headers
 from idemconsumer.errors import StoreUnavailable
+from idemconsumer.message.headers import decode_headers
 from idemconsumer.sql.queries import load, misconfigured
 
 _CONNECT_SECONDS = 10
@@ -96,7 +96,7 @@ class Admin:
     async def dead_letter(self, number: int) -> DeadLetterDetail | None:
         """The one with this id, or None."""
         rows = await self._rows("dead_show", {"id": number})
-        return next((DeadLetterDetail(**row | {"headers": _headers.decode(row["headers"])}) for row in rows), None)
+        return next((DeadLetterDetail(**row | {"headers": decode_headers(row["headers"])}) for row in rows), None)
 
     async def dead_counts(self) -> list[DeadLetterCount]:
         """By handler and reason, the most frequent first."""

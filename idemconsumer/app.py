@@ -8,9 +8,8 @@ from typing import Any, Concatenate, TypeVar, Unpack
 
 from psycopg import AsyncConnection
 
-from idemconsumer import codecs
 from idemconsumer._front import Front
-from idemconsumer._model import Message, Outcome
+from idemconsumer._model import Outcome
 from idemconsumer._options import Duration, parse_duration
 from idemconsumer._resources import Resource, Resources, read_resource
 from idemconsumer._signature import not_injectable
@@ -28,7 +27,9 @@ from idemconsumer.handlers import (
     given_key,
     idempotent_handler,
 )
-from idemconsumer.keys import KeySpec
+from idemconsumer.message import codecs
+from idemconsumer.message.keys import KeySpec
+from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.observer import Observer

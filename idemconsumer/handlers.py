@@ -25,13 +25,13 @@ from typing import (
 
 import msgspec
 
-from idemconsumer import codecs, keys
 from idemconsumer._batch import Items
-from idemconsumer._model import Message, Subscription
 from idemconsumer._options import Backoff, Duration, Options, Resolved, check_known, parse_duration, resolve
 from idemconsumer._signature import Signature, read_signature
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError, HandlerFault
-from idemconsumer.keys import KeySpec
+from idemconsumer.message import codecs, keys
+from idemconsumer.message.keys import KeySpec
+from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.handler import Saga, Tx
 from idemconsumer.ports.store import Claim
 from idemconsumer.settings import Settings

@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, TypeVarTuple
 
-from idemconsumer import _outputs, codecs
+from idemconsumer import _outputs
 from idemconsumer._injected import injected
 from idemconsumer._limit import TimeLimit
-from idemconsumer._model import State, StepKind, StepState, StoredResult
+from idemconsumer._model import State, StepKind, StepState
 from idemconsumer.errors import (
     BadMessage,
     HandlerFault,
@@ -31,6 +31,8 @@ from idemconsumer.errors import (
     Unavailable,
     UnknownEffect,
 )
+from idemconsumer.message import codecs
+from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone, Step, Tx, Unknown
 from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
 from idemconsumer.ports.observer import Point, SagaPoint

@@ -12,9 +12,7 @@ from typing import Final, TypeVar
 import structlog
 
 from idemconsumer._engine import Engine
-from idemconsumer._headers import restored
 from idemconsumer._lanes import Lanes
-from idemconsumer._model import Subscription
 from idemconsumer._resources import Resources
 from idemconsumer._sagas import Sagas
 from idemconsumer._work import Work
@@ -22,6 +20,8 @@ from idemconsumer.brokers import connect
 from idemconsumer.brokers.sagas import SCHEME, SagaBroker
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
 from idemconsumer.handlers import BoundHandler
+from idemconsumer.message.headers import restored
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, Session
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import Observer, Point, Silent

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer._model import StoredResult
-from idemconsumer.codecs import decoder, encode, encode_rejection
 from idemconsumer.errors import BadMessage
+from idemconsumer.message.codecs import decoder, encode, encode_rejection
+from idemconsumer.message.message import StoredResult
 
 SECRET = "s3cret"
 

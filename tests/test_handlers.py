@@ -12,12 +12,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from idemconsumer import keys
-from idemconsumer._model import Message, Subscription
 from idemconsumer.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.handlers import Backoff, BoundHandler, Duration, Handler, idempotent_handler, parse_duration
-from idemconsumer.keys import Key
+from idemconsumer.message import keys
+from idemconsumer.message.keys import Key
+from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.handler import Batch, Saga, Tx
 
 TX = cast(Tx, object())

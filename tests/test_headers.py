@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer import _headers
-from idemconsumer._headers import ORIGIN, UNREADABLE, decode, encode, restored, with_origin
-from idemconsumer._model import Message
+from idemconsumer.message.headers import ORIGIN, UNREADABLE, decode_headers, encode_headers, restored, with_origin
+from idemconsumer.message.message import Message
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -24,18 +23,18 @@ _JSON = st.recursive(
 @given(st.dictionaries(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), st.binary()
                        | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))))  # fmt: skip
 def test_text_and_bytes_come_back_as_they_were(headers: dict[str, str | bytes]) -> None:
-    assert decode(encode(headers)) == headers
+    assert decode_headers(encode_headers(headers)) == headers
 
 
 @given(st.dictionaries(st.text(st.characters()), st.text(st.characters()) | st.binary()))
 def test_any_headers_can_be_stored_and_read(headers: dict[str, str | bytes]) -> None:
-    assert "\\u0000" not in encode(headers).decode()
-    assert len(decode(encode(headers))) >= len(headers) - 1
+    assert "\\u0000" not in encode_headers(headers).decode()
+    assert len(decode_headers(encode_headers(headers))) >= len(headers) - 1
 
 
 @given(st.binary() | _JSON.map(lambda value: json.dumps(value).encode()))
 def test_anything_found_in_the_table_is_read(found: bytes) -> None:
-    assert {type(value) for value in decode(found).values()} <= {str, bytes}
+    assert {type(value) for value in decode_headers(found).values()} <= {str, bytes}
 
 
 @pytest.mark.parametrize(
@@ -59,12 +58,12 @@ def test_anything_found_in_the_table_is_read(found: bytes) -> None:
     ids=lambda value: repr(value)[:24],
 )  # fmt: skip
 def test_what_is_no_object_of_texts_is_kept_as_it_was_found(found: bytes, headers: dict[str, Any] | None) -> None:
-    read = decode(found)
+    read = decode_headers(found)
     assert headers is None or read == headers
 
 
 def test_bytes_are_base64_in_an_object_of_that_one_field() -> None:
-    assert json.loads(encode({"a": b"\xff"})) == {"a": {"base64": base64.b64encode(b"\xff").decode()}}
+    assert json.loads(encode_headers({"a": b"\xff"})) == {"a": {"base64": base64.b64encode(b"\xff").decode()}}
 
 
 # ---------------------------------------------------------------------------------------------------------- taken over
@@ -76,8 +75,10 @@ def test_a_message_that_was_taken_over_comes_back_as_its_broker_delivered_it(
     message = Message(
         "rabbitmq:a queue", b"x", headers={"h": b"\xff\x00", "t": "1"}, message_id=message_id, position=position
     )
-    stored = encode(with_origin(message).headers)
-    moved = Message("postgres:~shop/handle", b"x", headers=decode(stored), message_id=None, position="~shop/handle#7")
+    stored = encode_headers(with_origin(message).headers)
+    moved = Message(
+        "postgres:~shop/handle", b"x", headers=decode_headers(stored), message_id=None, position="~shop/handle#7"
+    )
     assert restored(moved) == message
 
 
@@ -98,7 +99,7 @@ def test_an_origin_in_bytes_is_one() -> None:
 
 
 def test_an_origin_that_a_producer_made_up_is_replaced() -> None:
-    message = Message("rabbitmq:q", b"x", headers={_headers.ORIGIN: "mine"}, position="q#1")
+    message = Message("rabbitmq:q", b"x", headers={ORIGIN: "mine"}, position="q#1")
     back = restored(with_origin(message))
     assert back is not None
     assert (back.source, back.position) == ("rabbitmq:q", "q#1")

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer import keys
-from idemconsumer._model import Message
-from idemconsumer.codecs import decoder
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
-from idemconsumer.keys import Key, KeySpec
+from idemconsumer.message import keys
+from idemconsumer.message.codecs import decoder
+from idemconsumer.message.keys import Key, KeySpec
+from idemconsumer.message.message import Message
 
 SECRET = "s3cret"
 

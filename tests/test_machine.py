@@ -19,7 +19,8 @@ from idemconsumer._machine import (
     judge,
     settle,
 )
-from idemconsumer._model import Mark, Outcome, OutcomeKind, Record, State, StoredResult
+from idemconsumer._model import Mark, Outcome, OutcomeKind, Record, State
+from idemconsumer.message.message import StoredResult
 
 FINAL = (State.COMPLETED, State.FAILED, State.DEAD)
 

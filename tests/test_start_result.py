@@ -26,7 +26,8 @@ from idemconsumer import (
     StoreUnavailable,
     Tx,
 )
-from idemconsumer._model import Record, State, StoredResult
+from idemconsumer._model import Record, State
+from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
 from idemconsumer.settings import Settings
 from idemconsumer.stores.leases import PostgresLeases

@@ -27,11 +27,11 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.errors import KafkaError
 
-from idemconsumer._model import Message
 from idemconsumer._tracker import Tracker
 from idemconsumer.brokers._kafka_client import end_offsets, name_of, position_of, stop, words
 from idemconsumer.brokers._kafka_health import Health
 from idemconsumer.errors import SessionEnded
+from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch
 
 POLL = 1.0  # seconds that an empty fetch waits

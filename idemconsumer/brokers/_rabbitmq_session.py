@@ -14,10 +14,10 @@ from aio_pika.abc import AbstractChannel, AbstractConnection
 from aiormq.abc import AbstractChannel as Wire
 from aiormq.abc import DeliveredMessage
 
-from idemconsumer._model import Message
 from idemconsumer.brokers._rabbitmq_link import FAREWELL, LOSS, Link, answered, farewell, said
 from idemconsumer.brokers._rabbitmq_tags import AckTags
 from idemconsumer.errors import SessionEnded
+from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch
 
 T = TypeVar("T")

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from uuid import uuid4
 
-from idemconsumer import _headers
-from idemconsumer._model import Message
 from idemconsumer.brokers._sqs_client import Queue
 from idemconsumer.errors import BadMessage, ConfigurationError
+from idemconsumer.message.headers import decode_headers, encode_headers
+from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Outgoing
 
 BATCH: Final = 10  # messages in one request
@@ -104,7 +104,7 @@ def _attributes(headers: Mapping[str, str], mark: str | None) -> dict[str, str]:
     if len(headers) > min(len(fit), room):
         fit = fit[: room - 1]
         packed = {name: value for name, value in headers.items() if name not in fit}
-        attributes[_PACKED] = _headers.encode(packed).decode()
+        attributes[_PACKED] = encode_headers(packed).decode()
     return attributes | {name: headers[name] for name in fit}
 
 
@@ -147,7 +147,7 @@ def message_of(queue: Queue, raw: Mapping[str, Any]) -> Message:
     headers = {name: _value(value) for name, value in (raw.get("MessageAttributes") or {}).items()}
     packed = headers.pop(_PACKED, "")
     if packed:
-        headers |= _headers.decode(packed if isinstance(packed, bytes) else packed.encode())
+        headers |= decode_headers(packed if isinstance(packed, bytes) else packed.encode())
     group = system.get(GROUP)
     if group is not None:
         headers[GROUP] = group

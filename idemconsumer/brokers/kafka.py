@@ -11,8 +11,8 @@ import ssl
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from idemconsumer._model import Subscription
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing
 from idemconsumer.settings import Settings
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
-from idemconsumer._model import Message, Subscription
 from idemconsumer.errors import SessionEnded
+from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.settings import Settings
 

@@ -15,9 +15,9 @@ from typing import Any, Final
 import psycopg
 import structlog
 
-from idemconsumer import _headers
-from idemconsumer._model import Message, Subscription
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
+from idemconsumer.message.headers import decode_headers, encode_headers
+from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.sql.queries import load, misconfigured
@@ -37,7 +37,7 @@ async def enqueue(connection: Connection, schema: str, name: str, messages: Sequ
     # A pipeline in a transaction that stays open disarms its idle time-out; publish(tx=) sends one message.
     async with connection.pipeline() if len(messages) > 1 else contextlib.nullcontext():
         for message in messages:
-            headers = _headers.encode(message.headers).decode()
+            headers = encode_headers(message.headers).decode()
             await connection.execute(
                 query, {"name": name, "body": message.body, "key": message.key, "headers": headers}
             )
@@ -162,7 +162,7 @@ class PostgresSession:
         message = Message(
             source=f"postgres:{self._name}",
             body=body,
-            headers=_headers.decode(headers),
+            headers=decode_headers(headers),
             message_id=message_id,
             position=f"{self._name}#{number}",
         )

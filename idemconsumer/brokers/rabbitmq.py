@@ -10,11 +10,11 @@ from aiormq import spec
 from aiormq.abc import AbstractChannel as Wire
 from aiormq.abc import DeliveredMessage
 
-from idemconsumer._model import Subscription
 from idemconsumer.brokers._rabbitmq_limits import limits, read_queue
 from idemconsumer.brokers._rabbitmq_link import LOSS, Link, answered, farewell
 from idemconsumer.brokers._rabbitmq_session import RabbitmqSession
 from idemconsumer.errors import BrokerUnavailable
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing
 from idemconsumer.settings import Settings
 

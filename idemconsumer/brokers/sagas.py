@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from idemconsumer._model import Subscription
 from idemconsumer.errors import BrokerUnavailable, SessionEnded, StoreUnavailable
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.ports.leases import LeaseStore
 

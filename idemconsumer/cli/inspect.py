@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import click
 
-from idemconsumer._model import Subscription
 from idemconsumer.app import App
 from idemconsumer.brokers import connect
 from idemconsumer.cli.banner import database_name, retention, sources
@@ -18,6 +17,7 @@ from idemconsumer.cli.options import as_json, database, need_dsn, print_json
 from idemconsumer.cli.target import load_app
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.handlers import BoundHandler
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Broker, Finding
 from idemconsumer.process import Exit
 from idemconsumer.settings import Settings, load

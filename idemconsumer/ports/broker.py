@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from idemconsumer._model import Message, Subscription
+from idemconsumer.message.message import Message, Subscription
 
 
 class Epoch:

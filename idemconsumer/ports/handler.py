@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, Generic, LiteralString, Protocol, TypeVar, TypeVarTuple, overload
 from uuid import UUID
 
-from idemconsumer._model import Message
+from idemconsumer.message.message import Message
 
 T = TypeVar("T")
 R = TypeVar("R")

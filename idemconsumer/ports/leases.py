@@ -7,7 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from idemconsumer._model import Found, Message, State, StepKind, StepState, StoredResult
+from idemconsumer._model import Found, State, StepKind, StepState
+from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.store import Claim, DeadLetter
 

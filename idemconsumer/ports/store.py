@@ -9,7 +9,8 @@ from typing import Protocol
 
 import msgspec
 
-from idemconsumer._model import Found, Message, Record, StoredResult
+from idemconsumer._model import Found, Record
+from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.handler import Tx
 
 

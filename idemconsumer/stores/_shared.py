@@ -16,8 +16,9 @@ from typing import Any, Final
 
 import structlog
 
-from idemconsumer._model import Mark, Record, State, StoredResult
+from idemconsumer._model import Mark, Record, State
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
+from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim
 from idemconsumer.stores.postgres import PostgresClaims, PostgresStore
 

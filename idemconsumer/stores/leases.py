@@ -13,9 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
-from idemconsumer import _headers, keys
-from idemconsumer._model import Found, Mark, Message, State, StepKind, StepState, StoredResult
+from idemconsumer._model import Found, Mark, State, StepKind, StepState
 from idemconsumer.errors import Fenced
+from idemconsumer.message import keys
+from idemconsumer.message.headers import decode_headers, encode_headers
+from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.leases import Holding, StepRow
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.stores._shared import BEGIN_SAGAS, BEGIN_STEPS, END_SAGAS, FINISH_STEPS, SharedCommits, Write, send
@@ -53,7 +55,7 @@ class PostgresLeases:
             "position": clean(message.position),
             "message_id": None if message.message_id is None else clean(message.message_id),
             "body": message.body,
-            "headers": _headers.encode(message.headers),
+            "headers": encode_headers(message.headers),
         }
         write = Write(BEGIN_SAGAS, row, claim=claim)
         answer = await self._shared.write(write)
@@ -261,7 +263,7 @@ def _step_row(
 def _holding(row: tuple[Any, ...], worker: int) -> Holding:
     (key, handler, token, state, attempt, version, rejection, source, position, message_id, body, headers, scope,
      stale) = row  # fmt: skip
-    message = Message(source, body, _headers.decode(headers), message_id=message_id, position=position)
+    message = Message(source, body, decode_headers(headers), message_id=message_id, position=position)
     return Holding(
         key=key, scope=scope, handler=handler, token=token, worker=worker, state=State(state), attempt=attempt,
         version=version, rejection=rejection, stale=stale, message=message,

@@ -20,8 +20,7 @@ from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from idemconsumer import _headers
-from idemconsumer._model import Found, Mark, Message, Record, State, StoredResult
+from idemconsumer._model import Found, Mark, Record, State
 from idemconsumer._shield import to_end
 from idemconsumer.errors import (
     CommitUnknown,
@@ -34,6 +33,8 @@ from idemconsumer.errors import (
     StoreUnavailable,
     TransactionEnded,
 )
+from idemconsumer.message.headers import encode_headers, with_origin
+from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.sql.queries import load
 from idemconsumer.stores._connection import Connection
@@ -193,7 +194,7 @@ class PostgresStore:
         await self.alone("count_dead", {"key": key})
 
     async def park(self, queue: str, message: Message) -> None:
-        headers = _headers.encode(_headers.with_origin(message).headers).decode()
+        headers = encode_headers(with_origin(message).headers).decode()
         await self.alone("enqueue", {"name": queue, "body": message.body, "key": None, "headers": headers})
 
     async def reject(self, claim: Claim, rejection: StoredResult) -> Record | None:
@@ -324,7 +325,7 @@ class PostgresClaims:
             "identity": letter.identity,
             "key": key,
             "body": letter.body,
-            "headers": _headers.encode(letter.headers),
+            "headers": encode_headers(letter.headers),
             "attempts": letter.attempts,
         } | {n: clean(getattr(letter, n)) for n in ("handler", "scope", "source", "position", "reason", "error")}
         await self.begin()

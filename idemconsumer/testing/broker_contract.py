@@ -20,8 +20,8 @@ from typing import Protocol
 
 import pytest
 
-from idemconsumer._model import Subscription
 from idemconsumer.errors import BrokerUnavailable, SessionEnded
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, Outgoing, Session
 
 # Seconds that anything expected may take; a first Kafka join is the slowest.

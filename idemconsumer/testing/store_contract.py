@@ -20,8 +20,9 @@ from typing import Protocol
 
 import pytest
 
-from idemconsumer._model import Mark, Record, State, StoredResult
+from idemconsumer._model import Mark, Record, State
 from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, HandlerFault, StoreUnavailable
+from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.store import Claim, DeadLetter, JoinedStore
 

@@ -13,12 +13,12 @@ import pytest
 from aiobotocore.session import get_session
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from idemconsumer._model import Subscription
 from idemconsumer.brokers.kafka import KafkaBroker
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.postgres import PostgresBroker
 from idemconsumer.brokers.rabbitmq import RabbitmqBroker
 from idemconsumer.brokers.sqs import SqsBroker
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate

@@ -21,11 +21,11 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaError
 from structlog.testing import capture_logs
 
-from idemconsumer._model import Subscription
 from idemconsumer.brokers import _kafka_client, _kafka_health, _kafka_session, kafka
 from idemconsumer.brokers._kafka_session import KafkaSession
 from idemconsumer.brokers.kafka import KafkaBroker
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from tests.conftest import PrivateKafka, Server

@@ -25,13 +25,13 @@ from pamqp import decode, encode
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
-from idemconsumer._model import Subscription
 from idemconsumer.brokers import _rabbitmq_link, rabbitmq
 from idemconsumer.brokers._rabbitmq_limits import limits
 from idemconsumer.brokers._rabbitmq_session import RabbitmqSession, delivery_of
 from idemconsumer.brokers.rabbitmq import RabbitmqBroker
 from idemconsumer.embedded import free_port
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Epoch, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies, until_idle

@@ -16,13 +16,13 @@ from aiobotocore.session import get_session
 from click.testing import CliRunner
 
 from idemconsumer import App, Tx
-from idemconsumer._model import Subscription
 from idemconsumer.brokers import connect
 from idemconsumer.brokers._sqs_session import SqsSession
 from idemconsumer.brokers.sqs import SqsBroker
 from idemconsumer.cli import main
 from idemconsumer.cli.inspect import findings
 from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError, SessionEnded
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies, until_idle

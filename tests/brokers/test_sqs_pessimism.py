@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from idemconsumer import App, Tx
-from idemconsumer._model import Subscription
 from idemconsumer.brokers import _sqs_session
 from idemconsumer.brokers._sqs_client import CALLS
 from idemconsumer.brokers._sqs_session import SqsSession
 from idemconsumer.brokers.sqs import SqsBroker
 from idemconsumer.errors import BrokerUnavailable, SessionEnded
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, Message, Saga
-from idemconsumer._model import Subscription
 from idemconsumer._work import Work
 from idemconsumer.brokers import connect
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.sagas import SagaBroker
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.handlers import BoundHandler
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.ports.leases import Holding
 from idemconsumer.settings import Settings

@@ -17,9 +17,10 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import OutcomeKind, Saga, Step, StoreUnavailable
-from idemconsumer._model import Mark, Record, State, StepKind, StepState, StoredResult
+from idemconsumer._model import Mark, Record, State, StepKind, StepState
 from idemconsumer._work import Work
 from idemconsumer.errors import CommitUnknown, Fenced
+from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.store import Claim
 from idemconsumer.sql.queries import load

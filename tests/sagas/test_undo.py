@@ -10,9 +10,10 @@ import psycopg
 import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
-from idemconsumer._model import State, StepKind, StepState, StoredResult
+from idemconsumer._model import State, StepKind, StepState
 from idemconsumer._work import Work
 from idemconsumer.handlers import BoundHandler
+from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import SagaPoint
 from idemconsumer.stores._shared import BEGIN_STEPS, Write, send

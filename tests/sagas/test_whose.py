@@ -12,10 +12,10 @@ import pytest
 from idemconsumer import Message, OutcomeKind, Saga, idempotent_handler
 from idemconsumer._engine import Engine
 from idemconsumer._lanes import Lanes
-from idemconsumer._model import Subscription
 from idemconsumer._work import Work, dead_letter
 from idemconsumer.brokers.sagas import SagaBroker, SagaSession
 from idemconsumer.handlers import BoundHandler
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Session
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import Silent

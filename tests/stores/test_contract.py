@@ -11,10 +11,11 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from idemconsumer._headers import restored
-from idemconsumer._model import Mark, Message, Record, State, Subscription
+from idemconsumer._model import Mark, Record, State
 from idemconsumer.brokers.postgres import PostgresBroker
 from idemconsumer.errors import ConfigurationError, GuardViolated, StoreUnavailable
+from idemconsumer.message.headers import restored
+from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.broker import Bounds
 from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.store import JoinedStore

@@ -8,10 +8,11 @@ from typing import Any, assert_type
 
 import msgspec
 
-from idemconsumer._model import Message, Outcome
+from idemconsumer._model import Outcome
 from idemconsumer.app import App
 from idemconsumer.handlers import Backoff, Handler, idempotent_handler
-from idemconsumer.keys import Key
+from idemconsumer.message.keys import Key
+from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Batch, Done, NotDone, Saga, Step, Tx, Unknown
 
 

@@ -13,8 +13,8 @@ from typing import Final
 import psycopg
 import pytest
 
-from idemconsumer import keys
 from idemconsumer._model import State
+from idemconsumer.message import keys
 from idemconsumer.ports.observer import Point
 from idemconsumer.stores.migrations import migrate
 from tests.worker.crashing import BOMBS, PAYMENTS

@@ -11,8 +11,8 @@ import pytest
 from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Tx
-from idemconsumer._model import Subscription
 from idemconsumer.brokers.memory import MemorySession
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds
 from tests.worker.conftest import Bench, Item, Lasting, body, connected, note, times
 
@@ -132,7 +132,7 @@ async def test_a_drain_does_not_wait_for_a_next_attempt(bench: Bench) -> None:
 
 
 async def test_a_drain_leaves_the_room_and_a_lane_that_waits_for_it(bench: Bench) -> None:
-    from idemconsumer.keys import digest
+    from idemconsumer.message.keys import digest
 
     busy = [f"busy-{n}" for n in range(3)]
     bench.enqueue("q", *map(Item, busy))

@@ -14,7 +14,7 @@ from idemconsumer import App, Message, Saga, Tx
 from idemconsumer._sagas import Sagas
 from idemconsumer.embedded import EmbeddedPostgres
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
-from idemconsumer.keys import digest
+from idemconsumer.message.keys import digest
 from idemconsumer.ports.observer import Point
 from tests.conftest import PrivatePostgres
 from tests.worker.conftest import PATIENCE, Bench, Item, connected, note, prepare, times

@@ -8,9 +8,9 @@ import pytest
 from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Reject, Tx
-from idemconsumer._model import Message as Arrived
-from idemconsumer._model import Subscription
 from idemconsumer.brokers.memory import MemoryBroker, MemorySession
+from idemconsumer.message.message import Message as Arrived
+from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.worker import PARK_AFTER
 from tests.worker.conftest import Bench, Item, body, connected, note, times

@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from idemconsumer import App, Message, Tx
-from idemconsumer._headers import ORIGIN, UNREADABLE
+from idemconsumer.message.headers import ORIGIN, UNREADABLE
 from tests.worker.conftest import Bench, Item, body, note
 
 

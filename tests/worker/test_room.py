@@ -13,7 +13,7 @@ from structlog.testing import LogCapture
 from idemconsumer import App, Tx
 from idemconsumer._model import Record
 from idemconsumer.errors import Contention
-from idemconsumer.keys import digest
+from idemconsumer.message.keys import digest
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.stores.postgres import PostgresStore

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from idemconsumer._model import Message
+from idemconsumer.message.message import Message
 
 ORIGIN: Final = "idemconsumer-origin"
 UNREADABLE: Final = "idemconsumer-unreadable-headers"
@@ -24,7 +24,7 @@ class _Origin(msgspec.Struct):
     message_id: str | None
 
 
-def encode(headers: Mapping[str, str | bytes]) -> bytes:
+def encode_headers(headers: Mapping[str, str | bytes]) -> bytes:
     """As a JSON object; values that are not text, or none that jsonb takes, as {"base64": …}. Takes any headers."""
     return msgspec.json.encode(
         {
@@ -40,7 +40,7 @@ def _storable(text: str) -> bool:
     return "\0" not in text and (text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text))
 
 
-def decode(encoded: bytes) -> dict[str, str | bytes]:
+def decode_headers(encoded: bytes) -> dict[str, str | bytes]:
     """The inverse. Takes anything, since SQL may have written it: other values are kept as JSON text, and what is no
     object at all under `UNREADABLE`."""
     try:

@@ -18,8 +18,8 @@ from jmespath.exceptions import JMESPathError
 from jmespath.functions import Functions
 from msgspec import inspect as types
 
-from idemconsumer._model import Message
 from idemconsumer.errors import BadMessage, HandlerError
+from idemconsumer.message.message import Message
 
 Read: TypeAlias = Callable[[Message, object], object]
 

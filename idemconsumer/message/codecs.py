@@ -9,8 +9,8 @@ from typing import Any, TypeAlias, get_args
 import msgspec
 from msgspec import inspect as types
 
-from idemconsumer._model import StoredResult
 from idemconsumer.errors import BadMessage, Reject
+from idemconsumer.message.message import StoredResult
 
 Decode: TypeAlias = Callable[[bytes], object]
 

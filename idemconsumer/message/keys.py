@@ -17,9 +17,9 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
-from idemconsumer import _paths
-from idemconsumer._model import Message
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
+from idemconsumer.message import paths
+from idemconsumer.message.message import Message
 
 MAX_KEY_BYTES = 1_024
 """The longest key, in UTF-8 bytes. A key is an identity; longer ones are a sign that a document was named."""
@@ -182,7 +182,7 @@ def compile_fingerprint(spec: KeySpec, payload_type: Any, *, handler: str) -> Ca
     def take(message: Message, payload: object) -> bytes:
         values = [read(message, payload) for read in reads]
         try:
-            return fingerprint(msgspec.json.encode(values, enc_hook=_paths.plain, order="deterministic"))
+            return fingerprint(msgspec.json.encode(values, enc_hook=paths.plain, order="deterministic"))
         except Exception as error:  # noqa: BLE001 - a payload type of the user's may raise anything
             raise _invalid("fingerprint", f"cannot be encoded ({type(error).__name__})") from None
 
@@ -191,7 +191,7 @@ def compile_fingerprint(spec: KeySpec, payload_type: Any, *, handler: str) -> Ca
 
 def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Read:
     if isinstance(spec, str):
-        return _paths.compile_path(spec, payload_type, handler=handler, option=option)
+        return paths.compile_path(spec, payload_type, handler=handler, option=option)
     if isinstance(spec, Key):
         match spec.kind:
             case "header":
