@@ -1,6 +1,5 @@
 """Process every message once, even when it arrives twice."""
 
-from idemconsumer._model import Outcome, OutcomeKind
 from idemconsumer.app import App
 from idemconsumer.errors import (
     BadMessage,
@@ -16,6 +15,7 @@ from idemconsumer.handlers import Backoff, Handler, idempotent_handler
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Batch, Done, NotDone, Rows, Saga, Step, Tx, Unknown
+from idemconsumer.rules.values import Outcome, OutcomeKind
 
 __all__ = [
     "App",

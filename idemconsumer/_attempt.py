@@ -16,7 +16,6 @@ import structlog
 
 from idemconsumer._engine import asked
 from idemconsumer._limit import TimeLimit
-from idemconsumer._model import Outcome, OutcomeKind, State, StepKind, StepState
 from idemconsumer._shield import ended, to_end
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
@@ -35,6 +34,7 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone
 from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
 from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.rules.values import Outcome, OutcomeKind, State, StepKind, StepState
 from idemconsumer.saga import (
     Asked,
     Replayed,

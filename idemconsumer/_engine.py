@@ -21,9 +21,6 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_
 from tenacity.stop import stop_base
 
 from idemconsumer._batch import Items
-from idemconsumer._groups import GroupSize
-from idemconsumer._machine import Failure, Settlement, Verdict, after_failure, judge, settle
-from idemconsumer._model import Found, Outcome, OutcomeKind, Record, State
 from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
 from idemconsumer._shield import ended, from_cancellation
 from idemconsumer._suspects import Suspects
@@ -43,6 +40,9 @@ from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Observer, Point, Silent
 from idemconsumer.ports.store import Claim, Claims, JoinedStore
+from idemconsumer.rules.group_size import GroupSize
+from idemconsumer.rules.values import Found, Outcome, OutcomeKind, Record, State
+from idemconsumer.rules.verdicts import Failure, Settlement, Verdict, after_failure, judge, settle
 
 log = structlog.get_logger("idemconsumer")
 

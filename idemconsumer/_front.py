@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from idemconsumer._engine import Engine
-from idemconsumer._machine import Settlement, settle
-from idemconsumer._model import Outcome, OutcomeKind, Record, State
 from idemconsumer._options import Resolved
 from idemconsumer._resources import Resources
 from idemconsumer._results import Results
@@ -19,6 +17,8 @@ from idemconsumer.handlers import BoundHandler, HandlerPlan
 from idemconsumer.message import keys
 from idemconsumer.message.message import Message
 from idemconsumer.ports.observer import Silent
+from idemconsumer.rules.values import Outcome, OutcomeKind, Record, State
+from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.settings import Settings
 from idemconsumer.stores.postgres import PostgresStore
 

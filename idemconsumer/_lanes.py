@@ -19,14 +19,14 @@ import structlog
 
 from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
-from idemconsumer._machine import Settlement, settle
-from idemconsumer._model import Outcome, OutcomeKind
 from idemconsumer._shield import ended
 from idemconsumer._turns import Turns
 from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.broker import Delivery, Session
 from idemconsumer.ports.observer import Observer, Point
+from idemconsumer.rules.values import Outcome, OutcomeKind
+from idemconsumer.rules.verdicts import Settlement, settle
 
 log = structlog.get_logger("idemconsumer")
 

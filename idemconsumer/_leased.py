@@ -18,12 +18,12 @@ import structlog
 
 from idemconsumer._attempt import Attempt
 from idemconsumer._engine import Engine
-from idemconsumer._machine import Verdict, judge
-from idemconsumer._model import Mark, Outcome, OutcomeKind, Record, State
 from idemconsumer._work import Work
 from idemconsumer.errors import CommitUnknown, Contention, Fenced, StoreUnavailable
 from idemconsumer.ports.leases import Holding, LeaseStore
 from idemconsumer.ports.observer import Observer, Point, Silent
+from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
+from idemconsumer.rules.verdicts import Verdict, judge
 
 log = structlog.get_logger("idemconsumer")
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from idemconsumer import _machine
-from idemconsumer._groups import MAX_GROUP
 from idemconsumer.errors import ConfigurationError, HandlerError
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.ports.handler import Done, NotDone, Unknown
+from idemconsumer.rules import verdicts
+from idemconsumer.rules.group_size import MAX_GROUP
 
 Duration: TypeAlias = str | float | timedelta
 
@@ -64,7 +64,7 @@ class Backoff:
 
     def delay(self, attempt: int, jitter: float) -> float:
         """Seconds to pause after `attempt` (from 1). `jitter` in [0, 1) takes off up to a quarter."""
-        return _machine.backoff(attempt, first=self.first, factor=self.factor, cap=self.cap, jitter=jitter)
+        return verdicts.backoff(attempt, first=self.first, factor=self.factor, cap=self.cap, jitter=jitter)
 
     def longest(self, pauses: int) -> float:
         """How long `pauses` of them take together, at most."""

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from idemconsumer._model import Record, State
 from idemconsumer.errors import StoreUnavailable
+from idemconsumer.rules.values import Record, State
 
 _FIRST: Final = 0.05  # seconds between two looks, doubling while nobody new comes and nothing ends
 _LAST: Final = 1.0

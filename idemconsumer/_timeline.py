@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from idemconsumer._model import StepState
+from idemconsumer.rules.values import StepState
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

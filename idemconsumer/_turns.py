@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from idemconsumer._groups import open_groups
+from idemconsumer.rules.group_size import open_groups
 
 _LOOK: Final = 0.05  # seconds between two looks at the CPU
 _PATIENCE: Final = 0.5  # seconds

@@ -9,7 +9,6 @@ from typing import Any, Concatenate, TypeVar, Unpack
 from psycopg import AsyncConnection
 
 from idemconsumer._front import Front
-from idemconsumer._model import Outcome
 from idemconsumer._options import Duration, parse_duration
 from idemconsumer._resources import Resource, Resources, read_resource
 from idemconsumer._signature import not_injectable
@@ -33,6 +32,7 @@ from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.observer import Observer
+from idemconsumer.rules.values import Outcome
 from idemconsumer.settings import Settings, load
 from idemconsumer.worker import Worker
 

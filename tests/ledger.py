@@ -9,11 +9,11 @@ from typing import Any, LiteralString
 import psycopg
 
 from idemconsumer._engine import Engine
-from idemconsumer._model import Outcome, OutcomeKind, State
 from idemconsumer._work import Work
 from idemconsumer.handlers import BoundHandler, Handler
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Tx
+from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.stores.migrations import migrate
 
 SCHEMA = "idemconsumer"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer._groups import GroupSize
+from idemconsumer.rules.group_size import GroupSize
 
 FAST = 0.0001  # seconds a message
 

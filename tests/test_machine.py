@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer._machine import (
+from idemconsumer.message.message import StoredResult
+from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
+from idemconsumer.rules.verdicts import (
     TRANSITIONS,
     Failure,
     Settlement,
@@ -19,8 +21,6 @@ from idemconsumer._machine import (
     judge,
     settle,
 )
-from idemconsumer._model import Mark, Outcome, OutcomeKind, Record, State
-from idemconsumer.message.message import StoredResult
 
 FINAL = (State.COMPLETED, State.FAILED, State.DEAD)
 

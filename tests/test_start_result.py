@@ -26,9 +26,9 @@ from idemconsumer import (
     StoreUnavailable,
     Tx,
 )
-from idemconsumer._model import Record, State
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
+from idemconsumer.rules.values import Record, State
 from idemconsumer.settings import Settings
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.migrations import migrate

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from idemconsumer._groups import open_groups
 from idemconsumer._turns import Turns
+from idemconsumer.rules.group_size import open_groups
 
 PATIENCE = 5.0
 

@@ -7,10 +7,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from idemconsumer._model import Found, State, StepKind, StepState
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.store import Claim, DeadLetter
+from idemconsumer.rules.values import Found, State, StepKind, StepState
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import msgspec
 
-from idemconsumer._model import Found, Record
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.handler import Tx
+from idemconsumer.rules.values import Found, Record
 
 
 class Claim(msgspec.Struct, frozen=True):

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import structlog
 
-from idemconsumer._model import Mark, Record, State
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim
+from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.postgres import PostgresClaims, PostgresStore
 
 log = structlog.get_logger("idemconsumer")

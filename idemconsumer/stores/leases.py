@@ -13,13 +13,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
-from idemconsumer._model import Found, Mark, State, StepKind, StepState
 from idemconsumer.errors import Fenced
 from idemconsumer.message import keys
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.leases import Holding, StepRow
 from idemconsumer.ports.store import Claim, DeadLetter
+from idemconsumer.rules.values import Found, Mark, State, StepKind, StepState
 from idemconsumer.stores._shared import BEGIN_SAGAS, BEGIN_STEPS, END_SAGAS, FINISH_STEPS, SharedCommits, Write, send
 from idemconsumer.stores.postgres import PostgresClaims, PostgresStore, clean
 

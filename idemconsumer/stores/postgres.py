@@ -20,7 +20,6 @@ from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from idemconsumer._model import Found, Mark, Record, State
 from idemconsumer._shield import to_end
 from idemconsumer.errors import (
     CommitUnknown,
@@ -36,6 +35,7 @@ from idemconsumer.errors import (
 from idemconsumer.message.headers import encode_headers, with_origin
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.store import Claim, DeadLetter
+from idemconsumer.rules.values import Found, Mark, Record, State
 from idemconsumer.sql.queries import load
 from idemconsumer.stores._connection import Connection
 from idemconsumer.stores._tx import PostgresTx

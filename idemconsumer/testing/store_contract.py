@@ -20,11 +20,11 @@ from typing import Protocol
 
 import pytest
 
-from idemconsumer._model import Mark, Record, State
 from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, HandlerFault, StoreUnavailable
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.store import Claim, DeadLetter, JoinedStore
+from idemconsumer.rules.values import Mark, Record, State
 
 PATIENCE = 10.0  # seconds that anything may take that must not wait for a rival
 

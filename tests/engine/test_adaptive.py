@@ -12,10 +12,10 @@ import pytest
 
 from idemconsumer import Message, Reject, Tx, idempotent_handler
 from idemconsumer._engine import Engine
-from idemconsumer._groups import Gate
 from idemconsumer._work import Work
 from idemconsumer.handlers import BoundHandler, Handler
 from idemconsumer.ports.observer import Point
+from idemconsumer.rules.group_size import Gate
 from idemconsumer.stores.postgres import PostgresClaims, PostgresStore
 from tests.engine.test_groups import Points
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write

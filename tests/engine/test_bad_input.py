@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from idemconsumer import App, Key, Message, Tx
-from idemconsumer._model import State
+from idemconsumer.rules.values import State
 from tests.ledger import SOURCE, Ledger, message, write
 
 SECRET = "4111-1111-secret"

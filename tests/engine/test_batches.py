@@ -17,11 +17,11 @@ import pytest
 from idemconsumer import App, Batch, Message, Reject, Retry, StoreUnavailable, Tx, idempotent_handler
 from idemconsumer._batch import Items
 from idemconsumer._engine import Engine
-from idemconsumer._groups import GroupSize
-from idemconsumer._model import State
 from idemconsumer.errors import HandlerFault
 from idemconsumer.handlers import Handler
 from idemconsumer.ports.observer import Point
+from idemconsumer.rules.group_size import GroupSize
+from idemconsumer.rules.values import State
 from idemconsumer.stores.postgres import PostgresStore
 from tests.engine.test_groups import Points
 from tests.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write

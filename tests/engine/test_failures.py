@@ -12,12 +12,12 @@ from structlog.testing import capture_logs
 
 from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer._engine import Engine
-from idemconsumer._model import State
 from idemconsumer._work import Work
 from idemconsumer.brokers.postgres import enqueue
 from idemconsumer.errors import Interrupted, StoreUnavailable
 from idemconsumer.handlers import Handler
 from idemconsumer.ports.broker import Outgoing
+from idemconsumer.rules.values import State
 from idemconsumer.stores.postgres import PostgresStore
 from tests.engine.test_suspect_groups import Killed
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write

@@ -12,8 +12,8 @@ from psycopg.rows import dict_row
 
 from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer._engine import Engine
-from idemconsumer._model import State
 from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.rules.values import State
 from idemconsumer.stores.postgres import PostgresClaims, PostgresStore
 from tests.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 

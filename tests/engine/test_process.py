@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, ConfigurationError, Message, Reject, Retry, StoreUnavailable, Tx, idempotent_handler
-from idemconsumer._model import State
 from idemconsumer.handlers import BoundHandler, HandlerPlan
+from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SOURCE, Ledger, kinds, message, write

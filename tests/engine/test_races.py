@@ -12,9 +12,9 @@ import pytest
 
 from idemconsumer import Reject, Tx, idempotent_handler
 from idemconsumer._engine import Engine
-from idemconsumer._model import Outcome, State
 from idemconsumer.handlers import Handler
 from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.rules.values import Outcome, State
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SCHEMA, SOURCE, Ledger, works, write
 

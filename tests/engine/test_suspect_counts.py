@@ -9,10 +9,10 @@ import pytest
 
 from idemconsumer import Message, Tx, idempotent_handler
 from idemconsumer._engine import Engine
-from idemconsumer._model import Outcome
 from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers import Handler
+from idemconsumer.rules.values import Outcome
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, works, write
 

@@ -11,12 +11,12 @@ import pytest
 
 from idemconsumer import Message, Tx, idempotent_handler
 from idemconsumer._engine import Engine
-from idemconsumer._model import OutcomeKind
 from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers import Handler
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.ports.store import Claim
+from idemconsumer.rules.values import OutcomeKind
 from idemconsumer.stores.postgres import PostgresStore
 from tests.engine.test_groups import Points
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write

@@ -13,12 +13,12 @@ import pytest
 from idemconsumer import Message, Saga, StoreUnavailable, idempotent_handler
 from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
-from idemconsumer._machine import Settlement, settle
-from idemconsumer._model import OutcomeKind, State
 from idemconsumer._work import Work
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
 from idemconsumer.ports.store import Claim, JoinedStore
+from idemconsumer.rules.values import OutcomeKind, State
+from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
 

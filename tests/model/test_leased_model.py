@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from idemconsumer._model import State, StepState
+from idemconsumer.rules.values import State, StepState
 from tests.model import leased
 from tests.model.leased import COMPLETED, DEAD, FAILED, Rules, Violation, explore
 

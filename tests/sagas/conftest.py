@@ -19,13 +19,13 @@ import pytest
 from idemconsumer import Message, Outcome, OutcomeKind, Tx, idempotent_handler
 from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
-from idemconsumer._model import State
 from idemconsumer._options import Options
 from idemconsumer._work import Work
 from idemconsumer.handlers import BoundHandler
 from idemconsumer.ports.handler import Saga, Step
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import Observer, Point, SagaPoint
+from idemconsumer.rules.values import State
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.stores.postgres import PostgresStore

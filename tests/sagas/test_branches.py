@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Tx
-from idemconsumer._model import State
+from idemconsumer.rules.values import State
 from tests.sagas.conftest import Bench, Station, put, saga, take_back
 
 

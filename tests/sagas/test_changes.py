@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx, idempotent_handler
-from idemconsumer._model import State
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.store import DeadLetter
+from idemconsumer.rules.values import State
 from tests.sagas.conftest import Bench, Remote, SagaFn, Station, put, saga, take_back
 
 

@@ -12,8 +12,8 @@ from typing import Final
 
 import pytest
 
-from idemconsumer._model import State
 from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.rules.values import State
 from idemconsumer.settings import load
 from tests.conftest import PostgresServer
 from tests.sagas import crashing

@@ -11,11 +11,11 @@ import psycopg
 import pytest
 
 from idemconsumer import Outcome, OutcomeKind, Saga, Step, StoreUnavailable, Tx
-from idemconsumer._model import State, StepKind, StepState
 from idemconsumer._work import Work, dead_letter
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
+from idemconsumer.rules.values import State, StepKind, StepState
 from tests.sagas.conftest import Bench, OpenStation, Remote, Station, order, put, saga, until
 
 

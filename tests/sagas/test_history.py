@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga
-from idemconsumer._model import State
 from idemconsumer._timeline import timeline
 from idemconsumer._work import Work
 from idemconsumer.admin_sagas import SagaAdmin, SagaDetail
 from idemconsumer.errors import CommitUnknown, Fenced
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
+from idemconsumer.rules.values import State
 from idemconsumer.upkeep import prune_once
 from tests.sagas.conftest import SCHEMA, Bench, Remote, SagaFn, Station, order, put, saga, take_back
 

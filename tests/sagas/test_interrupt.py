@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
-from idemconsumer._model import State
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
+from idemconsumer.rules.values import State
 from idemconsumer.saga import SagaRun
 from tests.sagas.conftest import Bench, Remote, Station, put, saga, take_back, until
 

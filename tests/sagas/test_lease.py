@@ -15,10 +15,10 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import OutcomeKind, Saga, Step, Tx
 from idemconsumer._engine import Engine
-from idemconsumer._model import State
 from idemconsumer._sagas import Sagas
 from idemconsumer._work import Work
 from idemconsumer.ports.observer import Silent
+from idemconsumer.rules.values import State
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.postgres import PostgresStore
 from tests.sagas.conftest import SCHEMA, Bench, Remote, Station, order, put, saga, until

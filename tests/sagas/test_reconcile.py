@@ -12,7 +12,6 @@ import pytest
 
 from idemconsumer import App, Batch, Done, HandlerError, NotDone, OutcomeKind, Reject, Retry, Saga, Tx, Unknown
 from idemconsumer import idempotent_handler as decorate
-from idemconsumer._model import State
 from idemconsumer._work import Work
 from idemconsumer.brokers.sagas import SagaBroker
 from idemconsumer.errors import CommitUnknown
@@ -20,6 +19,7 @@ from idemconsumer.handlers import BoundHandler
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.broker import Bounds
 from idemconsumer.ports.leases import Holding
+from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings
 from tests.sagas.conftest import Bench, Station, order, put, saga, take_back
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from idemconsumer._model import State
+from idemconsumer.rules.values import State
 from tests.conftest import PostgresServer
 from tests.sagas.conftest import Bench, until
 from tests.sagas.deployed import Order, Place

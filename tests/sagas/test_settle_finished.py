@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from idemconsumer import App, Retry, Saga, Tx
-from idemconsumer._model import State
 from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.ports.broker import Delivery
 from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.rules.values import State
 from tests.conftest import PostgresServer
 from tests.sagas import deployed
 from tests.sagas.conftest import Bench, until

@@ -17,12 +17,12 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import OutcomeKind, Saga, Step, StoreUnavailable
-from idemconsumer._model import Mark, Record, State, StepKind, StepState
 from idemconsumer._work import Work
 from idemconsumer.errors import CommitUnknown, Fenced
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.store import Claim
+from idemconsumer.rules.values import Mark, Record, State, StepKind, StepState
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.postgres import PostgresClaims
 from tests.sagas.conftest import SCHEMA, Bench, OpenStation, Remote, Station, order, put, saga, until

@@ -9,7 +9,7 @@ from typing import Any, LiteralString
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
-from idemconsumer._model import State
+from idemconsumer.rules.values import State
 from tests.sagas.conftest import Bench, Remote, Station, order, put, saga
 
 

@@ -18,7 +18,7 @@ from typing import Final
 
 import pytest
 
-from idemconsumer._model import State
+from idemconsumer.rules.values import State
 from tests.conftest import PostgresServer
 from tests.sagas.conftest import Bench
 from tests.sagas.deployed import Ends, Order

@@ -10,12 +10,12 @@ import psycopg
 import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
-from idemconsumer._model import State, StepKind, StepState
 from idemconsumer._work import Work
 from idemconsumer.handlers import BoundHandler
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import SagaPoint
+from idemconsumer.rules.values import State, StepKind, StepState
 from idemconsumer.stores._shared import BEGIN_STEPS, Write, send
 from idemconsumer.stores.leases import _step
 from tests.sagas.conftest import Bench, Notes, Remote, SagaFn, Station, order, put, saga, take_back, until

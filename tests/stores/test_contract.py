@@ -11,7 +11,6 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from idemconsumer._model import Mark, Record, State
 from idemconsumer.brokers.postgres import PostgresBroker
 from idemconsumer.errors import ConfigurationError, GuardViolated, StoreUnavailable
 from idemconsumer.message.headers import restored
@@ -19,6 +18,7 @@ from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.broker import Bounds
 from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.store import JoinedStore
+from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.settings import Settings
 from idemconsumer.stores import postgres
 from idemconsumer.stores.postgres import PostgresStore

@@ -12,7 +12,7 @@ import pytest
 
 from idemconsumer import Tx, idempotent_handler
 from idemconsumer._engine import Engine
-from idemconsumer._model import State
+from idemconsumer.rules.values import State
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work
 

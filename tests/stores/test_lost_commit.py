@@ -11,10 +11,10 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import Message, Reject, Tx, idempotent_handler
 from idemconsumer._engine import Engine
-from idemconsumer._model import Outcome, State
 from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.rules.values import Outcome, State
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, work, works
 from tests.servers.proxy import Proxy, Trap

@@ -8,12 +8,12 @@ from typing import Any, assert_type
 
 import msgspec
 
-from idemconsumer._model import Outcome
 from idemconsumer.app import App
 from idemconsumer.handlers import Backoff, Handler, idempotent_handler
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Batch, Done, NotDone, Saga, Step, Tx, Unknown
+from idemconsumer.rules.values import Outcome
 
 
 class Transfer(msgspec.Struct):

@@ -13,9 +13,9 @@ from typing import Final
 import psycopg
 import pytest
 
-from idemconsumer._model import State
 from idemconsumer.message import keys
 from idemconsumer.ports.observer import Point
+from idemconsumer.rules.values import State
 from idemconsumer.stores.migrations import migrate
 from tests.worker.crashing import BOMBS, PAYMENTS
 

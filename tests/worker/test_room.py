@@ -11,11 +11,11 @@ import pytest
 from structlog.testing import LogCapture
 
 from idemconsumer import App, Tx
-from idemconsumer._model import Record
 from idemconsumer.errors import Contention
 from idemconsumer.message.keys import digest
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, DeadLetter
+from idemconsumer.rules.values import Record
 from idemconsumer.stores.postgres import PostgresStore
 from tests.worker.conftest import Bench, Item, note, times
 

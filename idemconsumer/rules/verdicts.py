@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 from typing import Final
 
-from idemconsumer._model import Found, Mark, Outcome, OutcomeKind, Record, State
+from idemconsumer.rules.values import Found, Mark, Outcome, OutcomeKind, Record, State
 
 
 class Event(StrEnum):
