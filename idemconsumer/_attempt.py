@@ -15,8 +15,6 @@ from typing import Final
 import structlog
 
 from idemconsumer._engine import asked
-from idemconsumer._limit import TimeLimit
-from idemconsumer._shield import ended, to_end
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
     CommitUnknown,
@@ -45,6 +43,8 @@ from idemconsumer.saga import (
     decode_output,
     step_key,
 )
+from idemconsumer.user_code.cancellation import ended, to_end
+from idemconsumer.user_code.time_limit import TimeLimit
 
 log = structlog.get_logger("idemconsumer")
 

@@ -22,7 +22,6 @@ from tenacity.stop import stop_base
 
 from idemconsumer._batch import Items
 from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
-from idemconsumer._shield import ended, from_cancellation
 from idemconsumer._suspects import Suspects
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
@@ -43,6 +42,7 @@ from idemconsumer.ports.store import Claim, Claims, JoinedStore
 from idemconsumer.rules.group_size import GroupSize
 from idemconsumer.rules.values import Found, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Failure, Settlement, Verdict, after_failure, judge, settle
+from idemconsumer.user_code.cancellation import ended, from_cancellation
 
 log = structlog.get_logger("idemconsumer")
 

@@ -19,7 +19,6 @@ import structlog
 
 from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
-from idemconsumer._shield import ended
 from idemconsumer._turns import Turns
 from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
@@ -27,6 +26,7 @@ from idemconsumer.ports.broker import Delivery, Session
 from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import Settlement, settle
+from idemconsumer.user_code.cancellation import ended
 
 log = structlog.get_logger("idemconsumer")
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 
-from idemconsumer._shield import to_end
 from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import JoinedStore
+from idemconsumer.user_code.cancellation import to_end
 
 _MOST_CUT_OFF = 10_000
 

@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 
 from idemconsumer import _outputs
 from idemconsumer._injected import injected
-from idemconsumer._limit import TimeLimit
 from idemconsumer.errors import (
     BadMessage,
     HandlerFault,
@@ -36,6 +35,7 @@ from idemconsumer.ports.handler import Done, NotDone, Step, Tx, Unknown
 from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State, StepKind, StepState
+from idemconsumer.user_code.time_limit import TimeLimit
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")

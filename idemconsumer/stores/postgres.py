@@ -20,7 +20,6 @@ from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from idemconsumer._shield import to_end
 from idemconsumer.errors import (
     CommitUnknown,
     ConfigurationError,
@@ -40,6 +39,7 @@ from idemconsumer.sql.queries import load
 from idemconsumer.stores._connection import Connection
 from idemconsumer.stores._tx import PostgresTx
 from idemconsumer.stores.checks import check_database
+from idemconsumer.user_code.cancellation import to_end
 
 _IDLE_TOO_LONG: Final = "25P03"
 _CONTENTION: Final = {"40001", "40P01", "55P03", "53200"}

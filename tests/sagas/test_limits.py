@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
-from idemconsumer._limit import TimeLimit
 from idemconsumer.errors import StoreUnavailable
+from idemconsumer.user_code.time_limit import TimeLimit
 from tests.sagas.conftest import Bench, OpenStation, Remote, Station, put, saga, until
 from tests.sagas.test_reconcile import lost
 
@@ -193,7 +193,7 @@ async def test_what_was_cut_off_and_swallows_it_is_late_whatever_our_clock_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """uvloop counts from the beginning of its turn, and may be a millisecond early."""
-    monkeypatch.setattr("idemconsumer._limit.time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr("idemconsumer.user_code.time_limit.time", SimpleNamespace(monotonic=lambda: 0.0))
     limit = TimeLimit(30.0, LEASE)
     await limit.hold(swallows())
     with pytest.raises(TimeoutError, match=r"did not end within 0\.2 s"):

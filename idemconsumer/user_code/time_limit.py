@@ -8,8 +8,8 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from idemconsumer._shield import from_cancellation
 from idemconsumer.errors import StoreUnavailable, TransactionEnded
+from idemconsumer.user_code.cancellation import from_cancellation
 
 T = TypeVar("T")
 
