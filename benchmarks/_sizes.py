@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from idemconsumer._options import Options
+from idemconsumer.handlers.options import Options
 
 SIZE = "adaptive"
 OURS = f"group {SIZE}"

@@ -11,7 +11,8 @@ from idemconsumer.errors import (
     Retry,
     StoreUnavailable,
 )
-from idemconsumer.handlers import Backoff, Handler, idempotent_handler
+from idemconsumer.handlers.decorator import Handler, idempotent_handler
+from idemconsumer.handlers.durations import Backoff
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Batch, Done, NotDone, Rows, Saga, Step, Tx, Unknown

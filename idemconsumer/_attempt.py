@@ -26,7 +26,7 @@ from idemconsumer.errors import (
     StoreUnavailable,
     UnknownEffect,
 )
-from idemconsumer.handlers import Call
+from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone

@@ -20,8 +20,6 @@ import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_delay, wait_exponential, wait_random
 from tenacity.stop import stop_base
 
-from idemconsumer._batch import Items
-from idemconsumer._options import MAX_INLINE_DELAY, Duration, parse_duration
 from idemconsumer._suspects import Suspects
 from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
@@ -34,7 +32,9 @@ from idemconsumer.errors import (
     Retry,
     StoreUnavailable,
 )
-from idemconsumer.handlers import BoundHandler, Call
+from idemconsumer.handlers.batch import Items
+from idemconsumer.handlers.durations import MAX_INLINE_DELAY, Duration, parse_duration
+from idemconsumer.handlers.handler import BoundHandler, Call
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Observer, Point, Silent

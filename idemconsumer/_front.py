@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from idemconsumer._engine import Engine
-from idemconsumer._options import Resolved
-from idemconsumer._resources import Resources
 from idemconsumer._results import Results
 from idemconsumer._sagas import Sagas
 from idemconsumer._work import Work
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.handlers import BoundHandler, HandlerPlan
+from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
+from idemconsumer.handlers.options import Resolved
+from idemconsumer.handlers.resources import Resources
 from idemconsumer.message import keys
 from idemconsumer.message.message import Message
 from idemconsumer.ports.observer import Silent

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from idemconsumer.errors import BadMessage, Reject
-from idemconsumer.handlers import BoundHandler, Call
+from idemconsumer.handlers.handler import BoundHandler, Call
 from idemconsumer.message import keys
 from idemconsumer.message.message import Message
 from idemconsumer.ports.leases import Holding

@@ -9,23 +9,16 @@ from typing import Any, Concatenate, TypeVar, Unpack
 from psycopg import AsyncConnection
 
 from idemconsumer._front import Front
-from idemconsumer._options import Duration, parse_duration
-from idemconsumer._resources import Resource, Resources, read_resource
-from idemconsumer._signature import not_injectable
 from idemconsumer.brokers import connect
 from idemconsumer.brokers import destination as parse_destination
 from idemconsumer.brokers.postgres import enqueue
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.handlers import (
-    TENANT,
-    BoundHandler,
-    Decorate,
-    Handler,
-    Options,
-    asks_for_key,
-    given_key,
-    idempotent_handler,
-)
+from idemconsumer.handlers.decorator import Decorate, Handler, asks_for_key, idempotent_handler
+from idemconsumer.handlers.durations import Duration, parse_duration
+from idemconsumer.handlers.handler import TENANT, BoundHandler, given_key
+from idemconsumer.handlers.options import Options
+from idemconsumer.handlers.resources import Resource, Resources, read_resource
+from idemconsumer.handlers.signature import not_injectable
 from idemconsumer.message import codecs
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message

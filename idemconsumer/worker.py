@@ -13,13 +13,13 @@ import structlog
 
 from idemconsumer._engine import Engine
 from idemconsumer._lanes import Lanes
-from idemconsumer._resources import Resources
 from idemconsumer._sagas import Sagas
 from idemconsumer._work import Work
 from idemconsumer.brokers import connect
 from idemconsumer.brokers.sagas import SCHEME, SagaBroker
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
-from idemconsumer.handlers import BoundHandler
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.handlers.resources import Resources
 from idemconsumer.message.headers import restored
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, Session

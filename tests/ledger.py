@@ -10,7 +10,8 @@ import psycopg
 
 from idemconsumer._engine import Engine
 from idemconsumer._work import Work
-from idemconsumer.handlers import BoundHandler, Handler
+from idemconsumer.handlers.decorator import Handler
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Tx
 from idemconsumer.rules.values import Outcome, OutcomeKind, State

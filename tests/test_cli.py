@@ -435,8 +435,8 @@ def test_a_publish_that_fails_on_the_way_says_how_many_went_out(shop: Shop, monk
 
 
 def test_a_source_that_is_none_is_a_usage_error(shop: Shop) -> None:
-    assert "write scheme:name" in shop("publish", "orders", "{}", code=Exit.USAGE)
-    assert "unknown scheme" in shop("publish", "carrier:pigeon", "{}", code=Exit.USAGE)
+    assert "has no known scheme" in shop("publish", "orders", "{}", code=Exit.USAGE)
+    assert "has no known scheme" in shop("publish", "carrier:pigeon", "{}", code=Exit.USAGE)
     assert "names no postgres source" in shop("publish", "postgres:", "{}", code=Exit.USAGE)
     assert "reserved" in shop("publish", "postgres:~parked", "{}", code=Exit.USAGE)
     assert "lives inside one process" in shop("publish", "memory:q", "{}", code=Exit.USAGE)

@@ -14,7 +14,9 @@ import pytest
 
 from idemconsumer.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
-from idemconsumer.handlers import Backoff, BoundHandler, Duration, Handler, idempotent_handler, parse_duration
+from idemconsumer.handlers.decorator import Handler, idempotent_handler
+from idemconsumer.handlers.durations import Backoff, Duration, parse_duration
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message import keys
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message, Subscription
@@ -488,9 +490,9 @@ def test_an_app_takes_a_name_and_handlers_only() -> None:
 @pytest.mark.parametrize(
     ("destination", "says"),
     [
-        ("orders", "write scheme:name"),
-        ("carrier:pigeon", "unknown scheme 'carrier'; write scheme:name"),
-        ("postgres:", "names no postgres source; write postgres:name"),
+        ("orders", "has no known scheme; write one of"),
+        ("carrier:pigeon", "'carrier:pigeon' has no known scheme; write one of"),
+        ("postgres:", 'names no postgres source; write "postgres:name"'),
         ("postgres:~parked", "reserved"),
         ("sqs:https://sqs.eu-west-1.amazonaws.com/1/orders", "names no queue; write the queue's name, e.g. sqs:orders"),
         ("sqs:arn:aws:sqs:eu-west-1:1:orders", "names no queue"),

@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from idemconsumer import App, Batch, ConfigurationError, HandlerError, Message, Saga, Tx
-from idemconsumer._batch import Items
+from idemconsumer.handlers.batch import Items
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.worker import Worker

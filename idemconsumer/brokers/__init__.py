@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Final
 
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.message.sources import BadSource, split_source
 from idemconsumer.ports.broker import Broker
 from idemconsumer.settings import Settings
 
@@ -21,27 +22,15 @@ _PACKAGES: Final = {"kafka": "aiokafka", "rabbitmq": "aio-pika", "sqs": "aioboto
 
 def destination(text: str) -> tuple[str, str]:
     """Scheme and name of `scheme:name`, as publishing takes it. Raises ConfigurationError for anything else."""
-    scheme, colon, name = text.partition(":")
-    if scheme not in _ADAPTERS:
-        what = f"unknown scheme {scheme!r}" if colon else f"{text!r} is not a source"
-        raise ConfigurationError(f"{what}; write scheme:name with one of {', '.join(sorted(_ADAPTERS))}")
-    if not name or not name.isprintable() or name != name.strip():
-        raise ConfigurationError(f"{text!r} names no {scheme} source; write {scheme}:name")
-    if scheme == "sqs" and ("/" in name or ":" in name):
-        raise ConfigurationError(f"{text!r} names no queue; write the queue's name, e.g. sqs:orders")
-    if name.startswith("~"):
-        raise ConfigurationError(f'{text!r}: names that start with "~" are reserved; choose another')
-    return scheme, name
+    try:
+        return split_source(text)
+    except BadSource as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def connect(scheme: str, settings: Settings) -> Broker:
     """The client for a scheme; opens nothing yet. ConfigurationError when its driver or its address is missing."""
-    try:
-        module, name = _ADAPTERS[scheme]
-    except KeyError:
-        raise ConfigurationError(
-            f"unknown scheme {scheme!r}; write scheme:name with one of {', '.join(sorted(_ADAPTERS))}"
-        ) from None
+    module, name = _ADAPTERS[scheme]
     try:
         adapter = getattr(import_module(module), name)
     except ModuleNotFoundError as missing:

@@ -9,7 +9,7 @@ import click
 import structlog
 from psycopg.conninfo import conninfo_to_dict
 
-from idemconsumer.handlers import BoundHandler
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.observe.logging import is_console
 from idemconsumer.settings import Settings
 

@@ -16,7 +16,7 @@ from idemconsumer.cli.banner import database_name, retention, sources
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json
 from idemconsumer.cli.target import load_app
 from idemconsumer.errors import IdemConsumerError
-from idemconsumer.handlers import BoundHandler
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Broker, Finding
 from idemconsumer.process import Exit

@@ -13,7 +13,8 @@ import pytest
 from idemconsumer import Message, Reject, Tx, idempotent_handler
 from idemconsumer._engine import Engine
 from idemconsumer._work import Work
-from idemconsumer.handlers import BoundHandler, Handler
+from idemconsumer.handlers.decorator import Handler
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.group_size import Gate
 from idemconsumer.stores.postgres import PostgresClaims, PostgresStore

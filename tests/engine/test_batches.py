@@ -15,10 +15,10 @@ import pydantic
 import pytest
 
 from idemconsumer import App, Batch, Message, Reject, Retry, StoreUnavailable, Tx, idempotent_handler
-from idemconsumer._batch import Items
 from idemconsumer._engine import Engine
 from idemconsumer.errors import HandlerFault
-from idemconsumer.handlers import Handler
+from idemconsumer.handlers.batch import Items
+from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.group_size import GroupSize
 from idemconsumer.rules.values import State

@@ -16,7 +16,7 @@ import pytest
 from idemconsumer import Reject, Retry, Tx, idempotent_handler
 from idemconsumer._engine import Engine
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.handlers import Handler
+from idemconsumer.handlers.decorator import Handler
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, to_the_end, works, write

@@ -15,7 +15,7 @@ from idemconsumer._engine import Engine
 from idemconsumer._work import Work
 from idemconsumer.brokers.postgres import enqueue
 from idemconsumer.errors import Interrupted, StoreUnavailable
-from idemconsumer.handlers import Handler
+from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.rules.values import State
 from idemconsumer.stores.postgres import PostgresStore

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, ConfigurationError, Message, Reject, Retry, StoreUnavailable, Tx, idempotent_handler
-from idemconsumer.handlers import BoundHandler, HandlerPlan
+from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.postgres import PostgresStore

@@ -12,7 +12,7 @@ import pytest
 
 from idemconsumer import Reject, Tx, idempotent_handler
 from idemconsumer._engine import Engine
-from idemconsumer.handlers import Handler
+from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, State
 from idemconsumer.stores.postgres import PostgresStore

@@ -11,7 +11,7 @@ from idemconsumer import Message, Tx, idempotent_handler
 from idemconsumer._engine import Engine
 from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.handlers import Handler
+from idemconsumer.handlers.decorator import Handler
 from idemconsumer.rules.values import Outcome
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, works, write

@@ -13,7 +13,7 @@ from idemconsumer import Message, Tx, idempotent_handler
 from idemconsumer._engine import Engine
 from idemconsumer._work import Work
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.handlers import Handler
+from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import OutcomeKind

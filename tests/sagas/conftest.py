@@ -19,9 +19,9 @@ import pytest
 from idemconsumer import Message, Outcome, OutcomeKind, Tx, idempotent_handler
 from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
-from idemconsumer._options import Options
 from idemconsumer._work import Work
-from idemconsumer.handlers import BoundHandler
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.handlers.options import Options
 from idemconsumer.ports.handler import Saga, Step
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import Observer, Point, SagaPoint

@@ -10,7 +10,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import Outcome, OutcomeKind, Reject, Saga, Step, StoreUnavailable, Tx
 from idemconsumer._work import Work
-from idemconsumer.handlers import BoundHandler
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
 from tests.sagas.conftest import Bench, Notes, OpenStation, Remote, SagaFn, Station, order, put, saga, take_back

@@ -15,7 +15,7 @@ from idemconsumer import idempotent_handler as decorate
 from idemconsumer._work import Work
 from idemconsumer.brokers.sagas import SagaBroker
 from idemconsumer.errors import CommitUnknown
-from idemconsumer.handlers import BoundHandler
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.broker import Bounds
 from idemconsumer.ports.leases import Holding

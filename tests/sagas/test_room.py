@@ -17,7 +17,7 @@ from idemconsumer.brokers import connect
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.sagas import SagaBroker
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
-from idemconsumer.handlers import BoundHandler
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.ports.leases import Holding

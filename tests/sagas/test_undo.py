@@ -11,7 +11,7 @@ import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
 from idemconsumer._work import Work
-from idemconsumer.handlers import BoundHandler
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import SagaPoint

@@ -14,7 +14,7 @@ from idemconsumer._engine import Engine
 from idemconsumer._lanes import Lanes
 from idemconsumer._work import Work, dead_letter
 from idemconsumer.brokers.sagas import SagaBroker, SagaSession
-from idemconsumer.handlers import BoundHandler
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Session
 from idemconsumer.ports.leases import Holding

@@ -9,7 +9,8 @@ from typing import Any, assert_type
 import msgspec
 
 from idemconsumer.app import App
-from idemconsumer.handlers import Backoff, Handler, idempotent_handler
+from idemconsumer.handlers.decorator import Handler, idempotent_handler
+from idemconsumer.handlers.durations import Backoff
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Batch, Done, NotDone, Saga, Step, Tx, Unknown

@@ -10,9 +10,9 @@ import pytest
 from structlog.testing import LogCapture
 
 from idemconsumer import App, Retry, Tx
-from idemconsumer._options import Options
 from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.errors import SessionEnded
+from idemconsumer.handlers.options import Options
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from tests.worker.conftest import Bench, Item, Lasting, body, connected, note, times
