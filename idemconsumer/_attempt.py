@@ -14,8 +14,8 @@ from typing import Final
 
 import structlog
 
-from idemconsumer._engine import asked
-from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
+from idemconsumer.engine.engine import asked
+from idemconsumer.engine.work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
     CommitUnknown,
     Contention,

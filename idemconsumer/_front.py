@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from idemconsumer._engine import Engine
 from idemconsumer._results import Results
 from idemconsumer._sagas import Sagas
-from idemconsumer._work import Work
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
 from idemconsumer.handlers.options import Resolved

@@ -17,10 +17,10 @@ from typing import Final
 
 import structlog
 
-from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
 from idemconsumer._turns import Turns
-from idemconsumer._work import Work
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.broker import Delivery, Session
 from idemconsumer.ports.observer import Observer, Point

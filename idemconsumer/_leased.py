@@ -17,8 +17,8 @@ import msgspec
 import structlog
 
 from idemconsumer._attempt import Attempt
-from idemconsumer._engine import Engine
-from idemconsumer._work import Work
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Contention, Fenced, StoreUnavailable
 from idemconsumer.ports.leases import Holding, LeaseStore
 from idemconsumer.ports.observer import Observer, Point, Silent

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
+from idemconsumer.engine.engine import Engine
 from idemconsumer.ports.observer import Observer
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.leases import PostgresLeases

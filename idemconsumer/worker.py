@@ -11,12 +11,12 @@ from typing import Final, TypeVar
 
 import structlog
 
-from idemconsumer._engine import Engine
 from idemconsumer._lanes import Lanes
 from idemconsumer._sagas import Sagas
-from idemconsumer._work import Work
 from idemconsumer.brokers import connect
 from idemconsumer.brokers.sagas import SCHEME, SagaBroker
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.handlers.resources import Resources

@@ -8,8 +8,8 @@ from typing import Any, LiteralString
 
 import psycopg
 
-from idemconsumer._engine import Engine
-from idemconsumer._work import Work
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Message

@@ -20,7 +20,7 @@ from benchmarks._loop import run
 from benchmarks.rivals.applying import Connection
 from benchmarks.rivals.store import HANDLERS, Hand, Ours, app, open_subjects
 from idemconsumer import Message, OutcomeKind
-from idemconsumer._work import Work
+from idemconsumer.engine.work import Work
 
 _TICK = 0.0005  # seconds between two looks at what has arrived; the same for everybody
 

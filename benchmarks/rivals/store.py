@@ -25,8 +25,8 @@ from benchmarks._loop import run
 from benchmarks._sizes import SIZE, sized
 from benchmarks.rivals.applying import AUTOCOMMIT, HANDS, Apply, Connection, applying, statement
 from idemconsumer import App, Handler, Message, OutcomeKind, Reject, Tx
-from idemconsumer._engine import Engine
-from idemconsumer._work import Work
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
 from idemconsumer.handlers.options import Options
 from idemconsumer.stores.postgres import PostgresStore
 

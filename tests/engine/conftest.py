@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from idemconsumer._engine import Engine
+from idemconsumer.engine.engine import Engine
 from idemconsumer.stores.postgres import PostgresStore
 from tests.conftest import PostgresServer
 from tests.ledger import SCHEMA, Ledger

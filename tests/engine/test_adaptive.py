@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from idemconsumer import Message, Reject, Tx, idempotent_handler
-from idemconsumer._engine import Engine
-from idemconsumer._work import Work
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.observer import Point

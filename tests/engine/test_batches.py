@@ -15,7 +15,7 @@ import pydantic
 import pytest
 
 from idemconsumer import App, Batch, Message, Reject, Retry, StoreUnavailable, Tx, idempotent_handler
-from idemconsumer._engine import Engine
+from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import HandlerFault
 from idemconsumer.handlers.batch import Items
 from idemconsumer.handlers.decorator import Handler

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from idemconsumer import Reject, Retry, Tx, idempotent_handler
-from idemconsumer._engine import Engine
+from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.rules.values import Outcome, OutcomeKind, State

@@ -11,9 +11,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
-from idemconsumer._engine import Engine
-from idemconsumer._work import Work
 from idemconsumer.brokers.postgres import enqueue
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
 from idemconsumer.errors import Interrupted, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.broker import Outgoing

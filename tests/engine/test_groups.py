@@ -11,7 +11,7 @@ import pytest
 from psycopg.rows import dict_row
 
 from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
-from idemconsumer._engine import Engine
+from idemconsumer.engine.engine import Engine
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
 from idemconsumer.stores.postgres import PostgresClaims, PostgresStore

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from idemconsumer import Reject, Tx, idempotent_handler
-from idemconsumer._engine import Engine
+from idemconsumer.engine.engine import Engine
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, State

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from idemconsumer import Message, Tx, idempotent_handler
-from idemconsumer._engine import Engine
-from idemconsumer._work import Work
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.observer import Point, SagaPoint

@@ -11,9 +11,9 @@ import psycopg
 import pytest
 
 from idemconsumer import Message, Saga, StoreUnavailable, idempotent_handler
-from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
-from idemconsumer._work import Work
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
 from idemconsumer.ports.store import Claim, JoinedStore

@@ -17,9 +17,9 @@ import psycopg
 import pytest
 
 from idemconsumer import Message, Outcome, OutcomeKind, Tx, idempotent_handler
-from idemconsumer._engine import Engine
 from idemconsumer._leased import LeasedEngine
-from idemconsumer._work import Work
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.handlers.options import Options
 from idemconsumer.ports.handler import Saga, Step

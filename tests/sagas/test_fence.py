@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from idemconsumer import Outcome, OutcomeKind, Saga, Step, StoreUnavailable, Tx
-from idemconsumer._work import Work, dead_letter
+from idemconsumer.engine.work import Work, dead_letter
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding

@@ -10,8 +10,8 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga
 from idemconsumer._timeline import timeline
-from idemconsumer._work import Work
 from idemconsumer.admin_sagas import SagaAdmin, SagaDetail
+from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Fenced
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding

@@ -14,9 +14,9 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import OutcomeKind, Saga, Step, Tx
-from idemconsumer._engine import Engine
 from idemconsumer._sagas import Sagas
-from idemconsumer._work import Work
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
 from idemconsumer.ports.observer import Silent
 from idemconsumer.rules.values import State
 from idemconsumer.stores.heartbeat import Heartbeat

@@ -9,7 +9,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import Outcome, OutcomeKind, Reject, Saga, Step, StoreUnavailable, Tx
-from idemconsumer._work import Work
+from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, Message, Saga
-from idemconsumer._work import Work
 from idemconsumer.brokers import connect
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.sagas import SagaBroker
+from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription

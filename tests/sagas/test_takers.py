@@ -11,8 +11,8 @@ import psycopg
 import pytest
 
 from idemconsumer import OutcomeKind, Saga
-from idemconsumer._work import Work
 from idemconsumer.admin_sagas import SagaAdmin
+from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.ports.leases import Holding
 from idemconsumer.sql.queries import load

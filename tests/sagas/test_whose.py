@@ -10,10 +10,10 @@ from typing import Any, Literal, cast
 import pytest
 
 from idemconsumer import Message, OutcomeKind, Saga, idempotent_handler
-from idemconsumer._engine import Engine
 from idemconsumer._lanes import Lanes
-from idemconsumer._work import Work, dead_letter
 from idemconsumer.brokers.sagas import SagaBroker, SagaSession
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work, dead_letter
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Session

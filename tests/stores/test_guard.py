@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from idemconsumer import Tx, idempotent_handler
-from idemconsumer._engine import Engine
+from idemconsumer.engine.engine import Engine
 from idemconsumer.rules.values import State
 from idemconsumer.stores.postgres import PostgresStore
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work

@@ -11,7 +11,7 @@ import pytest
 
 from idemconsumer import App, Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer._lanes import Held, Lane, Lanes
-from idemconsumer._work import Work
+from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import Point, Silent
 from tests.worker.conftest import Bench, Item, note

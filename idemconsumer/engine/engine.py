@@ -20,8 +20,8 @@ import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_delay, wait_exponential, wait_random
 from tenacity.stop import stop_base
 
-from idemconsumer._suspects import Suspects
-from idemconsumer._work import Work, dead_letter, describe, rejection_of, where
+from idemconsumer.engine.suspects import Suspects
+from idemconsumer.engine.work import Work, dead_letter, describe, rejection_of, where
 from idemconsumer.errors import (
     BadMessage,
     CommitUnknown,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 
-from idemconsumer._work import Work
+from idemconsumer.engine.work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import JoinedStore
