@@ -17,7 +17,6 @@ from typing import Final
 
 import structlog
 
-from idemconsumer._leased import LeasedEngine
 from idemconsumer._turns import Turns
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
@@ -26,6 +25,7 @@ from idemconsumer.ports.broker import Delivery, Session
 from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import Settlement, settle
+from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.user_code.cancellation import ended
 
 log = structlog.get_logger("idemconsumer")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from idemconsumer._leased import LeasedEngine
 from idemconsumer.engine.engine import Engine
 from idemconsumer.ports.observer import Observer
+from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.postgres import PostgresStore

@@ -12,12 +12,12 @@ from urllib.parse import unquote
 import msgspec
 import psycopg
 
-from idemconsumer._attempt import ANY_VERSION
 from idemconsumer._timeline import Event, timeline
 from idemconsumer.admin import connected
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import codecs, keys
 from idemconsumer.rules.values import State, StepKind, StepState
+from idemconsumer.sagas.attempt import ANY_VERSION
 from idemconsumer.sql.queries import load
 
 ABANDONED: Final = "abandoned"  # the rejection's code

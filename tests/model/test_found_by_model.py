@@ -11,7 +11,6 @@ import psycopg
 import pytest
 
 from idemconsumer import Message, Saga, StoreUnavailable, idempotent_handler
-from idemconsumer._leased import LeasedEngine
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown
@@ -19,6 +18,7 @@ from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
 from idemconsumer.ports.store import Claim, JoinedStore
 from idemconsumer.rules.values import OutcomeKind, State
 from idemconsumer.rules.verdicts import Settlement, settle
+from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
 

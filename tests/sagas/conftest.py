@@ -17,7 +17,6 @@ import psycopg
 import pytest
 
 from idemconsumer import Message, Outcome, OutcomeKind, Tx, idempotent_handler
-from idemconsumer._leased import LeasedEngine
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
@@ -26,6 +25,7 @@ from idemconsumer.ports.handler import Saga, Step
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import Observer, Point, SagaPoint
 from idemconsumer.rules.values import State
+from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.stores.postgres import PostgresStore

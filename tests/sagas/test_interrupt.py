@@ -13,7 +13,7 @@ from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
 from idemconsumer.rules.values import State
-from idemconsumer.saga import SagaRun
+from idemconsumer.sagas.run import SagaRun
 from tests.sagas.conftest import Bench, Remote, Station, put, saga, take_back, until
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Saga
-from idemconsumer.saga import step_key
+from idemconsumer.sagas.run import step_key
 from tests.sagas.conftest import Bench, Remote, Station, put, saga, take_back
 
 NAMES: dict[str, tuple[Any, str]] = {

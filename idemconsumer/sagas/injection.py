@@ -9,7 +9,7 @@ from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, get_type_hints
 from weakref import WeakKeyDictionary
 
-from idemconsumer._outputs import function_of
+from idemconsumer.sagas.outputs import function_of
 
 _Parameters = tuple[tuple[str, int | None, type], ...]  # name, place unless it is given by name only, type
 _known: WeakKeyDictionary[FunctionType, _Parameters] = WeakKeyDictionary()

@@ -16,7 +16,6 @@ from dataclasses import replace
 import msgspec
 import structlog
 
-from idemconsumer._attempt import Attempt
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Contention, Fenced, StoreUnavailable
@@ -24,6 +23,7 @@ from idemconsumer.ports.leases import Holding, LeaseStore
 from idemconsumer.ports.observer import Observer, Point, Silent
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
+from idemconsumer.sagas.attempt import Attempt
 
 log = structlog.get_logger("idemconsumer")
 

@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, TypeVarTuple
 
-from idemconsumer import _outputs
-from idemconsumer._injected import injected
 from idemconsumer.errors import (
     BadMessage,
     HandlerFault,
@@ -35,6 +33,8 @@ from idemconsumer.ports.handler import Done, NotDone, Step, Tx, Unknown
 from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State, StepKind, StepState
+from idemconsumer.sagas import outputs
+from idemconsumer.sagas.injection import injected
 from idemconsumer.user_code.time_limit import TimeLimit
 
 R = TypeVar("R")
@@ -170,7 +170,7 @@ class SagaRun:
                 if asyncio.current_task() is self._main:  # a branch has no place among what the others ask for
                     self._check_met(finished_only=True)
                 try:
-                    _outputs.check(asked.fn)
+                    outputs.check(asked.fn)
                 except TypeError as error:  # before the remote has done what could not be stored
                     raise SagaMisused(f"step {name!r} returns what cannot be stored: {error}") from None
                 output = await self._run(name, run)
@@ -465,13 +465,13 @@ def _check_name(name: object) -> None:
 
 def _stored(name: str, fn: Callable[..., Any], value: object) -> tuple[StoredResult | None, Any]:
     try:
-        return _outputs.encode(fn, value)
+        return outputs.encode(fn, value)
     except TypeError as error:
         raise SagaMisused(f"step {name!r}: {error}") from error
 
 
 def decode_output(name: str, fn: Callable[..., Any], output: StoredResult | None) -> object:
     try:
-        return _outputs.decode(fn, output)
+        return outputs.decode(fn, output)
     except (BadMessage, TypeError) as error:
         raise SagaChanged(f"the stored output of step {name!r} no longer decodes: {error}") from error

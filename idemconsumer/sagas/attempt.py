@@ -33,7 +33,7 @@ from idemconsumer.ports.handler import Done, NotDone
 from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, OutcomeKind, State, StepKind, StepState
-from idemconsumer.saga import (
+from idemconsumer.sagas.run import (
     Asked,
     Replayed,
     SagaInterrupted,
