@@ -14,7 +14,7 @@ import structlog
 from idemconsumer._lanes import Lanes
 from idemconsumer._sagas import Sagas
 from idemconsumer.brokers import connect
-from idemconsumer.brokers.sagas import SCHEME, SagaBroker
+from idemconsumer.brokers.due_sagas import SCHEME, SagaBroker
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable

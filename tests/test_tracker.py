@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer._tracker import Tracker
+from idemconsumer.brokers.kafka.low_water import Tracker
 
 
 def tracker(*offsets: int) -> Tracker:

@@ -11,7 +11,7 @@ from idemconsumer.ports.broker import Broker
 from idemconsumer.settings import Settings
 
 _ADAPTERS: Final = {
-    "kafka": ("idemconsumer.brokers.kafka", "KafkaBroker"),
+    "kafka": ("idemconsumer.brokers.kafka.broker", "KafkaBroker"),
     "rabbitmq": ("idemconsumer.brokers.rabbitmq", "RabbitmqBroker"),
     "sqs": ("idemconsumer.brokers.sqs", "SqsBroker"),
     "postgres": ("idemconsumer.brokers.postgres", "PostgresBroker"),

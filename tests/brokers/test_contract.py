@@ -13,7 +13,7 @@ import pytest
 from aiobotocore.session import get_session
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from idemconsumer.brokers.kafka import KafkaBroker
+from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.postgres import PostgresBroker
 from idemconsumer.brokers.rabbitmq import RabbitmqBroker

@@ -21,9 +21,12 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaError
 from structlog.testing import capture_logs
 
-from idemconsumer.brokers import _kafka_client, _kafka_health, _kafka_session, kafka
-from idemconsumer.brokers._kafka_session import KafkaSession
-from idemconsumer.brokers.kafka import KafkaBroker
+from idemconsumer.brokers.kafka import broker as kafka
+from idemconsumer.brokers.kafka import client as kafka_client
+from idemconsumer.brokers.kafka import health as kafka_health
+from idemconsumer.brokers.kafka import session as kafka_session
+from idemconsumer.brokers.kafka.broker import KafkaBroker
+from idemconsumer.brokers.kafka.session import KafkaSession
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
@@ -350,7 +353,7 @@ async def test_a_rebalance_waits_for_what_runs_and_the_next_owner_starts_exactly
     assert not await second.fetch()  # it waits for the first member
     started = time.monotonic()
     assert not await first.fetch()  # a rebalance does not hold the fetch task
-    assert time.monotonic() - started < 2 * _kafka_session.POLL
+    assert time.monotonic() - started < 2 * kafka_session.POLL
     await first.settle(running)
     for delivery in running:
         delivery.epoch.finish(1)
@@ -462,7 +465,7 @@ async def test_closing_does_not_wait_for_a_rebalance_that_waits_for_work(world: 
     await session.close()
     with pytest.raises(SessionEnded):
         await asyncio.wait_for(fetching, DEADLINE)
-    assert time.monotonic() - started < _kafka_client.STOP_TIMEOUT
+    assert time.monotonic() - started < kafka_client.STOP_TIMEOUT
     assert not session._poll or session._poll.done()
 
 
@@ -481,7 +484,7 @@ async def test_a_member_that_leaves_while_the_group_waits_for_another_is_not_giv
     await until(lambda: held.epoch.retiring and leaving._rebalancing)
     started = time.monotonic()
     await leaving.close()
-    assert time.monotonic() - started < _kafka_client.STOP_TIMEOUT
+    assert time.monotonic() - started < kafka_client.STOP_TIMEOUT
     held.epoch.finish(1)
     taken = await asyncio.gather(take(busy, 2), take(newcomer, 2))
     assert {partition_of(each) for each in [*taken[0], *taken[1]]} == {0, 1, 2, 3}
@@ -527,8 +530,8 @@ async def gone(world: World) -> bool:
 async def test_at_the_bound_everything_pauses_and_resumes_below_half_with_nothing_dropped(
     world: World, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_kafka_session, "PATIENCE", 0.1)
-    monkeypatch.setattr(_kafka_session, "POLL", 0.2)
+    monkeypatch.setattr(kafka_session, "PATIENCE", 0.1)
+    monkeypatch.setattr(kafka_session, "POLL", 0.2)
     await world.create()
     await world.produce(40)
     session = await world.open(Bounds(lanes=1, group=2, room=8))
@@ -555,7 +558,7 @@ async def test_at_the_bound_everything_pauses_and_resumes_below_half_with_nothin
 async def test_room_that_comes_back_in_time_spares_the_pause(
     world: World, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_kafka_session, "POLL", 0.2)
+    monkeypatch.setattr(kafka_session, "POLL", 0.2)
     await world.create()
     await world.produce(20)
     session = await world.open(Bounds(lanes=1, group=2, room=8))
@@ -567,7 +570,7 @@ async def test_room_that_comes_back_in_time_spares_the_pause(
 
 
 async def test_a_pause_is_made_again_after_a_rebalance(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_kafka_session, "POLL", 0.2)
+    monkeypatch.setattr(kafka_session, "POLL", 0.2)
     await world.create()
     await world.produce(4)
     session = await world.open()
@@ -584,7 +587,7 @@ async def test_a_pause_is_made_again_after_a_rebalance(world: World, monkeypatch
 async def test_too_many_uncommitted_offsets_pause_their_partition_alone(
     world: World, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_kafka_session, "POLL", 0.2)
+    monkeypatch.setattr(kafka_session, "POLL", 0.2)
     await world.create(partitions=2)
     session = await world.open(Bounds(lanes=1, group=1, room=1_000, max_uncommitted=20))
     await joined(session)
@@ -637,7 +640,7 @@ async def test_a_missing_topic_is_said_once_and_consumed_when_it_appears(
     world: World, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kafka, "METADATA_MAX_AGE_MS", 500)
-    monkeypatch.setattr(_kafka_session, "PROBE_EVERY", 0.1)
+    monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.1)
     other = world.topic + ".late"
     await world.create()
     await world.produce(2)
@@ -659,7 +662,7 @@ async def test_a_missing_topic_is_said_once_and_consumed_when_it_appears(
 async def test_a_fetch_that_brings_nothing_is_said_once(
     world: World, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_kafka_session, "PROBE_EVERY", 0.05)
+    monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.05)
     await world.create()
     session = await world.open()
     await joined(session)
@@ -689,8 +692,8 @@ async def test_a_fetch_that_brings_nothing_is_said_once(
 async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
     mortal: MortalWorld, said: Said, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_kafka_session, "PROBE_EVERY", 0.2)
-    monkeypatch.setattr(_kafka_client, "PROBE_TIMEOUT", 0.5)
+    monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.2)
+    monkeypatch.setattr(kafka_client, "PROBE_TIMEOUT", 0.5)
     await mortal.create()
     await mortal.produce(10)
     session = await mortal.open(Bounds(lanes=1, group=1, room=4))
@@ -717,10 +720,10 @@ async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
 async def test_a_broker_that_stays_away_ends_the_session_and_closing_is_bounded_and_leaves_no_task(
     mortal: MortalWorld, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_kafka_session, "PROBE_EVERY", 0.2)
-    monkeypatch.setattr(_kafka_client, "PROBE_TIMEOUT", 0.3)
-    monkeypatch.setattr(_kafka_health, "GIVE_UP", 0.5)
-    monkeypatch.setattr(_kafka_session, "COMMIT_EVERY", 0.1)
+    monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.2)
+    monkeypatch.setattr(kafka_client, "PROBE_TIMEOUT", 0.3)
+    monkeypatch.setattr(kafka_health, "GIVE_UP", 0.5)
+    monkeypatch.setattr(kafka_session, "COMMIT_EVERY", 0.1)
     await mortal.create()
     await mortal.produce(6)
     before = asyncio.all_tasks()
@@ -737,7 +740,7 @@ async def test_a_broker_that_stays_away_ends_the_session_and_closing_is_bounded_
     assert all(each.epoch.ended for each in taken)
     started = time.monotonic()
     await session.close()
-    assert time.monotonic() - started < _kafka_client.STOP_TIMEOUT + 5
+    assert time.monotonic() - started < kafka_client.STOP_TIMEOUT + 5
     await until(lambda: not (asyncio.all_tasks() - before), 2)
     with pytest.raises(BrokerUnavailable, match=r"cannot be used.*IDEMCONSUMER_KAFKA"):
         await mortal.open()

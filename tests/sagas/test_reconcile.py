@@ -12,7 +12,7 @@ import pytest
 
 from idemconsumer import App, Batch, Done, HandlerError, NotDone, OutcomeKind, Reject, Retry, Saga, Tx, Unknown
 from idemconsumer import idempotent_handler as decorate
-from idemconsumer.brokers.sagas import SagaBroker
+from idemconsumer.brokers.due_sagas import SagaBroker
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.handlers.handler import BoundHandler

@@ -13,8 +13,8 @@ import pytest
 
 from idemconsumer import App, Message, Saga
 from idemconsumer.brokers import connect
+from idemconsumer.brokers.due_sagas import SagaBroker
 from idemconsumer.brokers.memory import MemoryBroker
-from idemconsumer.brokers.sagas import SagaBroker
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler

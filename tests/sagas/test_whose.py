@@ -11,7 +11,7 @@ import pytest
 
 from idemconsumer import Message, OutcomeKind, Saga, idempotent_handler
 from idemconsumer._lanes import Lanes
-from idemconsumer.brokers.sagas import SagaBroker, SagaSession
+from idemconsumer.brokers.due_sagas import SagaBroker, SagaSession
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work, dead_letter
 from idemconsumer.handlers.handler import BoundHandler

@@ -24,8 +24,8 @@ try:
 except ImportError as error:
     raise ConfigurationError("kafka: sources need aiokafka; pip install 'idemconsumer[kafka]'") from error
 
-from idemconsumer.brokers._kafka_client import create_command, stop
-from idemconsumer.brokers._kafka_session import KafkaSession
+from idemconsumer.brokers.kafka.client import create_command, stop
+from idemconsumer.brokers.kafka.session import KafkaSession
 
 OPEN_TIMEOUT = 15.0
 PUBLISH_TIMEOUT = 30.0

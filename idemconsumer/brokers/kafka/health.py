@@ -9,8 +9,8 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from idemconsumer.brokers import _kafka_client
-from idemconsumer.brokers._kafka_client import create_command, end_offsets, name_of, position_of, words
+from idemconsumer.brokers.kafka import client as kafka_client
+from idemconsumer.brokers.kafka.client import create_command, end_offsets, name_of, position_of, words
 
 GIVE_UP = 60.0  # seconds without an answer: longer than a group remembers a silent member
 
@@ -51,7 +51,7 @@ class Health:
             if known:
                 ends = await end_offsets(self._consumer, ours or {TopicPartition(topic, 0) for topic in known})
             else:
-                async with asyncio.timeout(_kafka_client.PROBE_TIMEOUT):
+                async with asyncio.timeout(kafka_client.PROBE_TIMEOUT):
                     await self._consumer.topics()
         except (TimeoutError, KafkaError) as error:
             if self._absent() == self._topics - known:

@@ -27,9 +27,9 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.errors import KafkaError
 
-from idemconsumer._tracker import Tracker
-from idemconsumer.brokers._kafka_client import end_offsets, name_of, position_of, stop, words
-from idemconsumer.brokers._kafka_health import Health
+from idemconsumer.brokers.kafka.client import end_offsets, name_of, position_of, stop, words
+from idemconsumer.brokers.kafka.health import Health
+from idemconsumer.brokers.kafka.low_water import Tracker
 from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch

@@ -1,0 +1,1 @@
+"""Kafka, through aiokafka. The only room that imports that driver."""
