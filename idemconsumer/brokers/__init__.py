@@ -12,7 +12,7 @@ from idemconsumer.settings import Settings
 
 _ADAPTERS: Final = {
     "kafka": ("idemconsumer.brokers.kafka.broker", "KafkaBroker"),
-    "rabbitmq": ("idemconsumer.brokers.rabbitmq", "RabbitmqBroker"),
+    "rabbitmq": ("idemconsumer.brokers.rabbitmq.broker", "RabbitmqBroker"),
     "sqs": ("idemconsumer.brokers.sqs", "SqsBroker"),
     "postgres": ("idemconsumer.brokers.postgres", "PostgresBroker"),
     "memory": ("idemconsumer.brokers.memory", "MemoryBroker"),

@@ -16,7 +16,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.postgres import PostgresBroker
-from idemconsumer.brokers.rabbitmq import RabbitmqBroker
+from idemconsumer.brokers.rabbitmq.broker import RabbitmqBroker
 from idemconsumer.brokers.sqs import SqsBroker
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Broker, Outgoing

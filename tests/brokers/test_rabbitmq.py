@@ -25,10 +25,11 @@ from pamqp import decode, encode
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
-from idemconsumer.brokers import _rabbitmq_link, rabbitmq
-from idemconsumer.brokers._rabbitmq_limits import limits
-from idemconsumer.brokers._rabbitmq_session import RabbitmqSession, delivery_of
-from idemconsumer.brokers.rabbitmq import RabbitmqBroker
+from idemconsumer.brokers.rabbitmq import broker as rabbitmq
+from idemconsumer.brokers.rabbitmq import link as rabbitmq_link
+from idemconsumer.brokers.rabbitmq.broker import RabbitmqBroker
+from idemconsumer.brokers.rabbitmq.limits import limits
+from idemconsumer.brokers.rabbitmq.session import RabbitmqSession, delivery_of
 from idemconsumer.embedded import free_port
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.message.message import Subscription
@@ -518,7 +519,7 @@ async def test_closing_is_bounded_when_the_broker_does_not_answer(
 ) -> None:
     name = await node.queue()
     session = await broker.open([subscribed(name)], WIDE)
-    monkeypatch.setattr(_rabbitmq_link, "FAREWELL", 0.2)
+    monkeypatch.setattr(rabbitmq_link, "FAREWELL", 0.2)
 
     async def silent(*_: object, **__: object) -> None:
         await asyncio.Event().wait()

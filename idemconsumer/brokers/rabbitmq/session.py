@@ -14,8 +14,8 @@ from aio_pika.abc import AbstractChannel, AbstractConnection
 from aiormq.abc import AbstractChannel as Wire
 from aiormq.abc import DeliveredMessage
 
-from idemconsumer.brokers._rabbitmq_link import FAREWELL, LOSS, Link, answered, farewell, said
-from idemconsumer.brokers._rabbitmq_tags import AckTags
+from idemconsumer.brokers.rabbitmq.ack_tags import AckTags
+from idemconsumer.brokers.rabbitmq.link import FAREWELL, LOSS, Link, answered, farewell, said
 from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch

@@ -15,7 +15,7 @@ import aiormq
 from aio_pika.abc import AbstractConnection
 from aio_pika.exceptions import CONNECTION_EXCEPTIONS
 
-from idemconsumer.brokers._rabbitmq_decoding import read_everything
+from idemconsumer.brokers.rabbitmq.decoding import read_everything
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.settings import Settings
 

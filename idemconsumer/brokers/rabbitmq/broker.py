@@ -10,9 +10,9 @@ from aiormq import spec
 from aiormq.abc import AbstractChannel as Wire
 from aiormq.abc import DeliveredMessage
 
-from idemconsumer.brokers._rabbitmq_limits import limits, read_queue
-from idemconsumer.brokers._rabbitmq_link import LOSS, Link, answered, farewell
-from idemconsumer.brokers._rabbitmq_session import RabbitmqSession
+from idemconsumer.brokers.rabbitmq.limits import limits, read_queue
+from idemconsumer.brokers.rabbitmq.link import LOSS, Link, answered, farewell
+from idemconsumer.brokers.rabbitmq.session import RabbitmqSession
 from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing

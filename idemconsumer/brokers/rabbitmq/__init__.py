@@ -1,0 +1,1 @@
+"""RabbitMQ, through aio-pika. The only room that imports that driver."""
