@@ -13,7 +13,7 @@ from idemconsumer.settings import Settings
 _ADAPTERS: Final = {
     "kafka": ("idemconsumer.brokers.kafka.broker", "KafkaBroker"),
     "rabbitmq": ("idemconsumer.brokers.rabbitmq.broker", "RabbitmqBroker"),
-    "sqs": ("idemconsumer.brokers.sqs", "SqsBroker"),
+    "sqs": ("idemconsumer.brokers.sqs.broker", "SqsBroker"),
     "postgres": ("idemconsumer.brokers.postgres", "PostgresBroker"),
     "memory": ("idemconsumer.brokers.memory", "MemoryBroker"),
 }

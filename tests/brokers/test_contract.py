@@ -17,7 +17,7 @@ from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.postgres import PostgresBroker
 from idemconsumer.brokers.rabbitmq.broker import RabbitmqBroker
-from idemconsumer.brokers.sqs import SqsBroker
+from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.settings import Settings

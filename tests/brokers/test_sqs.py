@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 from idemconsumer import App, Tx
 from idemconsumer.brokers import connect
-from idemconsumer.brokers._sqs_session import SqsSession
-from idemconsumer.brokers.sqs import SqsBroker
+from idemconsumer.brokers.sqs.broker import SqsBroker
+from idemconsumer.brokers.sqs.session import SqsSession
 from idemconsumer.cli import main
 from idemconsumer.cli.inspect import findings
 from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError, SessionEnded

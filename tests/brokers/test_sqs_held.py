@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from idemconsumer.brokers._sqs_held import Held
+from idemconsumer.brokers.sqs.in_hand import Held
 
 
 def holding(*messages: str, group: str | None = None) -> Held:

@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from idemconsumer import App, Tx
-from idemconsumer.brokers import _sqs_session
-from idemconsumer.brokers._sqs_client import CALLS
-from idemconsumer.brokers._sqs_session import SqsSession
-from idemconsumer.brokers.sqs import SqsBroker
+from idemconsumer.brokers.sqs import session as sqs_session
+from idemconsumer.brokers.sqs.broker import SqsBroker
+from idemconsumer.brokers.sqs.client import CALLS
+from idemconsumer.brokers.sqs.session import SqsSession
 from idemconsumer.errors import BrokerUnavailable, SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
@@ -32,7 +32,7 @@ __all__ = ["logged"]
 async def double(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SqsDouble]:
     for variable, value in CREDENTIALS.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(_sqs_session, "_BACKOFF", (0.01, 0.05))
+    monkeypatch.setattr(sqs_session, "_BACKOFF", (0.01, 0.05))
     async with SqsDouble().serving() as double:
         yield double
 
@@ -131,7 +131,7 @@ async def test_deletions_go_out_in_tens_when_they_pile_up(double: SqsDouble) -> 
 
 # ----------------------------------------------------------------------------------------------------------- visibility
 async def test_what_is_held_is_extended_until_it_is_settled(double: SqsDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
+    monkeypatch.setattr("idemconsumer.brokers.sqs.client.LEAST_VISIBILITY", 1)
     double.attributes["VisibilityTimeout"] = "1"
     held = [double.put("held") for _ in range(12)]
     settled = double.put("settled")
@@ -147,7 +147,7 @@ async def test_what_is_held_is_extended_until_it_is_settled(double: SqsDouble, m
 async def test_what_may_not_be_held_any_longer_is_not_asked_for_again(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch, logged: object
 ) -> None:
-    monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
+    monkeypatch.setattr("idemconsumer.brokers.sqs.client.LEAST_VISIBILITY", 1)
     double.attributes["VisibilityTimeout"] = "1"
     old, young = double.put("old"), double.put("young")
     asked: list[str] = []
@@ -171,7 +171,7 @@ async def test_what_may_not_be_held_any_longer_is_not_asked_for_again(
 async def test_an_answer_that_comes_late_is_extended_before_it_is_handed_on(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
+    monkeypatch.setattr("idemconsumer.brokers.sqs.client.LEAST_VISIBILITY", 1)
     double.attributes["VisibilityTimeout"] = "1"
     monkeypatch.setattr(SqsSession, "_keep_invisible", lambda self: asyncio.sleep(3600))
     other = double.put("other")
@@ -204,9 +204,9 @@ async def test_an_answer_in_time_is_handed_on_without_a_request(
 async def test_an_extension_that_was_given_up_is_asked_for_again(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
+    monkeypatch.setattr("idemconsumer.brokers.sqs.client.LEAST_VISIBILITY", 1)
     double.attributes["VisibilityTimeout"] = "1"
-    monkeypatch.setattr(_sqs_session, "_PATIENCE", 0)
+    monkeypatch.setattr(sqs_session, "_PATIENCE", 0)
     message = double.put("held")
     double.throttling["ChangeMessageVisibilityBatch"] = 2 * CALLS
     async with consuming(double) as session:
@@ -246,7 +246,7 @@ async def test_a_drain_gives_back_everything_in_batches(double: SqsDouble) -> No
 async def test_a_drain_does_not_wait_for_deletions_that_do_not_end(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch, farewell: float, unfetched: int
 ) -> None:
-    monkeypatch.setattr(_sqs_session, "_PATIENCE", 10**6)
+    monkeypatch.setattr(sqs_session, "_PATIENCE", 10**6)
     double.put("finished")
     async with consuming(double) as session:
         deliveries = await arriving(session, 1)
@@ -256,7 +256,7 @@ async def test_a_drain_does_not_wait_for_deletions_that_do_not_end(
             double.put("unfetched")
         await until(lambda: len(session._arrived) == unfetched)
         with monkeypatch.context() as patched:
-            patched.setattr(_sqs_session, "_FAREWELL", farewell)
+            patched.setattr(sqs_session, "_FAREWELL", farewell)
             async with asyncio.timeout(15):
                 await session.stop_fetching()
         assert [stored.visible for stored in double.messages.values()] == [False, True][: 1 + unfetched]
@@ -266,7 +266,7 @@ async def test_a_drain_does_not_wait_for_deletions_that_do_not_end(
 async def test_a_drain_does_not_wait_for_lanes_that_go_on_settling(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_sqs_session, "_PATIENCE", 10**6)
+    monkeypatch.setattr(sqs_session, "_PATIENCE", 10**6)
     for number in range(100):
         double.put(str(number))
     async with consuming(double) as session:
@@ -294,7 +294,7 @@ async def test_a_drain_does_not_wait_for_lanes_that_go_on_settling(
 async def test_a_throttled_request_is_sent_again_and_said_once(
     double: SqsDouble, operation: str, logged: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
+    monkeypatch.setattr("idemconsumer.brokers.sqs.client.LEAST_VISIBILITY", 1)
     double.attributes["VisibilityTimeout"] = "1"
     message = double.put("slow")
     double.throttling[operation] = 7  # the client itself gives up after three
@@ -306,7 +306,7 @@ async def test_a_throttled_request_is_sent_again_and_said_once(
         await until(lambda: double.empty)
         assert times(logged, "sqs throttles, backing off") == 1  # type: ignore[arg-type]
         assert times(logged, "sqs no longer throttles") == 0  # type: ignore[arg-type]
-        monkeypatch.setattr(_sqs_session, "_CALM", 0.0)
+        monkeypatch.setattr(sqs_session, "_CALM", 0.0)
         await until(lambda: times(logged, "sqs no longer throttles") == 1)  # type: ignore[arg-type]
 
 
@@ -314,7 +314,7 @@ async def test_a_deletion_that_stays_throttled_is_left_to_redelivery(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     double.put("never")
-    monkeypatch.setattr(_sqs_session, "_PATIENCE", 1)
+    monkeypatch.setattr(sqs_session, "_PATIENCE", 1)
     double.throttling["DeleteMessageBatch"] = 10**6
     async with consuming(double) as session:
         await session.settle(await arriving(session, 1))
@@ -367,7 +367,7 @@ async def test_polls_come_and_go_with_the_load(double: SqsDouble) -> None:
         while len(deliveries) < 400:
             deliveries += await session.fetch()
             most = max(most, len(session._polls))
-        assert 2 <= most <= _sqs_session.POLLS
+        assert 2 <= most <= sqs_session.POLLS
         await session.settle(deliveries)
         await until(lambda: double.empty and len(session._polls) == 1)
 
@@ -401,7 +401,7 @@ async def test_a_lost_session_forgets_what_it_delivered(double: SqsDouble) -> No
 async def test_an_answer_that_makes_no_sense_ends_the_session(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch, held: bool
 ) -> None:
-    monkeypatch.setattr("idemconsumer.brokers._sqs_client.LEAST_VISIBILITY", 1)
+    monkeypatch.setattr("idemconsumer.brokers.sqs.client.LEAST_VISIBILITY", 1)
     double.attributes["VisibilityTimeout"] = "1"
     double.put("odd")
     async with consuming(double) as session:

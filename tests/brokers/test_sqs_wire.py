@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer.brokers._sqs_client import Queue
-from idemconsumer.brokers._sqs_limits import limits, max_receives, retention
-from idemconsumer.brokers._sqs_wire import entry_of, message_of, receives, requests
+from idemconsumer.brokers.sqs.client import Queue
+from idemconsumer.brokers.sqs.limits import limits, max_receives, retention
+from idemconsumer.brokers.sqs.wire import entry_of, message_of, receives, requests
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.ports.broker import Outgoing
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import structlog
 
-from idemconsumer.brokers._sqs_client import READ_TIMEOUT, Client, Link, Queue, farewell, throttled
-from idemconsumer.brokers._sqs_held import Held
-from idemconsumer.brokers._sqs_wire import BATCH, GROUP, message_of, receives
+from idemconsumer.brokers.sqs.client import READ_TIMEOUT, Client, Link, Queue, farewell, throttled
+from idemconsumer.brokers.sqs.in_hand import Held
+from idemconsumer.brokers.sqs.wire import BATCH, GROUP, message_of, receives
 from idemconsumer.errors import SessionEnded
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
-from idemconsumer.brokers._sqs_client import LOSS, Client, Link, Queue, farewell
-from idemconsumer.brokers._sqs_limits import limits, max_receives, retention
-from idemconsumer.brokers._sqs_session import CONNECTIONS, SqsSession
-from idemconsumer.brokers._sqs_wire import Entry, entry_of, requests
+from idemconsumer.brokers.sqs.client import LOSS, Client, Link, Queue, farewell
+from idemconsumer.brokers.sqs.limits import limits, max_receives, retention
+from idemconsumer.brokers.sqs.session import CONNECTIONS, SqsSession
+from idemconsumer.brokers.sqs.wire import Entry, entry_of, requests
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing

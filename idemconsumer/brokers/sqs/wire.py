@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from uuid import uuid4
 
-from idemconsumer.brokers._sqs_client import Queue
+from idemconsumer.brokers.sqs.client import Queue
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from idemconsumer.brokers._sqs_client import LEAST_VISIBILITY, Queue
+from idemconsumer.brokers.sqs.client import LEAST_VISIBILITY, Queue
 from idemconsumer.ports.broker import Finding
 
 LONG_VISIBILITY: Final = 900  # seconds that messages of a dead worker wait for another
