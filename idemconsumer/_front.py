@@ -20,7 +20,7 @@ from idemconsumer.ports.observer import Silent
 from idemconsumer.rules.values import Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.settings import Settings
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 
 _MOST_ATTEMPTS: Final = 10_000  # keys whose failures are remembered
 

@@ -6,8 +6,8 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.ports.observer import Observer
 from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.stores.heartbeat import Heartbeat
+from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
-from idemconsumer.stores.postgres import PostgresStore
 
 
 class Sagas:

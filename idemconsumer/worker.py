@@ -26,7 +26,7 @@ from idemconsumer.ports.broker import Bounds, Broker, Delivery, Session
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import Observer, Point, Silent
 from idemconsumer.settings import Settings
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.upkeep import Upkeep
 
 log = structlog.get_logger("idemconsumer")

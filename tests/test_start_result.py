@@ -30,9 +30,9 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
 from idemconsumer.rules.values import Record, State
 from idemconsumer.settings import Settings
+from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.migrations import migrate
-from idemconsumer.stores.postgres import PostgresStore
 
 
 class Ride(msgspec.Struct):

@@ -28,7 +28,7 @@ from idemconsumer import App, Handler, Message, OutcomeKind, Reject, Tx
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.options import Options
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 
 app = App("bench")
 

@@ -20,8 +20,16 @@ from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.leases import Holding, StepRow
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.values import Found, Mark, State, StepKind, StepState
-from idemconsumer.stores._shared import BEGIN_SAGAS, BEGIN_STEPS, END_SAGAS, FINISH_STEPS, SharedCommits, Write, send
-from idemconsumer.stores.postgres import PostgresClaims, PostgresStore, clean
+from idemconsumer.stores.joined import PostgresClaims, PostgresStore, clean
+from idemconsumer.stores.shared_commits import (
+    BEGIN_SAGAS,
+    BEGIN_STEPS,
+    END_SAGAS,
+    FINISH_STEPS,
+    SharedCommits,
+    Write,
+    send,
+)
 
 _NOT_OURS: Final = "the saga has another owner, or another phase"
 _ENDED: Final = "the step has come to its end already, so somebody else has gone on with the saga"

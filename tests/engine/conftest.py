@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from idemconsumer.engine.engine import Engine
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 from tests.conftest import PostgresServer
 from tests.ledger import SCHEMA, Ledger
 from tests.servers.postgres import fresh_database

@@ -17,7 +17,7 @@ from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.group_size import Gate
-from idemconsumer.stores.postgres import PostgresClaims, PostgresStore
+from idemconsumer.stores.joined import PostgresClaims, PostgresStore
 from tests.engine.test_groups import Points
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 

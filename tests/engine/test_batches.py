@@ -22,7 +22,7 @@ from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.group_size import GroupSize
 from idemconsumer.rules.values import State
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 from tests.engine.test_groups import Points
 from tests.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 

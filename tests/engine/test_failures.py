@@ -18,7 +18,7 @@ from idemconsumer.errors import Interrupted, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.rules.values import State
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 from tests.engine.test_suspect_groups import Killed
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 

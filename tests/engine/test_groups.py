@@ -14,7 +14,7 @@ from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
-from idemconsumer.stores.postgres import PostgresClaims, PostgresStore
+from idemconsumer.stores.joined import PostgresClaims, PostgresStore
 from tests.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 
 PATIENCE = 20.0

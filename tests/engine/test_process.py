@@ -13,7 +13,7 @@ from idemconsumer import App, ConfigurationError, Message, Reject, Retry, StoreU
 from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings, load
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 from tests.ledger import SOURCE, Ledger, kinds, message, write
 
 RIVALS = 50

@@ -15,7 +15,7 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, State
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 from tests.ledger import SCHEMA, SOURCE, Ledger, works, write
 
 RIVALS = 50

@@ -13,7 +13,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.rules.values import Outcome
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, works, write
 
 

@@ -17,7 +17,7 @@ from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import OutcomeKind
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 from tests.engine.test_groups import Points
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 

@@ -26,9 +26,9 @@ from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import Observer, Point, SagaPoint
 from idemconsumer.rules.values import State
 from idemconsumer.sagas.engine import LeasedEngine
+from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.migrations import migrate
-from idemconsumer.stores.postgres import PostgresStore
 from tests.conftest import PostgresServer
 from tests.servers.postgres import fresh_database
 

@@ -20,7 +20,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.ports.observer import Silent
 from idemconsumer.rules.values import State
 from idemconsumer.stores.heartbeat import Heartbeat
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 from tests.sagas.conftest import SCHEMA, Bench, Remote, Station, order, put, saga, until
 from tests.servers.proxy import Proxy
 

@@ -24,7 +24,7 @@ from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State, StepKind, StepState
 from idemconsumer.sql.queries import load
-from idemconsumer.stores.postgres import PostgresClaims
+from idemconsumer.stores.joined import PostgresClaims
 from tests.sagas.conftest import SCHEMA, Bench, OpenStation, Remote, Station, order, put, saga, until
 from tests.servers.proxy import Proxy
 

@@ -16,8 +16,8 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import SagaPoint
 from idemconsumer.rules.values import State, StepKind, StepState
-from idemconsumer.stores._shared import BEGIN_STEPS, Write, send
 from idemconsumer.stores.leases import _step
+from idemconsumer.stores.shared_commits import BEGIN_STEPS, Write, send
 from tests.sagas.conftest import Bench, Notes, Remote, SagaFn, Station, order, put, saga, take_back, until
 
 NO = b'{"code":"no","body":null}'

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, closing
 
 import pytest
 
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 from tests.ledger import SCHEMA, Ledger
 from tests.servers.postgres import fresh_database
 

@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from idemconsumer.stores._connection import Connection
+from idemconsumer.stores.connection import Connection
 from tests.servers.proxy import Proxy
 
 

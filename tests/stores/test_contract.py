@@ -20,8 +20,8 @@ from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.store import JoinedStore
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.settings import Settings
-from idemconsumer.stores import postgres
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores import joined as postgres
+from idemconsumer.stores.joined import PostgresStore
 from tests.conftest import PostgresServer, PrivatePostgres
 from tests.ledger import SCHEMA, Ledger
 from tests.servers.postgres import fresh_database

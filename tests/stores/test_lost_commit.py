@@ -15,7 +15,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, State
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, work, works
 from tests.servers.proxy import Proxy, Trap
 from tests.stores.conftest import OpenStore

@@ -11,10 +11,10 @@ import psycopg
 import pytest
 
 from idemconsumer import Tx
-from idemconsumer.stores import _repeated
-from idemconsumer.stores._repeated import Repeated
-from idemconsumer.stores._tx import PostgresTx
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores import prepared as repeated
+from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.prepared import Repeated
+from idemconsumer.stores.tx import PostgresTx
 from tests.ledger import SCHEMA, Ledger
 
 INSERT = "insert into item (id, qty) values (%s, %s)"
@@ -190,7 +190,7 @@ async def test_in_a_pipeline_everything_goes_its_old_way(tx: Tx, named: list[byt
 async def test_texts_that_are_made_for_one_run_do_not_pile_up(
     tx: Tx, named: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_repeated, "_MOST", 3)
+    monkeypatch.setattr(repeated, "_MOST", 3)
     for number in range(9):
         await tx.execute(INSERT, (f"i{number}", number))
         await tx.execute(f"update item set qty = qty + %s where id = 'i{number}'", (100,))

@@ -16,7 +16,7 @@ from idemconsumer.message.keys import digest
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.values import Record
-from idemconsumer.stores.postgres import PostgresStore
+from idemconsumer.stores.joined import PostgresStore
 from tests.worker.conftest import Bench, Item, note, times
 
 APP = "room"

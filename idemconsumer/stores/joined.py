@@ -36,9 +36,9 @@ from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.values import Found, Mark, Record, State
 from idemconsumer.sql.queries import load
-from idemconsumer.stores._connection import Connection
-from idemconsumer.stores._tx import PostgresTx
 from idemconsumer.stores.checks import check_database
+from idemconsumer.stores.connection import Connection
+from idemconsumer.stores.tx import PostgresTx
 from idemconsumer.user_code.cancellation import to_end
 
 _IDLE_TOO_LONG: Final = "25P03"

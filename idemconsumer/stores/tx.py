@@ -12,7 +12,7 @@ from psycopg.rows import class_row, dict_row, scalar_row, tuple_row
 
 from idemconsumer.errors import HandlerFault
 from idemconsumer.ports.handler import Params
-from idemconsumer.stores._connection import Connection
+from idemconsumer.stores.connection import Connection
 
 _LEADING: Final = re.compile(r"(?:\s+|--[^\n]*(?:\n|$)|/\*.*?\*/|;)*", re.DOTALL)
 _CONTROL: Final = re.compile(

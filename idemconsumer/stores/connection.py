@@ -20,7 +20,7 @@ from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
-from idemconsumer.stores._repeated import Repeated
+from idemconsumer.stores.prepared import Repeated
 
 RV = TypeVar("RV")
 Answer = Generator[Wait, Ready | int, RV]  # psycopg's steps of one exchange with the server

@@ -20,7 +20,7 @@ from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State
-from idemconsumer.stores.postgres import PostgresClaims, PostgresStore
+from idemconsumer.stores.joined import PostgresClaims, PostgresStore
 
 log = structlog.get_logger("idemconsumer")
 
