@@ -12,7 +12,7 @@ import click
 import msgspec
 import psycopg
 
-from idemconsumer.admin import Admin, DeadLetterDetail
+from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail
 from idemconsumer.brokers import connect, destination
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable

@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar
 import click
 import msgspec
 
-from idemconsumer._timeline import Event
-from idemconsumer.admin import hint
-from idemconsumer.admin_sagas import SagaAdmin, SagaDetail, SagaLine, StepLine
+from idemconsumer.admin.dead_letters import hint
+from idemconsumer.admin.sagas import SagaAdmin, SagaDetail, SagaLine, StepLine
+from idemconsumer.admin.timeline import Event
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
 from idemconsumer.settings import load

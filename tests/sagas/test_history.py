@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga
-from idemconsumer._timeline import timeline
-from idemconsumer.admin_sagas import SagaAdmin, SagaDetail
+from idemconsumer.admin.sagas import SagaAdmin, SagaDetail
+from idemconsumer.admin.timeline import timeline
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Fenced
 from idemconsumer.message.message import StoredResult

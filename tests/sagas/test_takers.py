@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from idemconsumer import OutcomeKind, Saga
-from idemconsumer.admin_sagas import SagaAdmin
+from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.ports.leases import Holding

@@ -12,8 +12,8 @@ from urllib.parse import unquote
 import msgspec
 import psycopg
 
-from idemconsumer._timeline import Event, timeline
-from idemconsumer.admin import connected
+from idemconsumer.admin.dead_letters import connected
+from idemconsumer.admin.timeline import Event, timeline
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import codecs, keys
 from idemconsumer.rules.values import State, StepKind, StepState

@@ -1,0 +1,3 @@
+"""What a person may look at and decide: dead letters and sagas.
+
+For the command line and for dashboards. Runs no handler."""
