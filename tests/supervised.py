@@ -15,8 +15,8 @@ import sys
 import threading
 from pathlib import Path
 
-from idemconsumer.process import WORKER, launch
-from idemconsumer.supervisor import Supervisor, python_changes
+from idemconsumer.process.child import WORKER, launch
+from idemconsumer.process.supervisor import Supervisor, python_changes
 
 
 class Directed:

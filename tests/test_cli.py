@@ -21,7 +21,7 @@ from psycopg.conninfo import make_conninfo
 
 from idemconsumer.cli import main
 from idemconsumer.cli.options import printable
-from idemconsumer.process import Exit
+from idemconsumer.process.child import Exit
 from idemconsumer.stores.migrations import files, migrate
 
 SHOP = """

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from idemconsumer import App, Reject, Saga, Step, Tx
 from idemconsumer.cli import main
 from idemconsumer.message.keys import digest
-from idemconsumer.process import Exit
+from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from idemconsumer.process import LIFELINE, Exit
-from idemconsumer.supervisor import Restarts
+from idemconsumer.process.child import LIFELINE, Exit
+from idemconsumer.process.supervisor import Restarts
 
 ROOT = Path(__file__).parent.parent
 

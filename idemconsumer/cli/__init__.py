@@ -16,7 +16,7 @@ from idemconsumer.cli.run import dev, run
 from idemconsumer.cli.sagas import sagas
 from idemconsumer.cli.schema import migrate
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
-from idemconsumer.process import MEANINGS, WORKER, Exit
+from idemconsumer.process.child import MEANINGS, WORKER, Exit
 
 VERBS: tuple[click.Command, ...] = (demo, run, dev, check, migrate, publish, dead, sagas, prune)
 

@@ -27,7 +27,7 @@ from idemconsumer.demo_app import LEDGER, PAUSE, QUEUE, Payment
 from idemconsumer.embedded import EmbeddedPostgres
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.ports.broker import Outgoing
-from idemconsumer.process import LIFELINE, WORKER, Exit
+from idemconsumer.process.child import LIFELINE, WORKER, Exit
 from idemconsumer.settings import PREFIX, Settings
 from idemconsumer.stores.migrations import migrate
 

@@ -19,7 +19,7 @@ from idemconsumer.errors import IdemConsumerError
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Broker, Finding
-from idemconsumer.process import Exit
+from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.migrations import status

@@ -19,10 +19,10 @@ from idemconsumer.cli.target import load_app
 from idemconsumer.embedded import EmbeddedPostgres
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.observe.logging import configure
-from idemconsumer.process import LIFELINE, WORKER, Exit, launch
+from idemconsumer.process.child import LIFELINE, WORKER, Exit, launch
+from idemconsumer.process.supervisor import Supervisor, python_changes
 from idemconsumer.settings import FORMATS, LEVELS, PREFIX, Settings, load
 from idemconsumer.stores.migrations import migrate
-from idemconsumer.supervisor import Supervisor, python_changes
 from idemconsumer.worker import Worker
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from idemconsumer import App, Batch, Message, Reject, Tx
-from idemconsumer.process import launch
+from idemconsumer.process.child import launch
 from idemconsumer.settings import load
 from idemconsumer.testing.crash import CrashAt
 

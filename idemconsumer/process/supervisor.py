@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.process import GRACE, LIFELINE, STOP_NOW, WORKER, Exit
+from idemconsumer.process.child import GRACE, LIFELINE, STOP_NOW, WORKER, Exit
 
 log = structlog.get_logger("idemconsumer")
 
