@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from idemconsumer._results import Results
-from idemconsumer._sagas import Sagas
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError
@@ -21,6 +20,7 @@ from idemconsumer.rules.values import Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.worker.saga_lease import Sagas
 
 _MOST_ATTEMPTS: Final = 10_000  # keys whose failures are remembered
 

@@ -27,7 +27,7 @@ from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.observer import Observer
 from idemconsumer.rules.values import Outcome
 from idemconsumer.settings import Settings, load
-from idemconsumer.worker import Worker
+from idemconsumer.worker.worker import Worker
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from idemconsumer import App, Batch, ConfigurationError, HandlerError, Message, 
 from idemconsumer.handlers.batch import Items
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
-from idemconsumer.worker import Worker
+from idemconsumer.worker.worker import Worker
 
 
 class Client:

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from idemconsumer._turns import Turns
 from idemconsumer.rules.group_size import open_groups
+from idemconsumer.worker.turns import Turns
 
 PATIENCE = 5.0
 

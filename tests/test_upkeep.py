@@ -7,10 +7,10 @@ import asyncio
 import psycopg
 import pytest
 
-from idemconsumer import upkeep
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
-from idemconsumer.upkeep import Upkeep, prune_once
+from idemconsumer.worker import retention as upkeep
+from idemconsumer.worker.retention import Upkeep, prune_once
 
 SCHEMA = "idemconsumer"
 OLD, NEW = "2 hours", "1 minute"

@@ -1,3 +1,4 @@
 """What a person may look at and decide: dead letters and sagas.
 
-For the command line and for dashboards. Runs no handler."""
+For the command line and for dashboards. Runs no handler.
+"""

@@ -20,7 +20,7 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings, load
 from idemconsumer.sql.queries import misconfigured
-from idemconsumer.upkeep import prune_once
+from idemconsumer.worker.retention import prune_once
 
 _BATCH = 500  # messages between two steps of the progress bar
 _ERROR_WIDTH = 60

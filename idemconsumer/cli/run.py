@@ -23,7 +23,7 @@ from idemconsumer.process.child import LIFELINE, WORKER, Exit, launch
 from idemconsumer.process.supervisor import Supervisor, python_changes
 from idemconsumer.settings import FORMATS, LEVELS, PREFIX, Settings, load
 from idemconsumer.stores.migrations import migrate
-from idemconsumer.worker import Worker
+from idemconsumer.worker.worker import Worker
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = structlog.get_logger("idemconsumer")

@@ -1,3 +1,4 @@
 """The SQL, one file a subject, and how a statement is had by its name.
 
-Knows the schema's name and nothing of connections, messages or rules."""
+Knows the schema's name and nothing of connections, messages or rules.
+"""

@@ -14,13 +14,13 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import OutcomeKind, Saga, Step, Tx
-from idemconsumer._sagas import Sagas
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.ports.observer import Silent
 from idemconsumer.rules.values import State
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.worker.saga_lease import Sagas
 from tests.sagas.conftest import SCHEMA, Bench, Remote, Station, order, put, saga, until
 from tests.servers.proxy import Proxy
 

@@ -23,7 +23,7 @@ from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.ports.leases import Holding
 from idemconsumer.settings import Settings
 from idemconsumer.stores.leases import PostgresLeases
-from idemconsumer.worker import Worker
+from idemconsumer.worker.worker import Worker
 from tests.sagas.conftest import Bench, Station, order, until
 
 LANES = 8
@@ -76,7 +76,7 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
     """That of each worker."""
     broker = MemoryBroker()
     monkeypatch.setattr(
-        "idemconsumer.worker.connect",
+        "idemconsumer.worker.worker.connect",
         lambda scheme, settings: broker if scheme == "memory" else connect(scheme, settings),
     )
     return broker

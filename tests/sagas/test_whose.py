@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 import pytest
 
 from idemconsumer import Message, OutcomeKind, Saga, idempotent_handler
-from idemconsumer._lanes import Lanes
 from idemconsumer.brokers.due_sagas import SagaBroker, SagaSession
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work, dead_letter
@@ -19,6 +18,7 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Session
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import Silent
+from idemconsumer.worker.lanes import Lanes
 from tests.sagas.conftest import Bench, Station, order, put, saga
 
 

@@ -23,7 +23,7 @@ from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
-from idemconsumer.worker import Worker
+from idemconsumer.worker.worker import Worker
 
 SCHEMA = "idemconsumer"
 PATIENCE = 20.0  # seconds that anything expected may take
@@ -172,7 +172,7 @@ def connected(bench: Bench, monkeypatch: pytest.MonkeyPatch, **brokers: Any) -> 
     """`memory:` is the bench's broker from now on; other schemes as given, or the real ones."""
     ours = {"memory": bench.broker} | brokers
     monkeypatch.setattr(
-        "idemconsumer.worker.connect",
+        "idemconsumer.worker.worker.connect",
         lambda scheme, settings: ours[scheme] if scheme in ours else connect(scheme, settings),
     )
     return bench

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, Message, Reject, Retry, Tx, idempotent_handler
-from idemconsumer._lanes import Held, Lane, Lanes
 from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import Point, Silent
+from idemconsumer.worker.lanes import Held, Lane, Lanes
 from tests.worker.conftest import Bench, Item, note
 
 
@@ -179,8 +179,8 @@ async def test_nothing_is_settled_before_its_commit(bench: Bench) -> None:
 async def test_while_the_cpu_is_busy_what_arrives_goes_with_a_later_group(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr("idemconsumer._turns.open_groups", lambda limit, lanes, busy: 1)
-    monkeypatch.setattr("idemconsumer._turns._LOOK", 0.0)
+    monkeypatch.setattr("idemconsumer.worker.worker.turns.open_groups", lambda limit, lanes, busy: 1)
+    monkeypatch.setattr("idemconsumer.worker.worker.turns._LOOK", 0.0)
     app, began, go_on = App("lanes"), asyncio.Event(), asyncio.Event()
     running = most = 0
 
@@ -208,8 +208,8 @@ async def test_while_the_cpu_is_busy_what_arrives_goes_with_a_later_group(
 async def test_a_lane_that_waits_for_its_turn_begins_nothing_once_the_worker_leaves(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer._turns.open_groups", lambda limit, lanes, busy: 1)
-    monkeypatch.setattr("idemconsumer._turns._LOOK", 0.0)
+    monkeypatch.setattr("idemconsumer.worker.worker.turns.open_groups", lambda limit, lanes, busy: 1)
+    monkeypatch.setattr("idemconsumer.worker.worker.turns._LOOK", 0.0)
     app, began, go_on = App("lanes"), asyncio.Event(), asyncio.Event()
 
     @app.idempotent_handler("memory:q", key="id", group_size=8)

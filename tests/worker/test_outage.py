@@ -11,11 +11,11 @@ import pytest
 from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Saga, Tx
-from idemconsumer._sagas import Sagas
 from idemconsumer.embedded import EmbeddedPostgres
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.message.keys import digest
 from idemconsumer.ports.observer import Point
+from idemconsumer.worker.saga_lease import Sagas
 from tests.conftest import PrivatePostgres
 from tests.worker.conftest import PATIENCE, Bench, Item, connected, note, prepare, times
 

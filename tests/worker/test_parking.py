@@ -12,7 +12,7 @@ from idemconsumer.brokers.memory import MemoryBroker, MemorySession
 from idemconsumer.message.message import Message as Arrived
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
-from idemconsumer.worker import PARK_AFTER
+from idemconsumer.worker.worker import PARK_AFTER
 from tests.worker.conftest import Bench, Item, body, connected, note, times
 
 

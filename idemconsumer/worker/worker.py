@@ -11,8 +11,6 @@ from typing import Final, TypeVar
 
 import structlog
 
-from idemconsumer._lanes import Lanes
-from idemconsumer._sagas import Sagas
 from idemconsumer.brokers import connect
 from idemconsumer.brokers.due_sagas import SCHEME, SagaBroker
 from idemconsumer.engine.engine import Engine
@@ -27,7 +25,9 @@ from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import Observer, Point, Silent
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.upkeep import Upkeep
+from idemconsumer.worker.lanes import Lanes
+from idemconsumer.worker.retention import Upkeep
+from idemconsumer.worker.saga_lease import Sagas
 
 log = structlog.get_logger("idemconsumer")
 

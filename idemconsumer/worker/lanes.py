@@ -17,7 +17,6 @@ from typing import Final
 
 import structlog
 
-from idemconsumer._turns import Turns
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import StoreUnavailable
@@ -27,6 +26,7 @@ from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.user_code.cancellation import ended
+from idemconsumer.worker.turns import Turns
 
 log = structlog.get_logger("idemconsumer")
 
