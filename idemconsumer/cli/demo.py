@@ -22,8 +22,8 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 
 from idemconsumer.brokers.postgres import VISIBILITY, PostgresBroker
+from idemconsumer.cli.demo_app import LEDGER, PAUSE, QUEUE, Payment
 from idemconsumer.cli.options import as_json, print_json
-from idemconsumer.demo_app import LEDGER, PAUSE, QUEUE, Payment
 from idemconsumer.embedded import EmbeddedPostgres
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.ports.broker import Outgoing
@@ -180,7 +180,7 @@ class Demo:
             self._crew.append(self._start(index))
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "idemconsumer", "run", "idemconsumer.demo_app:app"]
+        command = [sys.executable, "-m", "idemconsumer", "run", "idemconsumer.cli.demo_app:app"]
         command += ["--until-empty", f"--concurrency={_CONCURRENCY}", "--log-format=json"]
         dsn = make_conninfo(self._dsn, application_name=f"demo-{index}")
         with (self._folder / f"worker-{index}.log").open("ab") as log:
