@@ -1,6 +1,6 @@
 """Process every message once, even when it arrives twice."""
 
-from idemconsumer.app import App
+from idemconsumer.app.app import App
 from idemconsumer.errors import (
     BadMessage,
     BrokerUnavailable,

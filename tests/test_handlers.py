@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from idemconsumer.app import App
+from idemconsumer.app.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.handlers.decorator import Handler, idempotent_handler
 from idemconsumer.handlers.durations import Backoff, Duration, parse_duration

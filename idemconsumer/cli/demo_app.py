@@ -6,7 +6,7 @@ import asyncio
 import os
 from dataclasses import dataclass
 
-from idemconsumer.app import App
+from idemconsumer.app.app import App
 from idemconsumer.ports.handler import Tx
 
 QUEUE = "payments"

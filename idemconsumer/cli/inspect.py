@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import click
 
-from idemconsumer.app import App
+from idemconsumer.app.app import App
 from idemconsumer.brokers import connect
 from idemconsumer.cli.banner import database_name, retention, sources
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-from idemconsumer.app import App
+from idemconsumer.app.app import App
 from idemconsumer.errors import ConfigurationError
 
 

@@ -8,7 +8,7 @@ from typing import Any, assert_type
 
 import msgspec
 
-from idemconsumer.app import App
+from idemconsumer.app.app import App
 from idemconsumer.handlers.decorator import Handler, idempotent_handler
 from idemconsumer.handlers.durations import Backoff
 from idemconsumer.message.keys import Key

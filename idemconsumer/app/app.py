@@ -8,7 +8,7 @@ from typing import Any, Concatenate, TypeVar, Unpack
 
 from psycopg import AsyncConnection
 
-from idemconsumer._front import Front
+from idemconsumer.app.inline import Front
 from idemconsumer.brokers import connect
 from idemconsumer.brokers import destination as parse_destination
 from idemconsumer.brokers.postgres import enqueue
