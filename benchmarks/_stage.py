@@ -15,7 +15,7 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
-from idemconsumer.embedded import EmbeddedPostgres
+from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.stores.migrations import migrate
 from tests.servers import elasticmq, kafka
 from tests.servers.elasticmq import CREDENTIALS, ElasticMQ

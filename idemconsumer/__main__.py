@@ -1,6 +1,6 @@
 """`python -m idemconsumer`."""
 
-from idemconsumer.cli import main
+from idemconsumer.cli.main import main
 
 if __name__ == "__main__":
     main(prog_name="idemconsumer")

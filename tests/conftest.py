@@ -15,7 +15,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 import pytest
 
-from idemconsumer.embedded import EmbeddedPostgres, EmbeddedUnavailable
+from idemconsumer.embedded.binaries import EmbeddedUnavailable
+from idemconsumer.embedded.postgres import EmbeddedPostgres
 from tests.servers.elasticmq import CREDENTIALS, ElasticMQ
 from tests.servers.kafka import Kafka
 from tests.servers.postgres import fresh_database, system_binaries

@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 
-from idemconsumer.cli import main
+from idemconsumer.cli.main import main
 from idemconsumer.cli.options import printable
 from idemconsumer.process.child import Exit
 from idemconsumer.stores.migrations import files, migrate

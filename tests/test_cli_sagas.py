@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from idemconsumer import App, Reject, Saga, Step, Tx
-from idemconsumer.cli import main
+from idemconsumer.cli.main import main
 from idemconsumer.message.keys import digest
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings

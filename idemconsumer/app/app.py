@@ -9,8 +9,8 @@ from typing import Any, Concatenate, TypeVar, Unpack
 from psycopg import AsyncConnection
 
 from idemconsumer.app.inline import Front
-from idemconsumer.brokers import connect
-from idemconsumer.brokers import destination as parse_destination
+from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.connecting import destination as parse_destination
 from idemconsumer.brokers.postgres import enqueue
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.decorator import Decorate, Handler, asks_for_key, idempotent_handler

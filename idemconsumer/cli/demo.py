@@ -24,7 +24,7 @@ from psycopg.conninfo import make_conninfo
 from idemconsumer.brokers.postgres import VISIBILITY, PostgresBroker
 from idemconsumer.cli.demo_app import LEDGER, PAUSE, QUEUE, Payment
 from idemconsumer.cli.options import as_json, print_json
-from idemconsumer.embedded import EmbeddedPostgres
+from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.process.child import LIFELINE, WORKER, Exit

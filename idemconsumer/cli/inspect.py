@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import click
 
 from idemconsumer.app.app import App
-from idemconsumer.brokers import connect
+from idemconsumer.brokers.connecting import connect
 from idemconsumer.cli.banner import database_name, retention, sources
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json
 from idemconsumer.cli.target import load_app

@@ -13,7 +13,7 @@ import msgspec
 import psycopg
 
 from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail
-from idemconsumer.brokers import connect, destination
+from idemconsumer.brokers.connecting import connect, destination
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
 from idemconsumer.errors import ConfigurationError

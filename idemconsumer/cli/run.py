@@ -16,7 +16,7 @@ import structlog
 from idemconsumer.cli.banner import announce
 from idemconsumer.cli.options import database
 from idemconsumer.cli.target import load_app
-from idemconsumer.embedded import EmbeddedPostgres
+from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.observe.logging import configure
 from idemconsumer.process.child import LIFELINE, WORKER, Exit, launch

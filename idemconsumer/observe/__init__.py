@@ -1,0 +1,4 @@
+"""What is told about a running worker: log lines today.
+
+Decides nothing.
+"""

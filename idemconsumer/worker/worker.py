@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 import structlog
 
-from idemconsumer.brokers import connect
+from idemconsumer.brokers.connecting import connect
 from idemconsumer.brokers.due_sagas import SCHEME, SagaBroker
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work

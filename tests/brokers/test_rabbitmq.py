@@ -30,7 +30,7 @@ from idemconsumer.brokers.rabbitmq import link as rabbitmq_link
 from idemconsumer.brokers.rabbitmq.broker import RabbitmqBroker
 from idemconsumer.brokers.rabbitmq.limits import limits
 from idemconsumer.brokers.rabbitmq.session import RabbitmqSession, delivery_of
-from idemconsumer.embedded import free_port
+from idemconsumer.embedded.postgres import free_port
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Epoch, Outgoing

@@ -16,11 +16,11 @@ from aiobotocore.session import get_session
 from click.testing import CliRunner
 
 from idemconsumer import App, Tx
-from idemconsumer.brokers import connect
+from idemconsumer.brokers.connecting import connect
 from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.brokers.sqs.session import SqsSession
-from idemconsumer.cli import main
 from idemconsumer.cli.inspect import findings
+from idemconsumer.cli.main import main
 from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, Message, Saga
-from idemconsumer.brokers import connect
+from idemconsumer.brokers.connecting import connect
 from idemconsumer.brokers.due_sagas import SagaBroker
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.engine.work import Work

@@ -6,7 +6,7 @@ import contextlib
 import urllib.error
 import urllib.request
 
-from idemconsumer.embedded import free_port
+from idemconsumer.embedded.postgres import free_port
 from tests.servers.maven import libraries
 from tests.servers.processes import Processes
 

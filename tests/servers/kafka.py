@@ -7,7 +7,7 @@ import subprocess
 import uuid
 from collections.abc import Mapping
 
-from idemconsumer.embedded import free_port
+from idemconsumer.embedded.postgres import free_port
 from tests.servers.maven import libraries
 from tests.servers.processes import Processes
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from idemconsumer.embedded import Watchdog
+from idemconsumer.embedded.watchdog import Watchdog
 
 _POLL_SECONDS = 0.02
 

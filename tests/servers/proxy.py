@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from idemconsumer.embedded import free_port
+from idemconsumer.embedded.postgres import free_port
 
 # What Postgres is sent, and the end of its answer. With its closing zero, so that the COMMIT in
 # `ISOLATION LEVEL READ COMMITTED` is no match.

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
-from idemconsumer.embedded import free_port
+from idemconsumer.embedded.postgres import free_port
 from tests.servers.processes import Processes, ServerMissing, need
 
 _BIN = Path("/usr/lib/rabbitmq/bin")

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from structlog.testing import LogCapture
 
 from idemconsumer import App, Tx
-from idemconsumer.brokers import connect
+from idemconsumer.brokers.connecting import connect
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.observer import Point, SagaPoint

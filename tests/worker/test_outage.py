@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Saga, Tx
-from idemconsumer.embedded import EmbeddedPostgres
+from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.message.keys import digest
 from idemconsumer.ports.observer import Point

