@@ -101,11 +101,11 @@ def test_what_is_not_finished_is_held_and_only_a_cancelled_one_forgotten() -> No
     assert {
         str(kind): settle(Outcome(kind)) for kind in OutcomeKind if settle(Outcome(kind)) is not Settlement.FINISH
     } == {
-        "busy": Settlement.ROOM,
-        "retrying": Settlement.HEAD,
-        "fenced": Settlement.HEAD,
-        "unknown": Settlement.HEAD,
-        "cancelled": Settlement.FORGET,
+        "busy": Settlement.WAITING_ROOM,
+        "retrying": Settlement.HOLD,
+        "fenced": Settlement.HOLD,
+        "unknown": Settlement.HOLD,
+        "cancelled": Settlement.DROP,
     }
 
 

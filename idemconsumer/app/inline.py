@@ -15,7 +15,7 @@ from idemconsumer.handlers.options import Resolved
 from idemconsumer.handlers.resources import Resources
 from idemconsumer.message import keys
 from idemconsumer.message.message import Message
-from idemconsumer.ports.observer import Silent
+from idemconsumer.ports.observer import NullObserver
 from idemconsumer.rules.values import Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.settings import Settings
@@ -112,7 +112,7 @@ class Front:
                     self._dsn,
                     self.settings.schema,
                     self._engine,
-                    Silent(),
+                    NullObserver(),
                     connections=self.settings.concurrency,
                     lease=min(each.lease for each in leased),
                     longest_run=max(each.timeout for each in leased),

@@ -37,7 +37,7 @@ from idemconsumer.handlers.durations import MAX_INLINE_DELAY, Duration, parse_du
 from idemconsumer.handlers.handler import BoundHandler, Call
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.observer import Observer, Point, Silent
+from idemconsumer.ports.observer import NullObserver, Observer, Point
 from idemconsumer.ports.store import Claim, Claims, JoinedStore
 from idemconsumer.rules.group_size import GroupSize
 from idemconsumer.rules.values import Found, Outcome, OutcomeKind, Record, State
@@ -103,7 +103,7 @@ class Engine:
         chance: Callable[[], float] = random.random,
     ) -> None:
         self._store = store
-        self._at = (observer or Silent()).at
+        self._at = (observer or NullObserver()).at
         self._lanes = lanes
         self._chance = chance
         self._sizes: dict[str, GroupSize] = {}

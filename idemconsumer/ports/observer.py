@@ -14,7 +14,7 @@ class Observer(Protocol):
     def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None: ...
 
 
-class Silent:
+class NullObserver:
     """The observer that does nothing."""
 
     def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:

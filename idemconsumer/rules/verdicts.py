@@ -78,9 +78,9 @@ class Settlement(Enum):
     """What the worker does with a delivery once its outcome is known."""
 
     FINISH = "finish"  # tell the broker that it is done
-    ROOM = "room"  # held unsettled in the waiting room; its lane goes on
-    HEAD = "head"  # held unsettled at its lane's head until it is due
-    FORGET = "forget"  # say nothing: the broker will deliver it again
+    WAITING_ROOM = "waiting room"  # held unsettled in the waiting room; its lane goes on
+    HOLD = "hold"  # held unsettled at its lane's head until it is due
+    DROP = "drop"  # say nothing: the broker will deliver it again
 
 
 _SETTLEMENTS: Final = {
@@ -89,11 +89,11 @@ _SETTLEMENTS: Final = {
     OutcomeKind.CONFLICT: Settlement.FINISH,
     OutcomeKind.FAILED: Settlement.FINISH,
     OutcomeKind.DEAD: Settlement.FINISH,
-    OutcomeKind.BUSY: Settlement.ROOM,
-    OutcomeKind.RETRYING: Settlement.HEAD,
-    OutcomeKind.FENCED: Settlement.HEAD,
-    OutcomeKind.UNKNOWN: Settlement.HEAD,
-    OutcomeKind.CANCELLED: Settlement.FORGET,
+    OutcomeKind.BUSY: Settlement.WAITING_ROOM,
+    OutcomeKind.RETRYING: Settlement.HOLD,
+    OutcomeKind.FENCED: Settlement.HOLD,
+    OutcomeKind.UNKNOWN: Settlement.HOLD,
+    OutcomeKind.CANCELLED: Settlement.DROP,
 }
 
 

@@ -20,7 +20,7 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Contention, Fenced, StoreUnavailable
 from idemconsumer.ports.leases import Holding, LeaseStore
-from idemconsumer.ports.observer import Observer, Point, Silent
+from idemconsumer.ports.observer import NullObserver, Observer, Point
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.sagas.attempt import Attempt
@@ -45,7 +45,7 @@ class LeasedEngine:
         """`lease` is the worker's, in seconds."""
         self._engine = engine
         self._leases = leases
-        self._at = (observer or Silent()).at
+        self._at = (observer or NullObserver()).at
         self._lease = lease
         self._chance = chance
         self._active: dict[asyncio.Task[object], Attempt | None] = {}

@@ -140,7 +140,7 @@ class Lanes:
             self.outage.over()
             ends = [settle(outcome) for outcome in outcomes]
             await self.finish([held for held, end in zip(helds, ends, strict=False) if end is Settlement.FINISH])
-            self.forget(held for held, end in zip(helds, ends, strict=False) if end is Settlement.FORGET)
+            self.forget(held for held, end in zip(helds, ends, strict=False) if end is Settlement.DROP)
             self.counts.update(outcome.kind for outcome in outcomes)
             return outcomes
         except StoreUnavailable as error:
@@ -339,10 +339,10 @@ class Lane:
         to_room: list[Held] = []
         for held, outcome in zip(group, outcomes, strict=False):
             match settle(outcome):
-                case Settlement.HEAD:
+                case Settlement.HOLD:
                     held.due = asyncio.get_running_loop().time() + outcome.due
                     back.insert(0, held)
-                case Settlement.ROOM:
+                case Settlement.WAITING_ROOM:
                     to_room.append(held)
                 case _ if outcome.kind is not OutcomeKind.DUPLICATE:
                     held.delivery.epoch.passed(self._index)
@@ -454,9 +454,9 @@ class Room:
     def _conclude(self, helds: Sequence[Held], outcomes: Sequence[Outcome]) -> None:
         for held, outcome in zip(helds, outcomes, strict=False):
             match settle(outcome):
-                case Settlement.FINISH | Settlement.FORGET:
+                case Settlement.FINISH | Settlement.DROP:
                     self._leave(held)
-                case Settlement.HEAD:
+                case Settlement.HOLD:
                     held.due = asyncio.get_running_loop().time() + outcome.due
 
     def _dismiss(self, helds: Sequence[Held]) -> None:

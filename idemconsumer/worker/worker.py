@@ -22,7 +22,7 @@ from idemconsumer.message.headers import restored
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, Session
 from idemconsumer.ports.leases import Holding
-from idemconsumer.ports.observer import Observer, Point, Silent
+from idemconsumer.ports.observer import NullObserver, Observer, Point
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.lanes import Lanes
@@ -51,7 +51,7 @@ class Worker:
         self.plans = plans
         self._resources = resources or Resources(())
         self._settings = settings
-        self._observer = observer or Silent()
+        self._observer = observer or NullObserver()
         self._brokers: dict[str, Broker] = {}
         self._drain = asyncio.Event()
         self._main: asyncio.Task[None] | None = None

@@ -96,7 +96,7 @@ async def test_a_lease_lost_during_the_claim_leaves_the_message_with_the_broker(
     engine.lose()
     outcome = await running
     assert outcome.kind is OutcomeKind.FENCED
-    assert settle(outcome) is Settlement.HEAD
+    assert settle(outcome) is Settlement.HOLD
 
 
 _SAGA = (

@@ -16,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from idemconsumer import OutcomeKind, Saga, Step, Tx
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
-from idemconsumer.ports.observer import Silent
+from idemconsumer.ports.observer import NullObserver
 from idemconsumer.rules.values import State
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
@@ -33,7 +33,7 @@ async def process(dsn: str, *, longest_run: float = 30.0) -> AsyncIterator[Sagas
     store = await PostgresStore.open(dsn, SCHEMA, connections=4, longest_run=longest_run)
     try:
         sagas = await Sagas.open(
-            dsn, SCHEMA, Engine(store), Silent(), connections=4, lease=LEASE, longest_run=longest_run
+            dsn, SCHEMA, Engine(store), NullObserver(), connections=4, lease=LEASE, longest_run=longest_run
         )
         try:
             yield sagas

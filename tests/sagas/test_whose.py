@@ -17,7 +17,7 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Session
 from idemconsumer.ports.leases import Holding
-from idemconsumer.ports.observer import Silent
+from idemconsumer.ports.observer import NullObserver
 from idemconsumer.worker.lanes import Lanes
 from tests.sagas.conftest import Bench, Station, order, put, saga
 
@@ -66,7 +66,7 @@ async def test_sagas_of_all_tenants_of_the_app_are_taken(bench: Bench, one: Stat
 
 # ------------------------------------------------------------------------------------------------------------------ key
 def lanes(station: Station) -> Lanes:
-    return Lanes(Engine(station.store), Silent(), count=2, room=2)
+    return Lanes(Engine(station.store), NullObserver(), count=2, room=2)
 
 
 @pytest.mark.parametrize("rule", ["another", "missing"])

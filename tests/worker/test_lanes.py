@@ -12,7 +12,7 @@ import pytest
 from idemconsumer import App, Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Epoch
-from idemconsumer.ports.observer import Point, Silent
+from idemconsumer.ports.observer import NullObserver, Point
 from idemconsumer.worker.lanes import Held, Lane, Lanes
 from tests.worker.conftest import Bench, Item, note
 
@@ -262,6 +262,6 @@ async def test_a_delivery_is_settled_once_its_own_session_has_been_told() -> Non
     sessions: list[Any] = [Telling(), Telling()]
     helds = [Held(work, Delivery(message, Epoch()), session) for session in sessions]
     nobody: Any = None
-    await Lanes(nobody, Silent(), count=1, room=1)._settle(helds)
+    await Lanes(nobody, NullObserver(), count=1, room=1)._settle(helds)
     assert seen == [[False, False], [True, False]]
     assert all(held.settled for held in helds)
