@@ -343,9 +343,9 @@ async def test_the_lease_of_the_process_suits_all_of_its_sagas_whichever_comes_f
 
     await rides.app.process(Message("memory:slow", msgspec.json.encode(Ride("ann"))))
     assert await rides.sql("select lease from idemconsumer.worker") == [(timedelta(seconds=1),)]
-    assert rides.app._front is not None
-    assert rides.app._front._sagas is not None
-    assert rides.app._front._sagas._heartbeat._patience == 50
+    assert rides.app._inline is not None
+    assert rides.app._inline._saga_lease is not None
+    assert rides.app._inline._saga_lease._heartbeat._patience == 50
 
 
 async def test_the_next_call_goes_on_with_what_a_lost_answer_left(

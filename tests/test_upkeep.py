@@ -10,7 +10,7 @@ import pytest
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.worker import retention as upkeep
-from idemconsumer.worker.retention import Upkeep, prune_once
+from idemconsumer.worker.retention import Retention, prune_once
 
 SCHEMA = "idemconsumer"
 OLD, NEW = "2 hours", "1 minute"
@@ -158,7 +158,7 @@ async def test_upkeep_says_once_that_it_fails_and_goes_on_when_it_can(
 
     monkeypatch.setattr(upkeep, "prune_once", prune)
     monkeypatch.setattr(upkeep, "log", Log())
-    task = asyncio.create_task(Upkeep(store, SCHEMA, 0.001).run())
+    task = asyncio.create_task(Retention(store, SCHEMA, 0.001).run())
     async with asyncio.timeout(10):
         await working.wait()
     task.cancel()

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, TypeVar, Unpack
 
 from psycopg import AsyncConnection
 
-from idemconsumer.app.inline import Front
+from idemconsumer.app.inline import InlineRunner
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.brokers.connecting import destination as parse_destination
 from idemconsumer.brokers.postgres import enqueue
@@ -48,7 +48,7 @@ class App:
         self._opening = asyncio.Lock()
         self._resources: dict[type, Resource] = {}
         self._made = Resources(())
-        self._front: Front | None = None
+        self._inline: InlineRunner | None = None
         self._bound: dict[Handler[..., Any], BoundHandler] = {}
         self._settings: Settings | None = None
         self._brokers: dict[str, Broker] = {}
@@ -146,10 +146,10 @@ class App:
         if chosen is None:
             raise ConfigurationError(f"app {self.name!r}: no handler on {message.source!r}; give handler=")
         self._decorated(chosen)
-        front = self._front or await self._open_front()
+        inline = self._inline or await self._open_inline()
         if (bound := self._bound.get(chosen)) is None:
-            bound = self._bound[chosen] = self._bind(chosen, front.settings, self._made)
-        return await front.process(bound, message)
+            bound = self._bound[chosen] = self._bind(chosen, inline.settings, self._made)
+        return await inline.process(bound, message)
 
     async def start(
         self,
@@ -201,8 +201,8 @@ class App:
                 "include it"
             )
         seconds, key = parse_duration(wait), given_key(key)
-        front = self._front or await self._open_front()
-        return await front.result(self.name, handler.name, tenant, key, seconds)
+        inline = self._inline or await self._open_inline()
+        return await inline.result(self.name, handler.name, tenant, key, seconds)
 
     def _has(self, handler: Handler[..., Any]) -> bool:
         return self._handlers.get(self._decorated(handler).name) is handler
@@ -216,13 +216,13 @@ class App:
             )
         return handler
 
-    async def _open_front(self) -> Front:
+    async def _open_inline(self) -> InlineRunner:
         async with self._opening:  # the first messages often come together
-            if self._front is None:
+            if self._inline is None:
                 plans = [handler.plan for handler in self._handlers.values()]
                 self._made, self._bound = Resources(list(self._resources.values())), {}
-                self._front = await Front.open(self._configured(), plans, self._made)
-            return self._front
+                self._inline = await InlineRunner.open(self._configured(), plans, self._made)
+            return self._inline
 
     def _configured(self) -> Settings:
         """As this process's worker was; without one as the environment says, which is read once."""
@@ -277,9 +277,9 @@ class App:
             await broker.close()
         self._brokers.clear()
         self._settings = None
-        front, self._front = self._front, None
-        if front is not None:
-            await front.close()
+        inline, self._inline = self._inline, None
+        if inline is not None:
+            await inline.close()
 
 
 def _connection(tx: Tx | AsyncConnection[Any]) -> AsyncConnection[Any]:

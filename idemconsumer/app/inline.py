@@ -20,12 +20,12 @@ from idemconsumer.rules.values import Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.worker.saga_lease import Sagas
+from idemconsumer.worker.saga_lease import SagaLease
 
 _MOST_ATTEMPTS: Final = 10_000  # keys whose failures are remembered
 
 
-class Front:
+class InlineRunner:
     """Made by the first call that needs it. A lease and the resources are opened only for what needs them."""
 
     def __init__(
@@ -40,11 +40,11 @@ class Front:
         self._resources = resources
         self._opening = asyncio.Lock()
         self._resourceful = False
-        self._sagas: Sagas | None = None
+        self._saga_lease: SagaLease | None = None
         self._attempts: dict[bytes, int] = {}
 
     @classmethod
-    async def open(cls, settings: Settings, plans: Sequence[HandlerPlan], resources: Resources) -> Front:
+    async def open(cls, settings: Settings, plans: Sequence[HandlerPlan], resources: Resources) -> InlineRunner:
         """Raises ConfigurationError or StoreUnavailable."""
         if settings.dsn is None:
             raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN")
@@ -59,8 +59,8 @@ class Front:
 
     async def close(self) -> None:
         await self._results.close()
-        if self._sagas is not None:
-            await self._sagas.close()
+        if self._saga_lease is not None:
+            await self._saga_lease.close()
         await self._store.close()
         await self._resources.close()
 
@@ -71,11 +71,11 @@ class Front:
         work = Work.of(handler, message)
         if not handler.leased or work.call is None:
             return await self._joined(work)
-        sagas = self._sagas or await self._open_sagas(handler.options)
-        outcome = await sagas.engine.run(work, _untold, unfed=True)
+        lease = self._saga_lease or await self._open_saga_lease(handler.options)
+        outcome = await lease.engine.run(work, _untold, unfed=True)
         waits = handler.options.on_busy == "wait" and outcome.kind is OutcomeKind.BUSY
         if waits and await self._results.over(work.key, handler.options.wait) is not None:
-            (answered,) = await self._engine.answered([work])
+            (answered,) = await self._engine.replay_committed([work])
             return answered or outcome
         return outcome
 
@@ -104,11 +104,11 @@ class Front:
             (record,) = await self._store.peek([digest])
         return _outcome(record)
 
-    async def _open_sagas(self, options: Resolved) -> Sagas:
+    async def _open_saga_lease(self, options: Resolved) -> SagaLease:
         async with self._opening:
-            if self._sagas is None:
+            if self._saga_lease is None:
                 leased = [*self._leased, options]  # it may be a handler that the app has not included
-                self._sagas = await Sagas.open(
+                self._saga_lease = await SagaLease.open(
                     self._dsn,
                     self.settings.schema,
                     self._engine,
@@ -117,7 +117,7 @@ class Front:
                     lease=min(each.lease for each in leased),
                     longest_run=max(each.timeout for each in leased),
                 )
-            return self._sagas
+            return self._saga_lease
 
 
 async def _untold() -> None:

@@ -20,7 +20,7 @@ SCHEME: Final = "saga"
 _EVERY: Final = 0.5  # seconds between two looks; a stale saga is resumed so much after its lease
 
 
-class SagaBroker:
+class DueSagas:
     """`held`: the keys that this process has in hand, of any source; `free`: how many lanes have nothing to do. The
     group of its subscriptions is the app, which shares its schema with others."""
 
@@ -32,9 +32,9 @@ class SagaBroker:
     def feed(self, subscription: Subscription) -> str:
         return SCHEME
 
-    async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> SagaSession:
+    async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> DueSagasSession:
         handlers = [subscription.handler for subscription in subscriptions]
-        return SagaSession(self._leases, self._held, self._free, subscriptions[0].group, handlers)
+        return DueSagasSession(self._leases, self._held, self._free, subscriptions[0].group, handlers)
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         raise BrokerUnavailable("saga: is not a destination; start a saga with app.start")
@@ -46,7 +46,7 @@ class SagaBroker:
         return
 
 
-class SagaSession:
+class DueSagasSession:
     """See `ports.Session`. Takes no more sagas than lanes are free; what it leaves, another worker may have at once.
 
     With all lanes busy it takes one at a time, or else a stream of new messages could keep it from ever taking any.

@@ -113,7 +113,7 @@ class Engine:
         """How many messages the next group of this handler may hold."""
         return self._size(handler).size
 
-    def most(self, handler: BoundHandler) -> int:
+    def max_group_size(self, handler: BoundHandler) -> int:
         """How many messages a group of this handler may ever hold."""
         return self._size(handler).cap
 
@@ -142,7 +142,7 @@ class Engine:
             return [await self._wait(head)]
         return outcomes
 
-    async def answered(self, works: Sequence[Work]) -> list[Outcome | None]:
+    async def replay_committed(self, works: Sequence[Work]) -> list[Outcome | None]:
         """For each the outcome that its committed record gives, all read by one statement; None where it gives none."""
         outcomes: list[Outcome | None] = []
         for work, record in zip(works, await self._store.peek([work.key for work in works]), strict=True):

@@ -442,7 +442,7 @@ class Room:
     async def _answer(self, helds: Sequence[Held]) -> None:
         """Settle in one go those whose rival has committed, by one read of all their records."""
         try:
-            outcomes = await self._lanes.engine.answered([held.work for held in helds])
+            outcomes = await self._lanes.engine.replay_committed([held.work for held in helds])
         except StoreUnavailable as error:
             await self._lanes.outage.wait(error)
             return

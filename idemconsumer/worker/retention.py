@@ -63,7 +63,7 @@ async def prune_once(dsn: str, schema: str, *, dry_run: bool = False, progress: 
         return total
 
 
-class Upkeep:
+class Retention:
     """What one worker does beside its lanes: a pass of `prune_once` about every `every` seconds.
 
     All workers run it; whoever comes first does the pass. A database that is away is waited for, said once.

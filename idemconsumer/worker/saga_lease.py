@@ -10,7 +10,7 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
 
 
-class Sagas:
+class SagaLease:
     """Open with `open`; `close` gives up the lease, so that others may go on at once."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Sagas:
         connections: int,
         lease: float,
         longest_run: float,
-    ) -> Sagas:
+    ) -> SagaLease:
         """Register the lease and begin to renew it. Raises StoreUnavailable."""
         store = await PostgresStore.open(dsn, schema, connections=connections, longest_run=longest_run, lease=lease)
         try:

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import structlog
 
 from idemconsumer.brokers.connecting import connect
-from idemconsumer.brokers.due_sagas import SCHEME, SagaBroker
+from idemconsumer.brokers.due_sagas import SCHEME, DueSagas
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
@@ -26,8 +26,8 @@ from idemconsumer.ports.observer import NullObserver, Observer, Point
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.lanes import Lanes
-from idemconsumer.worker.retention import Upkeep
-from idemconsumer.worker.saga_lease import Sagas
+from idemconsumer.worker.retention import Retention
+from idemconsumer.worker.saga_lease import SagaLease
 
 log = structlog.get_logger("idemconsumer")
 
@@ -93,15 +93,15 @@ class Worker:
                 return
             stack.push_async_callback(store.close)
             engine = Engine(store, self._observer, lanes=self._settings.concurrency * self._settings.workers)
-            sagas = None
+            saga_lease = None
             if any(plan.leased for plan in self.plans):
-                if (sagas := await self._reached(lambda: self._open_sagas(dsn, engine))) is None:
+                if (saga_lease := await self._reached(lambda: self._open_saga_lease(dsn, engine))) is None:
                     return
-                stack.push_async_callback(sagas.close)
-            await self._consume(dsn, planned, store, engine, sagas)
+                stack.push_async_callback(saga_lease.close)
+            await self._consume(dsn, planned, store, engine, saga_lease)
 
     async def _consume(
-        self, dsn: str, planned: Sequence[Planned], store: PostgresStore, engine: Engine, sagas: Sagas | None
+        self, dsn: str, planned: Sequence[Planned], store: PostgresStore, engine: Engine, saga_lease: SagaLease | None
     ) -> None:
         settings = self._settings
         lanes = self._lanes = Lanes(
@@ -109,15 +109,15 @@ class Worker:
             self._observer,
             count=settings.concurrency,
             room=settings.room,
-            sagas=None if sagas is None else sagas.engine,
+            sagas=None if saga_lease is None else saga_lease.engine,
         )
         feeds = [Feed(name, broker, subs, self, store, lanes) for name, broker, subs in planned]
-        if sagas is not None:
+        if saga_lease is not None:
             leased = [plan for plan in self.plans if plan.leased]
             resuming = [Subscription(f"{SCHEME}:{plan.name}", plan.name, plan.app) for plan in leased]
-            stored = SagaBroker(sagas.leases, lambda: lanes.keys, lambda: lanes.idle)
-            feeds.append(Feed(SCHEME, stored, resuming, self, store, lanes))
-        upkeep = asyncio.create_task(Upkeep(dsn, settings.schema, settings.prune_every).run())
+            due = DueSagas(saga_lease.leases, lambda: lanes.keys, lambda: lanes.idle)
+            feeds.append(Feed(SCHEME, due, resuming, self, store, lanes))
+        retention = asyncio.create_task(Retention(dsn, settings.schema, settings.prune_every).run())
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(lanes.work())
@@ -131,17 +131,17 @@ class Worker:
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         finally:
-            upkeep.cancel()
-            await asyncio.gather(upkeep, return_exceptions=True)
+            retention.cancel()
+            await asyncio.gather(retention, return_exceptions=True)
             for feed in feeds:  # for an abort: a member that does not leave would hold up its whole group
                 await feed.close()
             for broker in self._brokers.values():
                 await broker.close()
             log.info("worker left", **self.counts)
 
-    async def _open_sagas(self, dsn: str, engine: Engine) -> Sagas:
+    async def _open_saga_lease(self, dsn: str, engine: Engine) -> SagaLease:
         settings, leased = self._settings, [plan.options for plan in self.plans if plan.leased]
-        return await Sagas.open(
+        return await SagaLease.open(
             dsn,
             settings.schema,
             engine,
@@ -219,7 +219,7 @@ class Worker:
 
         return Bounds(
             lanes=settings.concurrency,
-            group=max(map(engine.most, self.plans), default=1),
+            group=max(map(engine.max_group_size, self.plans), default=1),
             room=settings.room,
             max_uncommitted=settings.max_uncommitted,
             drain=settings.drain_timeout,

@@ -195,7 +195,7 @@ async def test_each_failure_halves_the_group_and_clean_ones_restore_it(engine: E
 async def test_groups_stay_within_the_share_of_the_lock_table(store: PostgresStore) -> None:
     bound = pay.plan.bind("shop")
     store.most_locks = 20
-    assert Engine(store, lanes=4).group_size(bound) == Engine(store, lanes=4).most(bound) == 5
+    assert Engine(store, lanes=4).group_size(bound) == Engine(store, lanes=4).max_group_size(bound) == 5
     assert Engine(store, lanes=100).group_size(bound) == 1
 
 

@@ -20,7 +20,7 @@ from idemconsumer.ports.observer import NullObserver
 from idemconsumer.rules.values import State
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.worker.saga_lease import Sagas
+from idemconsumer.worker.saga_lease import SagaLease
 from tests.sagas.conftest import SCHEMA, Bench, Remote, Station, order, put, saga, until
 from tests.servers.proxy import Proxy
 
@@ -28,11 +28,11 @@ LEASE = 1.0
 
 
 @asynccontextmanager
-async def process(dsn: str, *, longest_run: float = 30.0) -> AsyncIterator[Sagas]:
+async def process(dsn: str, *, longest_run: float = 30.0) -> AsyncIterator[SagaLease]:
     """All that a worker process needs to hold sagas, with a real heartbeat."""
     store = await PostgresStore.open(dsn, SCHEMA, connections=4, longest_run=longest_run)
     try:
-        sagas = await Sagas.open(
+        sagas = await SagaLease.open(
             dsn, SCHEMA, Engine(store), NullObserver(), connections=4, lease=LEASE, longest_run=longest_run
         )
         try:
@@ -43,7 +43,7 @@ async def process(dsn: str, *, longest_run: float = 30.0) -> AsyncIterator[Sagas
         await store.close()
 
 
-async def run(sagas: Sagas, work: Work) -> OutcomeKind:
+async def run(sagas: SagaLease, work: Work) -> OutcomeKind:
     async def claimed() -> None:
         return
 

@@ -12,7 +12,7 @@ import pytest
 
 from idemconsumer import App, Batch, Done, HandlerError, NotDone, OutcomeKind, Reject, Retry, Saga, Tx, Unknown
 from idemconsumer import idempotent_handler as decorate
-from idemconsumer.brokers.due_sagas import SagaBroker
+from idemconsumer.brokers.due_sagas import DueSagas
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.handlers.handler import BoundHandler
@@ -186,7 +186,7 @@ async def test_a_saga_given_back_before_it_ran_is_still_that_of_a_lost_worker(
     asked = Asked(DONE)
     handler = saga(asked.book, on_stale="review") if on_stale == "review" else asked.handler()
     await lost(bench, one, handler)
-    session = await SagaBroker(two.leases, list, lambda: 1).open(handler.subscriptions, Bounds(lanes=1, group=1))
+    session = await DueSagas(two.leases, list, lambda: 1).open(handler.subscriptions, Bounds(lanes=1, group=1))
     session._handlers = [handler.name]
     delivered = await session.fetch()
     await session.release(delivered)

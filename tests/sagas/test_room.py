@@ -13,7 +13,7 @@ import pytest
 
 from idemconsumer import App, Message, Saga
 from idemconsumer.brokers.connecting import connect
-from idemconsumer.brokers.due_sagas import SagaBroker
+from idemconsumer.brokers.due_sagas import DueSagas
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
@@ -236,7 +236,7 @@ async def test_no_more_sagas_are_taken_over_than_there_are_free_lanes_and_one_wh
     await left_behind(one, crowd)
     bench.expire(one)
     free = 2
-    broker = SagaBroker(two.leases, lambda: (), lambda: free)
+    broker = DueSagas(two.leases, lambda: (), lambda: free)
     session = await broker.open([Subscription("saga:book", "book", "shop")], Bounds(lanes=LANES, group=1))
     first = await session.fetch()
     assert len(first) == 2

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import pytest
 
 from idemconsumer import Message, OutcomeKind, Saga, idempotent_handler
-from idemconsumer.brokers.due_sagas import SagaBroker, SagaSession
+from idemconsumer.brokers.due_sagas import DueSagas, DueSagasSession
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work, dead_letter
 from idemconsumer.handlers.handler import BoundHandler
@@ -40,8 +40,8 @@ def of(app: str, **options: Any) -> BoundHandler:
     return idempotent_handler("memory:orders", **given)(book).plan.bind(app)
 
 
-async def source(station: Station, held: Callable[[], list[bytes]]) -> SagaSession:
-    broker = SagaBroker(station.leases, held, lambda: 4)
+async def source(station: Station, held: Callable[[], list[bytes]]) -> DueSagasSession:
+    broker = DueSagas(station.leases, held, lambda: 4)
     return await broker.open([Subscription("saga:book", "book", "shop")], Bounds(lanes=4, group=1))
 
 

@@ -15,7 +15,7 @@ from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.message.keys import digest
 from idemconsumer.ports.observer import Point
-from idemconsumer.worker.saga_lease import Sagas
+from idemconsumer.worker.saga_lease import SagaLease
 from tests.conftest import PrivatePostgres
 from tests.worker.conftest import PATIENCE, Bench, Item, connected, note, prepare, times
 
@@ -244,18 +244,18 @@ async def test_durability_turned_off_under_a_worker_ends_it_and_blames_no_messag
 async def test_a_database_that_is_gone_again_when_the_sagas_begin_is_waited_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
 ) -> None:
-    app, opened, gone = App("outage"), Sagas.open, [StoreUnavailable("it went away")]
+    app, opened, gone = App("outage"), SagaLease.open, [StoreUnavailable("it went away")]
 
     @app.idempotent_handler("memory:q", key="id")
     async def handle(item: Item, saga: Saga) -> None:
         await saga.tx("noted", note, item)
 
-    async def failing_once(*arguments: Any, **more: Any) -> Sagas:
+    async def failing_once(*arguments: Any, **more: Any) -> SagaLease:
         if gone:
             raise gone.pop()
         return await opened(*arguments, **more)
 
-    monkeypatch.setattr(Sagas, "open", failing_once)
+    monkeypatch.setattr(SagaLease, "open", failing_once)
     await bench.publish("q", Item("a"))
     async with bench.running(app) as running:
         await running.until_count(applied=1)
