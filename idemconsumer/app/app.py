@@ -231,7 +231,7 @@ class App:
         return self._settings
 
     def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler:
-        for parameter, wanted in handler.plan.resources:
+        for parameter, wanted in handler.plan.resource_parameters:
             if wanted not in self._resources:
                 known = ", ".join(each.__name__ for each in self._resources) or "no resources so far"
                 raise not_injectable(handler.name, parameter, wanted, f"the resources of app {self.name!r}: {known}")

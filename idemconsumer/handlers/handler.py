@@ -57,7 +57,7 @@ class HandlerPlan:
         return BoundHandler(self, app, max_message_bytes, resources)
 
     @property
-    def resources(self) -> tuple[tuple[str, type], ...]:
+    def resource_parameters(self) -> tuple[tuple[str, type], ...]:
         """Parameters, its own and those of its reconcile, that only resources can fill, with their types."""
         return (*self.signature.resources, *(() if self.reconcile is None else self.reconcile.resources))
 
@@ -87,18 +87,18 @@ class BoundHandler:
         "app",
         "batch",
         "leased",
-        "made",
         "name",
         "needs_tx",
         "options",
         "own_source",
         "reconciles",
+        "resources",
         "subscriptions",
     )  # fmt: skip
 
     def __init__(self, plan: HandlerPlan, app: str, max_message_bytes: int, resources: Mapping[type, object]) -> None:
         self._plan = plan
-        self.made = resources
+        self.resources = resources
         self.app = app
         self._max_bytes = max_message_bytes
         self.name = plan.name
@@ -111,11 +111,6 @@ class BoundHandler:
         self.subscriptions = tuple(Subscription(source, plan.name, group) for source in plan.sources)
         # A queue in Postgres: what its own broker would soon drop, and sagas begun from code.
         self.own_source = f"postgres:~{app}/{plan.name}"
-
-    @property
-    def resources(self) -> tuple[tuple[str, type], ...]:
-        """Parameters that only resources can fill, with their types."""
-        return self._plan.resources
 
     @property
     def key_rule(self) -> str:
@@ -154,7 +149,7 @@ class BoundHandler:
     async def run_batch(self, items: Items, tx: Tx | None) -> None:
         """`run` for a function that takes a batch; what becomes of each item is then told by `items`."""
         try:
-            returned = await self._plan.signature.invoke(items, tx, items.message(0), self.made)
+            returned = await self._plan.signature.invoke(items, tx, items.message(0), self.resources)
         finally:
             items.close()
         if returned is not None:
@@ -170,7 +165,7 @@ class BoundHandler:
 
     def _invoke(self, signature: Signature, call: Call, tx: Tx | Saga | None, attempt: int) -> Awaitable[object]:
         message = call.message(attempt) if signature.needs_message else call.arrived
-        return signature.invoke(call.payload, tx, message, self.made)
+        return signature.invoke(call.payload, tx, message, self.resources)
 
 
 _message_id = keys.compile_key(keys.Key.message_id(), Any, handler="app.start")

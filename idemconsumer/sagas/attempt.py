@@ -110,7 +110,7 @@ class Attempt:
             timeout=options.timeout,
             lease=self._lease,
             fail_on=options.fail_on,
-            resources=self._handler.made,
+            resources=self._handler.resources,
             accepted=holding.version == ANY_VERSION,
             at=self._tell,
         )

@@ -340,7 +340,8 @@ def test_a_resource_that_it_needs_must_be_there() -> None:
     with pytest.raises(HandlerError, match="parameter `client` is of type Client"):
         app.plans(Settings())
     app.resource(client)
-    assert [plan.resources for plan in app.plans(Settings())] == [(("client", Client),)]
+    (bound,) = app.plans(Settings())
+    assert app.handlers[bound.name].plan.resource_parameters == (("client", Client),)
 
 
 async def joined(order: dict[str, Any], tx: Tx) -> None: ...
