@@ -113,7 +113,7 @@ class App:
         self._resources[resource.type] = resource
         return fn
 
-    def plans(self, settings: Settings, resources: Resources | None = None) -> list[BoundHandler]:
+    def bound_handlers(self, settings: Settings, resources: Resources | None = None) -> list[BoundHandler]:
         """The handlers chosen by `settings.handlers`, or all. ConfigurationError for a name that is not there, and for
         a parameter that no resource of the app can fill."""
         names = [n.strip() for n in (settings.handlers or "").split(",") if n.strip()] or list(self._handlers)
@@ -126,11 +126,11 @@ class App:
     def worker(self, settings: Settings, observer: Observer | None = None) -> Worker:
         """A worker for this process; `await worker.run()`. What `publish` and `start` need is in its settings too."""
         resources = Resources(list(self._resources.values()))
-        plans = self.plans(settings, resources)
-        if not plans:
+        handlers = self.bound_handlers(settings, resources)
+        if not handlers:
             raise ConfigurationError(f"app {self.name!r} has no handlers; decorate one with @app.idempotent_handler(…)")
         self._settings = settings
-        return Worker(plans, settings, observer, resources)
+        return Worker(handlers, settings, observer, resources)
 
     async def process(self, message: Message, *, handler: Handler[..., Any] | None = None) -> Outcome:
         """Run one message through the same engine, for those who own their consumer loop.

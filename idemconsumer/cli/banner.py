@@ -18,7 +18,7 @@ log = structlog.get_logger("idemconsumer")
 _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60))
 
 
-def announce(app: str, plans: Sequence[BoundHandler], settings: Settings) -> None:
+def announce(app: str, handlers: Sequence[BoundHandler], settings: Settings) -> None:
     """A table for a person, else the event `started`."""
     database = database_name(settings.dsn)
     if not is_console(settings.log_format, sys.stderr):
@@ -30,25 +30,30 @@ def announce(app: str, plans: Sequence[BoundHandler], settings: Settings) -> Non
             workers=settings.workers,
             concurrency=settings.concurrency,
             handlers=[
-                {"name": plan.name, "sources": sources(plan), "key": plan.key_rule, "retain": retention(plan)}
-                for plan in plans
+                {
+                    "name": handler.name,
+                    "sources": sources(handler),
+                    "key": handler.key_rule,
+                    "retain": retention(handler),
+                }
+                for handler in handlers
             ],
         )
         return
     rows = [("handler", "sources", "key", "kept")]
-    rows += [(plan.name, ", ".join(sources(plan)), plan.key_rule, retention(plan)) for plan in plans]
+    rows += [(handler.name, ", ".join(sources(handler)), handler.key_rule, retention(handler)) for handler in handlers]
     click.echo(f"{app}: {settings.workers} x {settings.concurrency} lanes, database {database}", err=True)
     click.echo(table(rows), err=True)
 
 
-def sources(plan: BoundHandler) -> list[str]:
+def sources(handler: BoundHandler) -> list[str]:
     """Where a handler's messages come from."""
-    return [subscription.source for subscription in plan.subscriptions]
+    return [subscription.source for subscription in handler.subscriptions]
 
 
-def retention(plan: BoundHandler) -> str:
+def retention(handler: BoundHandler) -> str:
     """How long a handler's records are kept, as one would write it."""
-    seconds = plan.options.retain
+    seconds = handler.options.retain
     return next((f"{seconds / size:g}{unit}" for unit, size in _UNITS if seconds >= size), f"{seconds:g}s")
 
 

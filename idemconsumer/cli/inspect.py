@@ -76,42 +76,43 @@ def check(target: str, as_json: bool, **flags: Any) -> None:
 
 async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
     """Everything, in the order in which one would repair it."""
-    plans = app.plans(settings)
-    if not plans:
+    handlers = app.bound_handlers(settings)
+    if not handlers:
         yield Finding("error", app.name, "has no handlers; decorate one with @app.idempotent_handler(…)")
-    for plan in plans:
-        text = f"{', '.join(sources(plan))}; key: {plan.key_rule}; records kept {retention(plan)}"
-        yield Finding("ok", f"handler {plan.name}", text)
-    for finding in _leases(plans):
+    for handler in handlers:
+        text = f"{', '.join(sources(handler))}; key: {handler.key_rule}; records kept {retention(handler)}"
+        yield Finding("ok", f"handler {handler.name}", text)
+    for finding in _leases(handlers):
         yield finding
     yield await _database(settings)
     brokers: dict[str, Broker] = {}
     try:
-        for plan in plans:
-            for subscription in plan.subscriptions:
-                for finding in await _source(plan, subscription, brokers, settings):
+        for handler in handlers:
+            for subscription in handler.subscriptions:
+                for finding in await _source(handler, subscription, brokers, settings):
                     yield finding
     finally:
         for broker in brokers.values():
             await broker.close()
 
 
-def _leases(plans: Sequence[BoundHandler]) -> list[Finding]:
+def _leases(handlers: Sequence[BoundHandler]) -> list[Finding]:
     """One lease holds for all sagas of a worker, and cuts off transactions that their timeouts would allow."""
-    leased = [plan for plan in plans if plan.leased]
-    shortest = min(leased, key=lambda plan: plan.options.lease, default=None)
+    leased = [handler for handler in handlers if handler.leased]
+    shortest = min(leased, key=lambda handler: handler.options.lease, default=None)
     if shortest is None:
         return []
     lease = shortest.options.lease
     return [
         Finding(
             "warning",
-            f"handler {plan.name}",
-            f"its steps have {plan.options.timeout:g} s (timeout), those with saga.tx only {lease:g} s, which is the "
-            f'shortest lease of a worker\'s sagas (that of {shortest.name}); write timeout="{lease:g}s", or raise it',
+            f"handler {handler.name}",
+            f"its steps have {handler.options.timeout:g} s (timeout), those with saga.tx only {lease:g} s, which is "
+            f"the shortest lease of a worker's sagas (that of {shortest.name}); "
+            f'write timeout="{lease:g}s", or raise it',
         )
-        for plan in leased
-        if plan.options.timeout > lease
+        for handler in leased
+        if handler.options.timeout > lease
     ]
 
 
@@ -127,7 +128,7 @@ async def _database(settings: Settings) -> Finding:
 
 
 async def _source(
-    plan: BoundHandler, subscription: Subscription, brokers: dict[str, Broker], settings: Settings
+    handler: BoundHandler, subscription: Subscription, brokers: dict[str, Broker], settings: Settings
 ) -> Sequence[Finding]:
     try:
         if subscription.scheme not in brokers:
@@ -135,32 +136,33 @@ async def _source(
         broker = brokers[subscription.scheme]
         found = list(await broker.check(subscription))
         if isinstance(broker, Retaining) and all(finding.level != "error" for finding in found):
-            found += _retention(plan, subscription, await broker.retention_seconds(subscription))
+            found += _retention(handler, subscription, await broker.retention_seconds(subscription))
         if isinstance(broker, Redriving) and all(finding.level != "error" for finding in found):
-            found += _redrive(plan, subscription, await broker.max_receives(subscription))
+            found += _redrive(handler, subscription, await broker.max_receives(subscription))
         return found
     except IdemConsumerError as error:
         return [Finding("error", subscription.source, str(error))]
 
 
-def _retention(plan: BoundHandler, subscription: Subscription, kept: float | None) -> list[Finding]:
+def _retention(handler: BoundHandler, subscription: Subscription, kept: float | None) -> list[Finding]:
     """A message that outlives its record would be new when it comes again."""
-    if kept is None or math.isinf(kept) or kept <= plan.options.retain:
+    if kept is None or math.isinf(kept) or kept <= handler.options.retain:
         return []
     days = math.ceil(kept / 86_400)
-    text = f'keeps messages for {kept / 86_400:g} days, records are kept {retention(plan)}; write retain="{days}d"'
+    text = f'keeps messages for {kept / 86_400:g} days, records are kept {retention(handler)}; write retain="{days}d"'
     return [Finding("error", subscription.source, text)]
 
 
-def _redrive(plan: BoundHandler, subscription: Subscription, most: int | None) -> list[Finding]:
+def _redrive(handler: BoundHandler, subscription: Subscription, most: int | None) -> list[Finding]:
     """Each worker that dies or drains costs what it had fetched one delivery, so there have to be some to spare."""
-    needed = plan.options.max_attempts + _SPARE_DELIVERIES
+    needed = handler.options.max_attempts + _SPARE_DELIVERIES
     if most is None:
         return []
     if most >= needed:
         return [Finding("ok", subscription.source, f"a redrive policy takes messages away after {most} receives")]
     text = (
-        f"its redrive policy takes a message away after {most} receives, perhaps before {plan.name} is done with it "
-        f"(max_attempts={plan.options.max_attempts}, and each restart counts); set maxReceiveCount to {needed} or more"
+        f"its redrive policy takes a message away after {most} receives, perhaps before {handler.name} is done with it "
+        f"(max_attempts={handler.options.max_attempts}, and each restart counts); set maxReceiveCount to {needed} "
+        "or more"
     )
     return [Finding("warning", subscription.source, text)]

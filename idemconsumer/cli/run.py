@@ -102,7 +102,7 @@ def _serve(target: str, settings: Settings) -> Exit:
     def make() -> Worker:
         worker = app.worker(settings)
         if os.environ.get(WORKER, "0") == "0":
-            announce(app.name, worker.plans, settings)
+            announce(app.name, worker.handlers, settings)
         return worker
 
     try:

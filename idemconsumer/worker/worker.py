@@ -43,12 +43,12 @@ class Worker:
 
     def __init__(
         self,
-        plans: Sequence[BoundHandler],
+        handlers: Sequence[BoundHandler],
         settings: Settings,
         observer: Observer | None = None,
         resources: Resources | None = None,
     ) -> None:
-        self.plans = plans
+        self.handlers = handlers
         self._resources = resources or Resources(())
         self._settings = settings
         self._observer = observer or NullObserver()
@@ -94,7 +94,7 @@ class Worker:
             stack.push_async_callback(store.close)
             engine = Engine(store, self._observer, lanes=self._settings.concurrency * self._settings.workers)
             saga_lease = None
-            if any(plan.leased for plan in self.plans):
+            if any(handler.leased for handler in self.handlers):
                 if (saga_lease := await self._reached(lambda: self._open_saga_lease(dsn, engine))) is None:
                     return
                 stack.push_async_callback(saga_lease.close)
@@ -113,8 +113,8 @@ class Worker:
         )
         feeds = [Feed(name, broker, subs, self, store, lanes) for name, broker, subs in planned]
         if saga_lease is not None:
-            leased = [plan for plan in self.plans if plan.leased]
-            resuming = [Subscription(f"{SCHEME}:{plan.name}", plan.name, plan.app) for plan in leased]
+            leased = [handler for handler in self.handlers if handler.leased]
+            resuming = [Subscription(f"{SCHEME}:{handler.name}", handler.name, handler.app) for handler in leased]
             due = DueSagas(saga_lease.leases, lambda: lanes.keys, lambda: lanes.idle)
             feeds.append(Feed(SCHEME, due, resuming, self, store, lanes))
         retention = asyncio.create_task(Retention(dsn, settings.schema, settings.prune_every).run())
@@ -140,7 +140,7 @@ class Worker:
             log.info("worker left", **self.counts)
 
     async def _open_saga_lease(self, dsn: str, engine: Engine) -> SagaLease:
-        settings, leased = self._settings, [plan.options for plan in self.plans if plan.leased]
+        settings, leased = self._settings, [handler.options for handler in self.handlers if handler.leased]
         return await SagaLease.open(
             dsn,
             settings.schema,
@@ -156,7 +156,7 @@ class Worker:
             dsn,
             self._settings.schema,
             connections=self._settings.concurrency + _SPARE_CONNECTIONS,
-            longest_run=max((plan.options.timeout for plan in self.plans), default=30.0),
+            longest_run=max((handler.options.timeout for handler in self.handlers), default=30.0),
         )
 
     async def _reached(self, opening: Callable[[], Awaitable[T]]) -> T | None:
@@ -174,8 +174,8 @@ class Worker:
 
     def _feeds(self) -> list[Planned]:
         feeds: defaultdict[tuple[str, str], list[Subscription]] = defaultdict(list)
-        for plan in self.plans:
-            for subscription in (*plan.subscriptions, *_own(plan)):
+        for handler in self.handlers:
+            for subscription in (*handler.subscriptions, *_own(handler)):
                 scheme = subscription.scheme
                 if scheme not in self._brokers:
                     self._brokers[scheme] = connect(scheme, self._settings)
@@ -214,12 +214,12 @@ class Worker:
         engine = lanes.engine
 
         def share() -> int:
-            size = max(map(engine.group_size, self.plans), default=1)
+            size = max(map(engine.group_size, self.handlers), default=1)
             return 4 * settings.concurrency * size + lanes.held_up
 
         return Bounds(
             lanes=settings.concurrency,
-            group=max(map(engine.max_group_size, self.plans), default=1),
+            group=max(map(engine.max_group_size, self.handlers), default=1),
             room=settings.room,
             max_uncommitted=settings.max_uncommitted,
             drain=settings.drain_timeout,
@@ -255,8 +255,8 @@ class Feed:
         self._store = store
         self._lanes = lanes
         self._session: Session | None = None
-        plans = {plan.name: plan for plan in worker.plans}
-        self._plans = {sub.source: plans[sub.handler] for sub in subscriptions}
+        handlers = {handler.name: handler for handler in worker.handlers}
+        self._handlers = {sub.source: handlers[sub.handler] for sub in subscriptions}
 
     async def run(self) -> None:
         failures = 0
@@ -302,26 +302,26 @@ class Feed:
     async def _dispatch(self, delivery: Delivery, session: Session) -> None:
         message, suspect = delivery.message, delivery.suspect
         if isinstance(delivery.handle, Holding):
-            plan = self._plans[f"{SCHEME}:{delivery.handle.handler}"]
-            self._lanes.dispatch(Work.of(plan, message, holding=delivery.handle), delivery, session)
+            handler = self._handlers[f"{SCHEME}:{delivery.handle.handler}"]
+            self._lanes.dispatch(Work.of(handler, message, holding=delivery.handle), delivery, session)
             return
-        plan = self._plans[message.source]
+        handler = self._handlers[message.source]
         if message.source.startswith("rabbitmq:") and delivery.count > PARK_AFTER:
-            await self._park(delivery, session, plan)
+            await self._park(delivery, session, handler)
             return
-        if message.source == plan.own_source:
+        if message.source == handler.own_source:
             message, suspect = restored(message) or message, True
-        self._lanes.dispatch(Work.of(plan, message, suspect=suspect), delivery, session)
+        self._lanes.dispatch(Work.of(handler, message, suspect=suspect), delivery, session)
 
-    async def _park(self, delivery: Delivery, session: Session, plan: BoundHandler) -> None:
+    async def _park(self, delivery: Delivery, session: Session, handler: BoundHandler) -> None:
         """Before the broker drops it for having been delivered too often: ours first, then acknowledged."""
         while not delivery.epoch.retiring:
             try:
-                await self._store.park(plan.own_source.partition(":")[2], delivery.message)
+                await self._store.park(handler.own_source.partition(":")[2], delivery.message)
             except StoreUnavailable as error:
                 await self._lanes.outage.wait(error)
             else:
-                log.warning("delivered too often, taken over", handler=plan.name, count=delivery.count)
+                log.warning("delivered too often, taken over", handler=handler.name, count=delivery.count)
                 await session.settle([delivery])
                 return
 
@@ -343,9 +343,9 @@ class Feed:
             self.task.cancel()  # still trying to open a session
 
 
-def _own(plan: BoundHandler) -> list[Subscription]:
-    if plan.leased or any(sub.scheme == "rabbitmq" for sub in plan.subscriptions):
-        return [Subscription(plan.own_source, plan.name, plan.app)]
+def _own(handler: BoundHandler) -> list[Subscription]:
+    if handler.leased or any(sub.scheme == "rabbitmq" for sub in handler.subscriptions):
+        return [Subscription(handler.own_source, handler.name, handler.app)]
     return []
 
 

@@ -338,9 +338,9 @@ def test_a_resource_that_it_needs_must_be_there() -> None:
     app = App("shop")
     app.idempotent_handler("memory:orders", key="id", reconcile=with_client)(Asked(DONE).book)
     with pytest.raises(HandlerError, match="parameter `client` is of type Client"):
-        app.plans(Settings())
+        app.bound_handlers(Settings())
     app.resource(client)
-    (bound,) = app.plans(Settings())
+    (bound,) = app.bound_handlers(Settings())
     assert app.handlers[bound.name].plan.resource_parameters == (("client", Client),)
 
 
