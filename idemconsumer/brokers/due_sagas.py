@@ -24,6 +24,8 @@ class DueSagas:
     """`held`: the keys that this process has in hand, of any source; `free`: how many lanes have nothing to do. The
     group of its subscriptions is the app, which shares its schema with others."""
 
+    hands_over = False
+
     def __init__(self, leases: LeaseStore, held: Callable[[], Sequence[bytes]], free: Callable[[], int]) -> None:
         self._leases = leases
         self._held = held

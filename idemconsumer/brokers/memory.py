@@ -25,6 +25,8 @@ class _Queue:
 class MemoryBroker:
     """Redelivers what a session left unsettled when it closed, in order, as a real broker would."""
 
+    hands_over = False
+
     def __init__(self, settings: Settings | None = None) -> None:
         self._queues: dict[str, _Queue] = {}
         self._numbers = count(1)

@@ -44,6 +44,8 @@ async def enqueue(connection: Connection, schema: str, name: str, messages: Sequ
 
 
 class PostgresBroker:
+    hands_over = False
+
     def __init__(self, settings: Settings) -> None:
         if settings.dsn is None:
             raise ConfigurationError("postgres: no database is given; set IDEMCONSUMER_DSN")

@@ -61,6 +61,8 @@ class Delivery(msgspec.Struct, frozen=True, eq=False):
     """One arrival of a message. `handle` is how its broker settles it, opaque to everybody else.
 
     `suspect`: it was delivered before, so it may have killed a worker. `count` is the broker's delivery count, a hint.
+    `take_over`: its broker may soon drop it for having been delivered too often. The worker commits it to the handler's
+    own queue in Postgres, settles it, and runs it from there.
     """
 
     message: Message
@@ -68,6 +70,7 @@ class Delivery(msgspec.Struct, frozen=True, eq=False):
     handle: Any = None
     suspect: bool = False
     count: int = 1
+    take_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,11 @@ class Session(Protocol):
 
 class Broker(Protocol):
     """A broker client. Opening a session raises BrokerUnavailable; the worker retries with backoff and says it once."""
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether any delivery of its sessions may have `take_over` set, so that handlers need a queue of their own."""
+        ...
 
     def feed(self, subscription: Subscription) -> str:
         """Subscriptions with the same feed name share one session (Kafka: the consumer group)."""

@@ -130,8 +130,8 @@ class JoinedStore(Protocol):
         """Say what the attempt counted beforehand ended with; returns how many attempts there are."""
         ...
 
-    async def park(self, queue: str, message: Message) -> None:
-        """Take over a message that its broker would soon drop, into the Postgres queue, committed on return."""
+    async def take_over(self, queue: str, message: Message) -> None:
+        """Put a message that its broker would soon drop into the queue in Postgres. Committed on return."""
         ...
 
     async def close(self) -> None: ...

@@ -193,7 +193,7 @@ class PostgresStore:
     async def count_dead(self, key: bytes) -> None:
         await self.alone("count_dead", {"key": key})
 
-    async def park(self, queue: str, message: Message) -> None:
+    async def take_over(self, queue: str, message: Message) -> None:
         headers = encode_headers(with_origin(message).headers).decode()
         await self.alone("enqueue", {"name": queue, "body": message.body, "key": None, "headers": headers})
 

@@ -34,7 +34,6 @@ log = structlog.get_logger("idemconsumer")
 T = TypeVar("T")
 Planned = tuple[str, Broker, list[Subscription]]  # of one feed
 
-PARK_AFTER: Final = 15  # deliveries; a quorum queue deletes a message at its limit, which is 20 by default since 4.0
 _SPARE_CONNECTIONS: Final = 2  # the room and the feeds, beside one connection a lane
 
 
@@ -175,12 +174,19 @@ class Worker:
     def _feeds(self) -> list[Planned]:
         feeds: defaultdict[tuple[str, str], list[Subscription]] = defaultdict(list)
         for handler in self.handlers:
-            for subscription in (*handler.subscriptions, *_own(handler)):
+            brokers = [self._broker(subscription.scheme) for subscription in handler.subscriptions]
+            subscriptions = list(handler.subscriptions)
+            if handler.leased or any(broker.hands_over for broker in brokers):
+                subscriptions.append(Subscription(handler.own_source, handler.name, handler.app))
+            for subscription in subscriptions:
                 scheme = subscription.scheme
-                if scheme not in self._brokers:
-                    self._brokers[scheme] = connect(scheme, self._settings)
-                feeds[scheme, self._brokers[scheme].feed(subscription)].append(subscription)
+                feeds[scheme, self._broker(scheme).feed(subscription)].append(subscription)
         return [(name, self._brokers[scheme], subs) for (scheme, name), subs in feeds.items()]
+
+    def _broker(self, scheme: str) -> Broker:
+        if scheme not in self._brokers:
+            self._brokers[scheme] = connect(scheme, self._settings)
+        return self._brokers[scheme]
 
     async def _watch_empty(self, feeds: Sequence[Feed]) -> None:
         assert self._lanes is not None
@@ -306,18 +312,18 @@ class Feed:
             self._lanes.dispatch(Work.of(handler, message, holding=delivery.handle), delivery, session)
             return
         handler = self._handlers[message.source]
-        if message.source.startswith("rabbitmq:") and delivery.count > PARK_AFTER:
-            await self._park(delivery, session, handler)
+        if delivery.take_over:
+            await self._take_over(delivery, session, handler)
             return
         if message.source == handler.own_source:
             message, suspect = restored(message) or message, True
         self._lanes.dispatch(Work.of(handler, message, suspect=suspect), delivery, session)
 
-    async def _park(self, delivery: Delivery, session: Session, handler: BoundHandler) -> None:
-        """Before the broker drops it for having been delivered too often: ours first, then acknowledged."""
+    async def _take_over(self, delivery: Delivery, session: Session, handler: BoundHandler) -> None:
+        """Ours first, then acknowledged: a crash in between leaves a duplicate, which runs once."""
         while not delivery.epoch.retiring:
             try:
-                await self._store.park(handler.own_source.partition(":")[2], delivery.message)
+                await self._store.take_over(handler.own_source.partition(":")[2], delivery.message)
             except StoreUnavailable as error:
                 await self._lanes.outage.wait(error)
             else:
@@ -341,12 +347,6 @@ class Feed:
             await session.close()
         elif self.task is not None:
             self.task.cancel()  # still trying to open a session
-
-
-def _own(handler: BoundHandler) -> list[Subscription]:
-    if handler.leased or any(sub.scheme == "rabbitmq" for sub in handler.subscriptions):
-        return [Subscription(handler.own_source, handler.name, handler.app)]
-    return []
 
 
 async def pause(ended: asyncio.Event, failures: int, most: float = 5.0) -> None:

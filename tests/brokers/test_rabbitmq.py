@@ -282,6 +282,14 @@ def test_a_count_from_another_queue_is_not_believed_on_a_first_delivery() -> Non
     assert (delivery.suspect, delivery.count) == (True, 1)
 
 
+@pytest.mark.parametrize(("returned", "take_over"), [(14, False), (15, True)])
+def test_what_was_delivered_too_often_is_to_be_taken_over(returned: int, take_over: bool) -> None:
+    header = ContentHeader(properties=Basic.Properties(headers={"x-delivery-count": returned}))
+    again = Basic.Deliver(consumer_tag="c", delivery_tag=1, redelivered=True, exchange="", routing_key="q")
+    delivery = delivery_of(DeliveredMessage(again, header, b"", None), "q", Epoch())  # type: ignore[arg-type]
+    assert (delivery.count, delivery.take_over) == (returned + 1, take_over)
+
+
 async def test_a_prefetch_beyond_what_amqp_can_carry_is_cut(node: Node, broker: RabbitmqBroker) -> None:
     name = await node.queue()
     async with consuming(broker, name, Bounds(lanes=64, group=128, room=100_000)) as session:

@@ -214,7 +214,7 @@ async def test_a_message_that_is_taken_over_arrives_with_whatever_headers_it_had
     }
     given = Message("rabbitmq:orders", b"\x00\xff", headers, message_id="m-1", position="7")
 
-    await store.park("~shop/pay", given)
+    await store.take_over("~shop/pay", given)
 
     broker = PostgresBroker(Settings(dsn=ledger.dsn))
     session = await broker.open([Subscription("postgres:~shop/pay", "pay", "shop")], Bounds(lanes=1, group=1))

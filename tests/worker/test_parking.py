@@ -9,10 +9,10 @@ from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Reject, Tx
 from idemconsumer.brokers.memory import MemoryBroker, MemorySession
+from idemconsumer.brokers.rabbitmq.limits import TAKE_OVER_AFTER
 from idemconsumer.message.message import Message as Arrived
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
-from idemconsumer.worker.worker import PARK_AFTER
 from tests.worker.conftest import Bench, Item, body, connected, note, times
 
 
@@ -22,6 +22,8 @@ def outgoing(name: str) -> Outgoing:
 
 class WornOut(MemoryBroker):
     """Delivers like RabbitMQ's quorum queue: with a count, which is high already."""
+
+    hands_over = True
 
     def __init__(self, count: int, message_id: str = "m-1") -> None:
         super().__init__()
@@ -50,6 +52,7 @@ class WornOutSession(MemorySession):
                     message_id=self._broker._message_id, position=d.message.position,
                 ),
                 d.epoch, handle=d.handle, suspect=True, count=self._broker._count,
+                take_over=self._broker._count > TAKE_OVER_AFTER,
             )
             for d in await super().fetch()
         ]  # fmt: skip
@@ -62,7 +65,7 @@ class WornOutSession(MemorySession):
 async def test_it_is_stored_then_settled_then_run_as_if_it_had_come_from_its_broker(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
 ) -> None:
-    app, broker = App("park"), WornOut(PARK_AFTER + 1)
+    app, broker = App("over"), WornOut(TAKE_OVER_AFTER + 1)
     connected(bench, monkeypatch, rabbitmq=broker)
     ran: list[Message] = []
 
@@ -90,7 +93,7 @@ async def test_it_is_stored_then_settled_then_run_as_if_it_had_come_from_its_bro
 async def test_an_id_that_no_text_column_takes_is_taken_over_and_comes_back(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app, broker = App("park"), WornOut(PARK_AFTER + 1, message_id="a\0b")
+    app, broker = App("over"), WornOut(TAKE_OVER_AFTER + 1, message_id="a\0b")
     connected(bench, monkeypatch, rabbitmq=broker)
     ran: list[Message] = []
 
@@ -106,7 +109,7 @@ async def test_an_id_that_no_text_column_takes_is_taken_over_and_comes_back(
 
 
 async def test_a_message_below_the_limit_stays_with_its_broker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    app, broker = App("park"), WornOut(PARK_AFTER)
+    app, broker = App("over"), WornOut(TAKE_OVER_AFTER)
     connected(bench, monkeypatch, rabbitmq=broker)
 
     @app.idempotent_handler("rabbitmq:rides", key="id")
@@ -121,7 +124,7 @@ async def test_a_message_below_the_limit_stays_with_its_broker(bench: Bench, mon
 
 async def test_a_duplicate_of_what_was_taken_over_is_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stored, and the worker died before it could settle: the broker delivers it again, so it is stored twice."""
-    app, broker = App("park"), WornOut(PARK_AFTER + 1)
+    app, broker = App("over"), WornOut(TAKE_OVER_AFTER + 1)
     connected(bench, monkeypatch, rabbitmq=broker)
 
     @app.idempotent_handler("rabbitmq:rides", key="id")

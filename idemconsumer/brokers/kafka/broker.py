@@ -45,6 +45,8 @@ class KafkaBroker:
     own to hear them.
     """
 
+    hands_over = False
+
     def __init__(self, settings: Settings) -> None:
         if settings.kafka is None:
             raise ConfigurationError("kafka: no address; set IDEMCONSUMER_KAFKA=host:9092[,host:9092]")

@@ -30,6 +30,8 @@ class RabbitmqBroker:
     Raises ConfigurationError when the settings name no usable address or TLS files that cannot be read.
     """
 
+    hands_over = True  # a quorum queue deletes a message that was delivered too often
+
     def __init__(self, settings: Settings) -> None:
         self._link = Link(settings)
         self._management = settings.rabbitmq_management

@@ -14,8 +14,8 @@ from idemconsumer.ports.broker import Finding
 
 # RabbitMQ 4 deletes (or dead-letters) after this many deliveries where nothing else is said.
 DEFAULT_LIMIT_SINCE_4 = 20
-# At this delivery count the worker parks the message in the database, out of the limit's reach.
-PARKED_AT = 15
+# Deliveries after which the worker is to take the message over into the database, out of the limit's reach.
+TAKE_OVER_AFTER = 15
 
 
 def read_queue(base: str, vhost: str, queue: str, tls: ssl.SSLContext | None) -> tuple[dict[str, Any], str]:
@@ -70,12 +70,12 @@ def _delivery_limit(subject: str, name: object, limit: int, dead_letters: object
             f"set_policy keep-{name} '^{name}$' "
             """'{"dead-letter-exchange":"dlx"}' --apply-to queues, and bind a queue to that exchange""",
         )
-    if limit < PARKED_AT:
+    if limit < TAKE_OVER_AFTER:
         return Finding(
             "warning",
             subject,
-            f"{said}, below {PARKED_AT}: messages that were only prefetched by restarting workers go to "
-            f"{dead_letters!r} before the worker can put them aside; set it to 20 or more",
+            f"{said}, below {TAKE_OVER_AFTER}: messages that were only prefetched by restarting workers go to "
+            f"{dead_letters!r} before the worker can take them over; set it to 20 or more",
         )
     return Finding("ok", subject, f"{said}; what exceeds it goes to {dead_letters!r}")
 

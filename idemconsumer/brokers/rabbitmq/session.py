@@ -15,6 +15,7 @@ from aiormq.abc import AbstractChannel as Wire
 from aiormq.abc import DeliveredMessage
 
 from idemconsumer.brokers.rabbitmq.ack_tags import AckTags
+from idemconsumer.brokers.rabbitmq.limits import TAKE_OVER_AFTER
 from idemconsumer.brokers.rabbitmq.link import FAREWELL, LOSS, Link, answered, farewell, said
 from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import Message
@@ -193,6 +194,7 @@ def delivery_of(delivered: DeliveredMessage, queue: str, epoch: Epoch) -> Delive
     returned = raw.get("x-delivery-count")
     returned = returned if isinstance(returned, int) else 0
     redelivered = bool(delivered.redelivered)
+    count = 1 + max(returned, 1) if redelivered else 1
     return Delivery(
         message=Message(
             source=f"rabbitmq:{queue}",
@@ -204,7 +206,8 @@ def delivery_of(delivered: DeliveredMessage, queue: str, epoch: Epoch) -> Delive
         epoch=epoch,
         handle=delivered.delivery_tag,
         suspect=redelivered or returned > 0,
-        count=1 + max(returned, 1) if redelivered else 1,
+        count=count,
+        take_over=count > TAKE_OVER_AFTER,
     )
 
 

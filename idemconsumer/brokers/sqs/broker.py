@@ -27,6 +27,8 @@ class SqsBroker:
     fetched: the handler gets the pointer.
     """
 
+    hands_over = False
+
     def __init__(self, settings: Settings) -> None:
         self._link = Link(settings)
         self._connecting = asyncio.Lock()
