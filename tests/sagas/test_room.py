@@ -196,7 +196,7 @@ async def test_a_saga_that_is_being_begun_among_those_that_wait_is_not_taken_fro
         crowd.go.set()
         lanes = worker._lanes
         assert lanes is not None
-        await until(lambda: lanes.in_flight == 0, "it has ended")
+        await until(lambda: lanes.in_hand.in_flight == 0, "it has ended")
         assert (crowd.running, worker.counts.get("fenced", 0)) == (1, 0)
 
 

@@ -18,6 +18,7 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Session
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import NullObserver
+from idemconsumer.worker.in_hand import InHand
 from idemconsumer.worker.lanes import Lanes
 from tests.sagas.conftest import Bench, Station, order, put, saga
 
@@ -66,7 +67,7 @@ async def test_sagas_of_all_tenants_of_the_app_are_taken(bench: Bench, one: Stat
 
 # ------------------------------------------------------------------------------------------------------------------ key
 def lanes(station: Station) -> Lanes:
-    return Lanes(Engine(station.store), NullObserver(), count=2, room=2)
+    return Lanes(InHand(Engine(station.store), NullObserver()), count=2, room=2)
 
 
 @pytest.mark.parametrize("rule", ["another", "missing"])
@@ -88,8 +89,8 @@ async def test_what_is_held_has_the_key_that_it_is_stored_under_whatever_the_key
     assert await session.fetch() == []
     outcome = await two.run(work)
     assert outcome.kind is (OutcomeKind.APPLIED if rule == "another" else OutcomeKind.DEAD)
-    hands.forget([hands._lanes[0].clear()[0]])
-    assert (hands.keys, hands.in_flight) == ([], 0)
+    hands.in_hand.forget([hands._lanes[0].clear()[0]])
+    assert (hands.keys, hands.in_hand.in_flight) == ([], 0)
 
 
 async def test_the_same_message_under_another_fingerprint_rule_is_no_conflict_once_it_is_held(

@@ -69,7 +69,7 @@ async def test_a_drain_fetches_nothing_new(bench: Bench) -> None:
         await running.until(lambda: bool(gate.started))
         running.worker.drain()
         assert running.worker._lanes is not None
-        await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.draining)
+        await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.draining)
         bench.enqueue("q", Item("late"))
         gate.go.set()
     assert bench.effects() == ["running"]
@@ -86,7 +86,7 @@ async def test_what_a_fetch_under_way_still_brings_is_given_back_at_once(bench: 
             pattern = "%order by id limit%"
             await running.until(lambda: bench.do(waiting + " and wait_event_type = 'Lock'", pattern)[0][0] == 1)
             running.worker.drain()
-            await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.draining)
+            await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.draining)
         async with asyncio.timeout(8):
             await running.leave()
     await running.until(lambda: bench.do(waiting + " and state = 'active'", pattern)[0][0] == 0)

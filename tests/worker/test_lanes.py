@@ -13,7 +13,8 @@ from idemconsumer import App, Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import NullObserver, Point
-from idemconsumer.worker.lanes import Held, Lane, Lanes
+from idemconsumer.worker.in_hand import Held, InHand
+from idemconsumer.worker.lane import Lane
 from tests.worker.conftest import Bench, Item, note
 
 
@@ -179,8 +180,8 @@ async def test_nothing_is_settled_before_its_commit(bench: Bench) -> None:
 async def test_while_the_cpu_is_busy_what_arrives_goes_with_a_later_group(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr("idemconsumer.worker.worker.turns.open_groups", lambda limit, lanes, busy: 1)
-    monkeypatch.setattr("idemconsumer.worker.worker.turns._LOOK", 0.0)
+    monkeypatch.setattr("idemconsumer.worker.turns.open_groups", lambda limit, lanes, busy: 1)
+    monkeypatch.setattr("idemconsumer.worker.turns._LOOK", 0.0)
     app, began, go_on = App("lanes"), asyncio.Event(), asyncio.Event()
     running = most = 0
 
@@ -208,8 +209,8 @@ async def test_while_the_cpu_is_busy_what_arrives_goes_with_a_later_group(
 async def test_a_lane_that_waits_for_its_turn_begins_nothing_once_the_worker_leaves(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.worker.worker.turns.open_groups", lambda limit, lanes, busy: 1)
-    monkeypatch.setattr("idemconsumer.worker.worker.turns._LOOK", 0.0)
+    monkeypatch.setattr("idemconsumer.worker.turns.open_groups", lambda limit, lanes, busy: 1)
+    monkeypatch.setattr("idemconsumer.worker.turns._LOOK", 0.0)
     app, began, go_on = App("lanes"), asyncio.Event(), asyncio.Event()
 
     @app.idempotent_handler("memory:q", key="id", group_size=8)
@@ -224,7 +225,7 @@ async def test_a_lane_that_waits_for_its_turn_begins_nothing_once_the_worker_lea
         await bench.publish("q", *(Item(f"i{n}") for n in range(40)))
         await running.until(lambda: running.watch.count(Point.DISPATCHED) == 41)
         running.worker.drain()
-        await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.draining)
+        await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.draining)
         go_on.set()
     assert bench.effects() == ["first"]
 
@@ -254,14 +255,14 @@ async def test_a_delivery_is_settled_once_its_own_session_has_been_told() -> Non
     seen: list[list[bool]] = []
 
     class Telling:
-        async def settle(self, deliveries: Sequence[Delivery]) -> None:
-            seen.append([held.settled for held in helds])
+        async def settle(self, theirs: Sequence[Delivery]) -> None:
+            seen.append([held.settled for held in deliveries])
 
     message = Message("memory:q", b'{"id": "1"}')
     work = Work.of(handle.plan.bind("lanes"), message)
     sessions: list[Any] = [Telling(), Telling()]
-    helds = [Held(work, Delivery(message, Epoch()), session) for session in sessions]
+    deliveries = [Held(work, Delivery(message, Epoch()), session) for session in sessions]
     nobody: Any = None
-    await Lanes(nobody, NullObserver(), count=1, room=1)._settle(helds)
+    await InHand(nobody, NullObserver())._settle(deliveries)
     assert seen == [[False, False], [True, False]]
-    assert all(held.settled for held in helds)
+    assert all(held.settled for held in deliveries)

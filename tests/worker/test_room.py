@@ -40,7 +40,7 @@ async def test_a_busy_message_that_waits_stops_its_lane_until_its_rival_ends(ben
         await running.until(lambda: running.watch.count(Point.CLAIMED) > claims + 1)
         assert bench.effects() == ["first"]
         assert running.worker._lanes is not None
-        assert running.worker._lanes.in_flight == 2
+        assert running.worker._lanes.in_hand.in_flight == 2
         await let_go()
         await running.until_count(applied=3)
     assert bench.effects() == ["first", "busy", "behind"]
@@ -120,10 +120,10 @@ async def test_a_full_room_stops_the_lane_and_says_so_once(bench: Bench, logged:
             await running.until_count(busy=3)
             await running.until(lambda: times(logged, "waiting room full, lane waits") == 1)
             assert running.worker._lanes is not None
-            room = running.worker._lanes.room
+            room = running.worker._lanes.waiting_room
             rounds = running.watch.count(Point.CLAIMED)
             await running.until(lambda: running.watch.count(Point.CLAIMED) > rounds + 3)
-            assert len(room._helds) == 2
+            assert len(room._deliveries) == 2
             assert bench.effects() == []
             for let_go in rivals:
                 await let_go()
@@ -211,7 +211,9 @@ async def test_a_conflict_in_the_room_is_not_settled_before_its_dead_letter(
         async with bench.running(app_on("memory:ours")) as running:
             await running.until_count(busy=1)
             go.set()
-            await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_flight == 0)
+            await running.until(
+                lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.in_flight == 0
+            )
             assert bench.do("select reason from idemconsumer.dead_letter") == [("conflict",)]
             assert running.worker.counts["conflict"] == 1
             assert tried[1] - tried[0] >= 0.02, "it was not due yet"
@@ -229,10 +231,10 @@ async def test_the_room_starts_nothing_more_in_the_midst_of_a_round(bench: Bench
         assert lanes is not None
         if end == "the worker drains":
             running.worker.drain()
-            while not lanes.draining:
+            while not lanes.in_hand.draining:
                 await asyncio.sleep(0.001)
         else:
-            for held in lanes.room._helds:
+            for held in lanes.waiting_room._deliveries:
                 held.delivery.epoch.retiring = True
         await gone.wait()
         await note(tx, item)
@@ -243,10 +245,12 @@ async def test_the_room_starts_nothing_more_in_the_midst_of_a_round(bench: Bench
         rivals = [await stack.enter_async_context(bench.rival(key_of(name))) for name in busy]
         async with bench.running(app, concurrency=1) as running:
             await running.until(
-                lambda: running.worker._lanes is not None and len(running.worker._lanes.room._helds) == 2
+                lambda: running.worker._lanes is not None and len(running.worker._lanes.waiting_room._deliveries) == 2
             )
             for let_go in rivals:
                 await let_go()
             gone.set()
-            await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_flight == 0)
+            await running.until(
+                lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.in_flight == 0
+            )
     assert len(bench.effects()) == 1

@@ -1,0 +1,212 @@
+"""What this process has in hand: which place has which key, how groups are run, and how deliveries are settled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.ports.broker import Delivery, Session
+from idemconsumer.ports.observer import Observer, Point
+from idemconsumer.rules.values import Outcome, OutcomeKind
+from idemconsumer.rules.verdicts import Settlement, settle
+from idemconsumer.sagas.engine import LeasedEngine
+
+log = structlog.get_logger("idemconsumer")
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A delivery that this process has in hand.
+
+    `due` is when it may run, on the loop's clock. `settled`: the broker knows that the message is stored here.
+    """
+
+    work: Work
+    delivery: Delivery
+    session: Session
+    due: float = 0.0
+    settled: bool = False
+
+    @property
+    def abandoned(self) -> bool:
+        """The broker has taken it back. What is stored stays ours, even when its session ends."""
+        return self.delivery.epoch.retiring and not self.settled
+
+
+class Place(Protocol):
+    """Where deliveries wait and run: a lane, or the waiting room."""
+
+    def add(self, held: Held) -> None: ...
+    def clear(self) -> list[Held]:
+        """Take out what never started."""
+        ...
+
+    def drain(self) -> None:
+        """Wake up, since `InHand.draining` is set."""
+        ...
+
+    async def work(self) -> None:
+        """Returns when drained."""
+        ...
+
+
+class Outage:
+    """The database is away: logged once, and waited for with backoff by all that need it."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+
+    async def wait(self, error: Exception) -> None:
+        self._failures += 1
+        if self._failures == 1:
+            log.error("store unreachable, waiting", error=str(error))
+        await asyncio.sleep(min(3.0, 0.1 * 2 ** min(self._failures, 6)) * random.uniform(0.75, 1.0))
+
+    def over(self) -> None:
+        if self._failures:
+            self._failures = 0
+            log.info("store reachable again")
+
+
+class InHand:
+    """Shared by all lanes and the waiting room. `sagas` runs the handlers that are leased."""
+
+    def __init__(self, engine: Engine, observer: Observer, *, sagas: LeasedEngine | None = None) -> None:
+        self.engine = engine
+        self.outage = Outage()
+        self.counts: Counter[OutcomeKind] = Counter()
+        self.draining = False
+        self.in_flight = 0
+        self._sagas = sagas
+        self._at = observer.at
+        self._settled: set[Session] = set()
+        self._places: dict[bytes, tuple[Place, int]] = {}  # of each key: where it is, and how many deliveries it has
+
+    def drain(self) -> None:
+        """Nothing new is to start from now on. Sagas are let go at once."""
+        self.draining = True
+        if self._sagas is not None:
+            self._sagas.drain()
+
+    # ------------------------------------------------------------------------------------------------------------ keys
+    def add(self, held: Held, place: Place) -> Place:
+        """Have it in hand. Returns the place that has its key already, else `place`."""
+        self.in_flight += 1
+        if key := held.work.key:  # also of a saga whose message cannot be read any more
+            place, count = self._places.get(key, (place, 0))
+            self._places[key] = (place, count + 1)
+        return place
+
+    def moved(self, held: Held, place: Place) -> None:
+        """It is in `place` now, and later deliveries of its key go there too."""
+        _, count = self._places[held.work.key]
+        self._places[held.work.key] = (place, count)
+
+    def forget(self, deliveries: Iterable[Held]) -> None:
+        """These are settled, given back, or no longer ours."""
+        for held in deliveries:
+            self.in_flight -= 1
+            if not held.work.key:
+                continue
+            place, count = self._places[held.work.key]
+            if count == 1:
+                del self._places[held.work.key]
+            else:
+                self._places[held.work.key] = (place, count - 1)
+
+    def keys(self, waiting: Mapping[bytes, int]) -> list[bytes]:
+        """Those with more deliveries than `waiting` has of them."""
+        return [key for key, (_, count) in self._places.items() if count > waiting.get(key, 0)]
+
+    # --------------------------------------------------------------------------------------------------------- running
+    async def run(self, deliveries: Sequence[Held], *, defer: bool = False) -> list[Outcome]:
+        """Run a group through its engine; empty, after a pause, when the database is away.
+
+        What has ended is settled and forgotten; where the others go is up to their place.
+        """
+        for held in deliveries:
+            held.delivery.epoch.start(1)
+        try:
+            outcomes = await self._outcomes(deliveries, defer=defer)
+            self.outage.over()
+            ends = [settle(outcome) for outcome in outcomes]
+            await self._finish([held for held, end in zip(deliveries, ends, strict=False) if end is Settlement.FINISH])
+            self.forget(held for held, end in zip(deliveries, ends, strict=False) if end is Settlement.DROP)
+            self.counts.update(outcome.kind for outcome in outcomes)
+            return outcomes
+        except StoreUnavailable as error:
+            unavailable = error
+        finally:
+            for held in deliveries:
+                held.delivery.epoch.finish(1)
+        await self.outage.wait(unavailable)
+        return []
+
+    async def _outcomes(self, deliveries: Sequence[Held], *, defer: bool) -> list[Outcome]:
+        head = deliveries[0]
+        unreadable = head.work.call is None and head.work.holding is None
+        if self._sagas is None or not head.work.handler.leased or unreadable:
+            return await self.engine.run([held.work for held in deliveries], defer=defer)
+        return [await self._sagas.run(head.work, lambda: self._settle([head]), defer=defer)]
+
+    async def replay_committed(self, deliveries: Sequence[Held]) -> list[tuple[Held, Outcome]]:
+        """Those that a committed record decides, by one read of all records and one settlement, as `run` does.
+
+        None, after a pause, when the database is away.
+        """
+        try:
+            outcomes = await self.engine.replay_committed([held.work for held in deliveries])
+        except StoreUnavailable as error:
+            await self.outage.wait(error)
+            return []
+        decided = [(held, outcome) for held, outcome in zip(deliveries, outcomes, strict=True) if outcome is not None]
+        self.counts.update(outcome.kind for _, outcome in decided)
+        await self._finish([held for held, outcome in decided if settle(outcome) is Settlement.FINISH])
+        return decided
+
+    # -------------------------------------------------------------------------------------------------------- settling
+    async def _finish(self, deliveries: Sequence[Held]) -> None:
+        if deliveries:
+            await self._settle(deliveries)
+            self.forget(deliveries)
+
+    async def _settle(self, deliveries: Sequence[Held]) -> None:
+        """Settle those that are not settled yet, a call a session. Comes after the commit is known (R5)."""
+        deliveries = [held for held in deliveries if not held.settled]
+        if not deliveries:
+            return
+        by_session: defaultdict[Session, list[Held]] = defaultdict(list)
+        for held in deliveries:
+            by_session[held.session].append(held)
+        name, keys = deliveries[0].work.handler.name, [held.work.key for held in deliveries]
+        self._at(Point.SETTLING, name, keys)
+        for session, theirs in by_session.items():
+            await session.settle([held.delivery for held in theirs])
+            self._settled.add(session)
+            for held in theirs:
+                held.settled = True
+        self._at(Point.SETTLED, name, keys)
+
+    def settled(self, session: Session) -> bool:
+        """Whether anything of a session that is over was settled. To be asked once."""
+        progress = session in self._settled
+        self._settled.discard(session)
+        return progress
+
+    async def release(self, deliveries: Sequence[Held]) -> None:
+        """Give back what never started."""
+        by_session: defaultdict[Session, list[Delivery]] = defaultdict(list)
+        for held in deliveries:
+            by_session[held.session].append(held.delivery)
+        for session, theirs in by_session.items():
+            await session.release(theirs)
+        self.forget(deliveries)

@@ -1,0 +1,123 @@
+"""The waiting room: deliveries whose key a rival holds, so that their lanes can go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import structlog
+
+from idemconsumer.rules.values import Outcome
+from idemconsumer.rules.verdicts import Settlement, settle
+from idemconsumer.worker.in_hand import Held, InHand
+
+log = structlog.get_logger("idemconsumer")
+
+_FIRST, _LAST = 0.05, 1.0  # seconds between two rounds; they double while no delivery leaves
+
+
+class WaitingRoom:
+    """Unsettled deliveries, `size` of each source. They are claimed again in rounds, and give up their order."""
+
+    def __init__(self, in_hand: InHand, size: int) -> None:
+        self._in_hand = in_hand
+        self._size = size
+        self._deliveries: dict[Held, None] = {}
+        self._running: Sequence[Held] = ()
+        self._left = asyncio.Event()
+        self._wake = asyncio.Event()
+
+    def add(self, held: Held) -> None:
+        held.delivery.epoch.waiting += 1
+        self._deliveries[held] = None
+        self._wake.set()
+
+    async def admit(self, held: Held) -> None:
+        """Take a delivery over from its lane, which waits here while there is no room for its source."""
+        source, logged = held.delivery.message.source, False
+        while not self._in_hand.draining and self._count(source) >= self._size:
+            if not logged:
+                log.warning("waiting room full, lane waits", source=source, size=self._size)
+                logged = True
+            self._left.clear()
+            await self._left.wait()
+        self._in_hand.moved(held, self)
+        self.add(held)
+
+    def _count(self, source: str) -> int:
+        return sum(held.delivery.message.source == source for held in self._deliveries)
+
+    @property
+    def waiting(self) -> Counter[bytes]:
+        """How many deliveries of each key are here and nothing else: not running, and without a saga."""
+        idle = self._deliveries.keys() - self._running
+        return Counter(held.work.key for held in idle if held.work.holding is None)
+
+    def drain(self) -> None:
+        self._wake.set()
+        self._left.set()
+
+    def clear(self) -> list[Held]:
+        deliveries, self._deliveries = list(self._deliveries), {}
+        for held in deliveries:
+            held.delivery.epoch.waiting -= 1
+        return deliveries
+
+    async def work(self) -> None:
+        pause = _FIRST
+        while not self._in_hand.draining:
+            if not self._deliveries:
+                pause = _FIRST
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    while not self._in_hand.draining:
+                        self._wake.clear()
+                        await self._wake.wait()
+            if not self._in_hand.draining:
+                pause = _FIRST if await self._claim_again() else min(pause * 2, _LAST)
+
+    async def _claim_again(self) -> bool:
+        """One round over all deliveries here; whether any of them left."""
+        self._dismiss([held for held in self._deliveries if held.abandoned])
+        now = asyncio.get_running_loop().time()
+        by_handler: defaultdict[str, list[Held]] = defaultdict(list)
+        for held in self._deliveries:
+            if held.due <= now:
+                by_handler[held.work.handler.name].append(held)
+        before = len(self._deliveries)
+        for deliveries in by_handler.values():
+            self._conclude(await self._in_hand.replay_committed(deliveries))
+            waiting = [held for held in deliveries if held in self._deliveries and held.due <= now]
+            size = self._in_hand.engine.group_size(deliveries[0].work.handler)
+            for start in range(0, len(waiting), size):
+                if self._in_hand.draining:
+                    return True
+                if group := [held for held in waiting[start : start + size] if not held.abandoned]:
+                    self._running = group
+                    outcomes = await self._in_hand.run(group, defer=True)
+                    self._running = ()
+                    self._conclude(zip(group, outcomes, strict=False))
+        return len(self._deliveries) < before
+
+    def _conclude(self, outcomes: Iterable[tuple[Held, Outcome]]) -> None:
+        for held, outcome in outcomes:
+            match settle(outcome):
+                case Settlement.FINISH | Settlement.DROP:
+                    self._leave(held)
+                case Settlement.HOLD:
+                    held.due = asyncio.get_running_loop().time() + outcome.due
+
+    def _dismiss(self, deliveries: Sequence[Held]) -> None:
+        for held in deliveries:
+            self._leave(held)
+        self._in_hand.forget(deliveries)
+
+    def _leave(self, held: Held) -> None:
+        del self._deliveries[held]
+        held.delivery.epoch.waiting -= 1
+        self._left.set()
