@@ -22,7 +22,7 @@ from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.saga_lease import SagaLease
 
-_MOST_ATTEMPTS: Final = 10_000  # keys whose failures are remembered
+_MOST_ATTEMPTS: Final = 10_000  # keys; the failures of more are forgotten, oldest first
 
 
 class InlineRunner:
@@ -65,7 +65,7 @@ class InlineRunner:
         await self._resources.close()
 
     async def process(self, handler: BoundHandler, message: Message) -> Outcome:
-        """One message to the end of one attempt. A saga that somebody else runs is waited for, if its handler waits."""
+        """One message to the end of one attempt. A saga that another run holds is waited for, if its handler waits."""
         if not self._resourceful:
             await self._open_resources()
         work = Work.of(handler, message)

@@ -1,7 +1,7 @@
 """Sagas that are due or stale, as a source: no redelivery is needed to resume one.
 
-What it delivers is held already, under a new token. Settling says nothing: the saga's row is gone, released or parked
-by the time its outcome is known.
+What it delivers is held already, under a new token. Settling changes nothing: by the time its outcome is known, the
+saga's row is gone, released or put aside for a person.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.ports.leases import LeaseStore
 
 SCHEME: Final = "saga"
-_EVERY: Final = 0.5  # seconds between two looks; a stale saga is resumed so much after its lease
+_EVERY: Final = 0.5  # seconds between two looks; a stale saga is resumed at most that long after its lease
 
 
 class DueSagas:
-    """`held`: the keys that this process has in hand, of any source; `free`: how many lanes have nothing to do. The
-    group of its subscriptions is the app, which shares its schema with others."""
+    """See `ports.Broker`. `held`: the keys that this process has in hand, of any source; `free`: how many lanes have
+    nothing to do. The group of its subscriptions is the app, which shares its schema with others."""
 
     hands_over = False
 
@@ -92,7 +92,7 @@ class DueSagasSession:
         return [Delivery(holding.message, self._epoch, handle=holding) for holding in taken]
 
     async def _unheld(self) -> list[tuple[bytes, int]]:
-        """What is in the database ours, and in nobody's hands here. Asked in this order: a saga that was begun in
+        """What is ours in the database, and not in hand here. Asked in this order: a saga that was begun in
         between is not among those seen, and what the last fetch took has been handed over by now."""
         own = await self._leases.own()
         held = set(self._held())
@@ -102,7 +102,7 @@ class DueSagasSession:
         self._outstanding -= len(deliveries)
 
     async def release(self, deliveries: Sequence[Delivery]) -> None:
-        """Taken and never started: anybody's at once, at no cost."""
+        """Taken and never started: free for all workers at once, at no cost."""
         for delivery in deliveries:
             try:
                 await self._leases.release(delivery.handle, 0.0, None, count=False)

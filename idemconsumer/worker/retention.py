@@ -16,7 +16,7 @@ from idemconsumer.sql.queries import load
 
 log = structlog.get_logger("idemconsumer")
 
-# About 6,000 records, near 0.1 s if all go with their results: as long may a new claim of such a key have to wait.
+# About 6,000 records, near 0.1 s if all go with their results. A new claim of such a key may have to wait that long.
 _BLOCKS = 64
 # A pass reads the whole table. Resting nine times as long keeps it below a tenth of one connection's time.
 _REST = 9.0
@@ -30,7 +30,7 @@ async def prune_once(dsn: str, schema: str, *, dry_run: bool = False, progress: 
 
     Returns how many records were deleted (with `dry_run`: would be), or None when another process is pruning
     this schema. Dead records stay for a person. Each range of blocks is one short transaction, so a
-    cancellation leaves whole ranges done. `progress` is called with the blocks done and the blocks there are.
+    cancellation leaves whole ranges done. `progress` is called with the number of blocks done and of all blocks.
     Raises psycopg.Error. Needs a session of its own: not to be sent through a transaction pooler.
     """
     queries = load(schema)
@@ -66,7 +66,7 @@ async def prune_once(dsn: str, schema: str, *, dry_run: bool = False, progress: 
 class Retention:
     """What one worker does beside its lanes: a pass of `prune_once` about every `every` seconds.
 
-    All workers run it; whoever comes first does the pass. A database that is away is waited for, said once.
+    All workers run it; the first one does the pass. A database that is away is waited for, and logged once.
     """
 
     def __init__(self, dsn: str, schema: str, every: float) -> None:

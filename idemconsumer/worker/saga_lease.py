@@ -1,4 +1,4 @@
-"""What a process needs to hold sagas: a store of their own, a lease, and the engine that runs them."""
+"""What a process needs to run sagas: a store of their own, its lease, and the engine that runs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from idemconsumer.stores.leases import PostgresLeases
 
 
 class SagaLease:
-    """Open with `open`; `close` gives up the lease, so that others may go on at once."""
+    """One for all sagas of a process. `close` gives up the lease, so that others can go on with them at once."""
 
     def __init__(
         self, store: PostgresStore, heartbeat: Heartbeat, leases: PostgresLeases, engine: LeasedEngine

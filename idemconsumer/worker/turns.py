@@ -1,4 +1,4 @@
-"""Lanes take turns while this process's CPU is what limits it: `_groups.open_groups` says how many at a time."""
+"""Lanes take turns while this process's CPU is what limits it: `rules.group_size` decides how many run at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _PATIENCE: Final = 0.5  # seconds
 
 
 class Turns:
-    """`async with turns:` around a group. First come, first served, and within half a second in any case: who holds a
-    turn may wait for long, for a rival's key or for a row, while something else keeps the CPU busy.
+    """`async with turns:` around a group. First come, first served, and within half a second in any case: a group that
+    has its turn may wait long for a rival's key or for a row, while something else keeps the CPU busy.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Turns:
         self._admit()
 
     def _admit(self) -> None:
-        """Called whenever there may be room, so whoever comes while there is some is the first."""
+        """Called whenever a turn may be free, so a group that finds one free has none waiting before it."""
         while self._waiting and (self._open < self._limit or self._clock() - self._waiting[0][1] >= _PATIENCE):
             turn, _ = self._waiting.popleft()
             if not turn.cancelled():
@@ -66,11 +66,11 @@ class Turns:
             self._admit()
 
     def _watch(self) -> None:
-        """Go on looking while somebody waits, since nobody may end or begin for long."""
+        """Go on looking while a group waits, since for long none may begin or end."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK, self._looked)
+            self._timer = asyncio.get_running_loop().call_later(_LOOK, self._on_timer)
 
-    def _looked(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self._look()
         self._admit()

@@ -1,4 +1,4 @@
-"""The waiting room: deliveries whose key a rival holds, so that their lanes can go on."""
+"""The waiting room: deliveries with a key that a rival holds, put here so that their lanes can go on."""
 
 from __future__ import annotations
 
