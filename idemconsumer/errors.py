@@ -127,5 +127,12 @@ class HandlerFault(IdemConsumerError):
     """A handler broke its contract with the transaction: swallowed a database error, or ended the transaction."""
 
 
+class SelfCancelled(HandlerFault):
+    """A user's function raised CancelledError though nothing had cancelled it. How far it got is not known."""
+
+    def __init__(self) -> None:
+        super().__init__("raised CancelledError though nothing cancelled it")
+
+
 class GuardViolated(HandlerFault):
     """The transaction that reached the seal is not the one that the engine opened. Everything was rolled back."""

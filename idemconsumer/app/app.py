@@ -17,7 +17,6 @@ from idemconsumer.handlers.decorator import Decorate, Handler, asks_for_key, ide
 from idemconsumer.handlers.durations import Duration, parse_duration
 from idemconsumer.handlers.handler import TENANT, BoundHandler, given_key
 from idemconsumer.handlers.options import Options
-from idemconsumer.handlers.resources import Resource, Resources, read_resource
 from idemconsumer.handlers.signature import not_injectable
 from idemconsumer.message import codecs
 from idemconsumer.message.keys import KeySpec
@@ -27,6 +26,7 @@ from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.observer import Observer
 from idemconsumer.rules.values import Outcome
 from idemconsumer.settings import Settings, load
+from idemconsumer.user_code.resources import Resource, Resources, read_resource
 from idemconsumer.worker.worker import Worker
 
 T = TypeVar("T")

@@ -12,7 +12,6 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
 from idemconsumer.handlers.options import Resolved
-from idemconsumer.handlers.resources import Resources
 from idemconsumer.message import keys
 from idemconsumer.message.message import Message
 from idemconsumer.ports.observer import NullObserver
@@ -20,6 +19,7 @@ from idemconsumer.rules.values import Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.user_code.resources import Resources
 from idemconsumer.worker.saga_lease import SagaLease
 
 _MOST_ATTEMPTS: Final = 10_000  # keys; the failures of more are forgotten, oldest first

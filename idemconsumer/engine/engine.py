@@ -10,67 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_delay, wait_exponential, wait_random
 from tenacity.stop import stop_base
 
+from idemconsumer.engine.blame import HandlerFailed, describe
+from idemconsumer.engine.endings import Endings, FailedBehind, final
+from idemconsumer.engine.group_sizes import GroupSizes
 from idemconsumer.engine.suspects import Suspects
-from idemconsumer.engine.work import Work, dead_letter, describe, rejection_of, where
-from idemconsumer.errors import (
-    BadMessage,
-    CommitUnknown,
-    ConfigurationError,
-    Contention,
-    HandlerFault,
-    Reject,
-    Retry,
-    StoreUnavailable,
-)
+from idemconsumer.engine.work import Suspicion, Work
+from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, Reject, StoreUnavailable
 from idemconsumer.handlers.batch import Items
-from idemconsumer.handlers.durations import MAX_INLINE_DELAY, Duration, parse_duration
 from idemconsumer.handlers.handler import BoundHandler, Call
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import NullObserver, Observer, Point
-from idemconsumer.ports.store import Claim, Claims, JoinedStore
-from idemconsumer.rules.group_size import GroupSize
-from idemconsumer.rules.values import Found, Outcome, OutcomeKind, Record, State
-from idemconsumer.rules.verdicts import Failure, Settlement, Verdict, after_failure, judge, settle
-from idemconsumer.user_code.cancellation import ended, from_cancellation
+from idemconsumer.ports.store import Claims, JoinedStore
+from idemconsumer.rules.values import Outcome, OutcomeKind, Record, State
+from idemconsumer.rules.verdicts import Settlement, Verdict, judge, settle
+from idemconsumer.user_code.call import call_in_transaction
+from idemconsumer.user_code.cancellation import isolated
+from idemconsumer.user_code.time_limit import TimeLimit
 
 log = structlog.get_logger("idemconsumer")
 
 _FREE_RETRIES = 50  # in a row, about half a minute; after that contention is the handler's failure like any other
-
-
-class _Failed(Exception):
-    """The handler of the group's message at `index` failed; None: that of several, and nobody can say whose it is.
-    `ran`: which of the group's messages were to run; the others were busy, or had records."""
-
-    def __init__(self, index: int | None, error: Exception) -> None:
-        super().__init__(index)
-        self.index = index
-        self.error = error
-        self.ran: Sequence[int] = ()
-
-
-@dataclass(slots=True)
-class _Behind:
-    """A message that failed behind a group, to be counted in the group's commit, which saves one of its own.
-
-    `attempts` it has then. `doubt`: the answer to that commit was lost.
-    """
-
-    claim: Claim
-    error: str
-    attempts: int = 0
-    doubt: bool = False
 
 
 class _Cut(Exception):
@@ -104,18 +72,17 @@ class Engine:
     ) -> None:
         self._store = store
         self._at = (observer or NullObserver()).at
-        self._lanes = lanes
-        self._chance = chance
-        self._sizes: dict[str, GroupSize] = {}
+        self._sizes = GroupSizes(lanes=lanes, most_locks=store.most_locks)
+        self.endings = Endings(store, self._at, chance)
         self._suspects = Suspects(store, self._at)
 
     def group_size(self, handler: BoundHandler) -> int:
         """How many messages the next group of this handler may hold."""
-        return self._size(handler).size
+        return self._sizes.of(handler).size
 
     def max_group_size(self, handler: BoundHandler) -> int:
         """How many messages a group of this handler may ever hold."""
-        return self._size(handler).cap
+        return self._sizes.of(handler).cap
 
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
         """What committed records say."""
@@ -133,9 +100,9 @@ class Engine:
         head = works[0]
         defer = defer or head.handler.options.on_busy == "defer"
         if head.refusal is not None:
-            return [await self._refuse(head, head.refusal)]
+            return [await self.endings.refuse(head, head.refusal)]
         together = _together(works)
-        if any(work.suspect for work in together):
+        if any(work.suspected for work in together):
             return await self._suspected(together, defer=defer)
         outcomes = await self._group(together, defer=defer)
         if outcomes[0].kind is OutcomeKind.BUSY and not defer:
@@ -147,11 +114,11 @@ class Engine:
         outcomes: list[Outcome | None] = []
         for work, record in zip(works, await self._store.peek([work.key for work in works]), strict=True):
             undecided = record is None or not _decided(work, record)
-            outcomes.append(None if record is None or undecided else await self.replay(work, record))
+            outcomes.append(None if record is None or undecided else await self.endings.replay(work, record))
         return outcomes
 
     # -------------------------------------------------------------------------------------------------------- groups
-    async def _group(self, works: Sequence[Work], *, defer: bool, behind: _Behind | None = None) -> list[Outcome]:
+    async def _group(self, works: Sequence[Work], *, defer: bool, behind: FailedBehind | None = None) -> list[Outcome]:
         """Claim, run and commit `works`, or a prefix of them; `behind` is counted if they all go at once."""
         handler, lost, whole = works[0].handler, False, len(works)
         while True:
@@ -161,29 +128,29 @@ class Engine:
                 works = works[: cut.length]
             except CommitUnknown as unknown:
                 if behind is not None:
-                    behind.doubt, behind = True, None
+                    behind.in_doubt, behind = True, None
                 # Only a new claim can tell: it finds the record, inserts it, or is busy while the old one lives (J4).
                 log.warning("commit unknown, claiming again", handler=handler.name, error=str(unknown))
                 if lost:  # the group itself may be why: idle for so long that the server ended its transaction
-                    self._sizes[handler.name] = self._size(handler).lost()
+                    self._sizes.lost(handler)
                     works = works[: max(1, len(works) // 2)]
                 lost = True
             except Contention as contention:
-                gate_shut = self._collided(handler, contention)
+                gate_shut = self._sizes.collided(handler, contention)
                 if len(works) == 1:
                     work = works[0]
                     work.collisions += 1
                     if work.collisions % _FREE_RETRIES == 0:
-                        return [await self._failed(work, contention)]
-                    return [self._free_retry(work, contention)]
+                        return [await self._fail(work, contention)]
+                    return [self.endings.free_retry(work, contention)]
                 if not gate_shut:  # whoever holds the row may hold it for long: what comes before it is to get through
                     works = works[: len(works) // 2]
             except StoreUnavailable:
-                self._sizes[handler.name] = self._size(handler).lost()  # as for an unknown commit
+                self._sizes.lost(handler)  # as for an unknown commit
                 raise
             except ConfigurationError:
                 raise
-            except _Failed as failed:
+            except HandlerFailed as failed:
                 if failed.index is not None:
                     return await self._around(works, failed.index, failed, defer=defer)
                 self._at(Point.ROLLED_BACK, handler.name, [work.key for work in works])
@@ -193,10 +160,10 @@ class Engine:
                 # Refused at the seal or at COMMIT, so nobody can be blamed yet: one by one shows whose it is.
                 self._at(Point.ROLLED_BACK, handler.name, [work.key for work in works])
                 if len(works) == 1:
-                    return [await self._failed(works[0], error)]
+                    return [await self._fail(works[0], error)]
                 return await self._in_parts(works, 1, defer=defer)
 
-    async def _commit_group(self, works: Sequence[Work], *, defer: bool, behind: _Behind | None) -> list[Outcome]:
+    async def _commit_group(self, works: Sequence[Work], *, defer: bool, behind: FailedBehind | None) -> list[Outcome]:
         handler, now = works[0].handler, asyncio.get_running_loop().time
         name = handler.name
         leaders: dict[bytes, Work] = {}
@@ -206,7 +173,7 @@ class Engine:
         results: dict[bytes, StoredResult] = {}
         # One for the app, since handlers that write to one table collide as well: two of them on 10 rows did 240/s
         # behind a gate each, and 5,000/s behind one. On tables of their own they do 4,400/s instead of 7,600/s.
-        gate = handler.app if self._size(handler).gated(now()) else None
+        gate = handler.app if self._sizes.of(handler).gated(now()) else None
         async with self._store.transaction(group=len(keys), gate=gate) as claims:
             found = dict(zip(keys, await claims.claim([work.claim for work in leaders.values()]), strict=True))
             verdicts = {key: judge(found[key], work.claim.fingerprint) for key, work in leaders.items()}
@@ -228,28 +195,28 @@ class Engine:
                         self._at(Point.HANDLED, name, (key,))
                         if result is not None:
                             results[key] = result
-            except _Failed as failure:
+            except HandlerFailed as failure:
                 failure.ran = new
                 raise
             seconds = now() - began
             self._at(Point.SEALING, name, keys)
-            begun = [work.key for work in works if work.attempts or work.marked]
+            begun = [work.key for work in works if work.attempts or work.suspicion is Suspicion.MARKED]
             ended = [key for key in begun if verdicts[key] is not Verdict.BUSY]
             failed = None if behind is None else (behind.claim, behind.error)
             attempts = await claims.complete(list(results.items()), ended, failed=failed)
         if behind is not None:
             behind.attempts = attempts
         self._at(Point.COMMITTED, name, keys)
-        self._sizes[name] = self._size(handler).clean_group(len(new), seconds, now())
+        self._sizes.committed(handler, len(new), seconds, now())
         outcomes = []
         for work in works:
             if verdicts[work.key] is not Verdict.RUN:
-                outcomes.append(await self.replay(work, found[work.key]))
+                outcomes.append(await self.endings.replay(work, found[work.key]))
             elif leaders[work.key] is work:
-                outcomes.append(_final(OutcomeKind.APPLIED, work, State.COMPLETED, results.get(work.key)))
+                outcomes.append(final(OutcomeKind.APPLIED, work, State.COMPLETED, results.get(work.key)))
             else:
                 left = Record(State.COMPLETED, leaders[work.key].claim.fingerprint, results.get(work.key))
-                outcomes.append(await self.replay(work, left))
+                outcomes.append(await self.endings.replay(work, left))
         return outcomes
 
     async def _handle_batch(
@@ -258,10 +225,10 @@ class Engine:
         """Run a batch handler once, for those of `works` that are new, and give their results."""
         items = [works[index] for index in new]
         batch = Items([_call(work).payload for work in items], [_call(work).message(work.attempt) for work in items])
-        head = next((work for work in items if work.suspect), items[0])
+        head = next((work for work in items if work.suspected), items[0])
         try:
             await self._handle(claims, None if len(items) > 1 else 0, head, batch)
-        except _Failed as failed:
+        except HandlerFailed as failed:
             if failed.index is not None:
                 failed.index = new[failed.index]
             raise
@@ -271,69 +238,49 @@ class Engine:
     async def _handle(
         self, claims: Claims, index: int | None, work: Work, batch: Items | None = None
     ) -> StoredResult | None:
-        """Run one handler, of `work` or of a whole batch, on the group's transaction. Raises _Failed with whoever is to
-        blame, which `index` is unless the handler says whom.
+        """Run one handler, of `work` or of a whole batch, on the group's transaction.
 
-        That of a suspect has a task of its own: one that cancels its task ends its lane, and so its worker, and comes
-        again as a suspect.
+        Raises HandlerFailed with `index`, unless the handler of a batch names the item.
+
+        A suspect runs in a task of its own: one that cancels its task ends its lane, and so its worker, and comes again
+        as a suspect.
         """
-        handler, call = work.handler, work.call
-        task = asyncio.current_task()
-        assert call is not None
-        assert task is not None
-        asked_before = task.cancelling()
-        try:
-            try:
-                async with asyncio.timeout(handler.options.timeout) as limit:
-                    tx = claims.tx() if handler.needs_tx else None
-                    run = handler.run(call, tx, work.attempt) if batch is None else handler.run_batch(batch, tx)
-                    value = await (_apart(run) if work.suspect else run)
-                if _late(limit):  # it swallowed the cancellation, or never let the loop cancel it
-                    raise TimeoutError
-            except TimeoutError:
-                if _late(limit):
-                    # Its own fault, even if the server has ended the idle transaction by now.
-                    late = TimeoutError(f"the handler ran longer than its timeout of {handler.options.timeout:g} s")
-                    raise _Failed(index, late) from None
-                raise
-            except asyncio.CancelledError:
-                if task.cancelling() > asked_before:
-                    raise
-                raise HandlerFault("the handler raised CancelledError though nobody cancelled it") from None
-            _uncancel(task, asked_before)
+        handler = work.handler
+
+        def accept(value: object) -> StoredResult | None:
+            nonlocal index
             if batch is not None and (failed := batch.first_failed()):
                 index, error = failed
                 raise error
             claims.check()
-            result = codecs.encode(value)
-        except _Failed:
+            return codecs.encode(value)
+
+        try:
+            limit = TimeLimit(handler.options.timeout)
+            tx = claims.tx() if handler.needs_tx else None
+            run = handler.run(_call(work), tx, work.attempt) if batch is None else handler.run_batch(batch, tx)
+            return await call_in_transaction(claims, isolated(run) if work.suspected else run, limit, accept)
+        except (StoreUnavailable, Contention):
             raise
         except Exception as error:
-            if task.cancelling() > asked_before and from_cancellation(error):
-                raise asyncio.CancelledError from error  # made of our cancellation, which is never a failure
-            _uncancel(task, asked_before)
-            cause = claims.diagnose(error)
-            if isinstance(cause, StoreUnavailable | Contention):
-                raise cause from error
-            raise _Failed(index, cause) from error
-        return result
+            raise HandlerFailed(index, error) from error
 
-    async def _around(self, works: Sequence[Work], index: int, cause: _Failed, *, defer: bool) -> list[Outcome]:
+    async def _around(self, works: Sequence[Work], index: int, cause: HandlerFailed, *, defer: bool) -> list[Outcome]:
         """G2: rerun and commit what came before the failed one, then say what becomes of that one."""
         self._at(Point.ROLLED_BACK, works[0].handler.name, [work.key for work in works])
         failed, error = works[index], cause.error
         if index == 0:
-            return [await self._failed(failed, error)]
+            return [await self._fail(failed, error)]
         final = isinstance(error, (Reject, *failed.handler.options.fail_on))
-        behind = None if final or failed.counted else _Behind(failed.claim, describe(error))
+        behind = None if final or failed.suspicion is Suspicion.COUNTED else FailedBehind(failed.claim, describe(error))
         outcomes = await self._group(works[:index], defer=defer, behind=behind)
         # What is final may have been decided by the effects of those before it, so these have to be there.
         undone = final and any(outcomes[i].state is not State.COMPLETED for i in cause.ran if i < len(outcomes))
         if len(outcomes) < index or _stops(outcomes) or undone:
             return outcomes
-        if behind is not None and behind.doubt:
-            failed.counted = all(outcome.kind is OutcomeKind.DUPLICATE for outcome in outcomes)
-        return [*outcomes, await self._failed(failed, error, behind)]
+        if behind is not None and behind.in_doubt:
+            behind.counted = all(outcome.kind is OutcomeKind.DUPLICATE for outcome in outcomes)
+        return [*outcomes, await self._fail(failed, error, behind)]
 
     async def _in_parts(self, works: Sequence[Work], size: int, *, defer: bool) -> list[Outcome]:
         """One group of `size` after the other, up to one that does not go whole."""
@@ -345,11 +292,15 @@ class Engine:
         return outcomes
 
     # ------------------------------------------------------------------------------------------------ busy, suspects
+    async def _fail(self, work: Work, error: Exception, behind: FailedBehind | None = None) -> Outcome:
+        self._sizes.failed(work.handler)
+        return await self.endings.failed(work, error, behind)
+
     async def _wait(self, head: Work) -> Outcome:
         """J5: claim again and again until the rival ends or `wait` is over; no connection is held in between."""
 
         async def again() -> Outcome:
-            rerun = self._begin if head.suspect else self._group
+            rerun = self._begin if head.suspected else self._group
             return (await rerun([head], defer=True))[0]
 
         poll = AsyncRetrying(
@@ -385,165 +336,31 @@ class Engine:
     async def _begin(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
         """A group with suspects in it. The finished ones are answered together; the others run once it is on record
         that they were begun: as a group, or alone where they were begun before."""
-        suspects = [work for work in works if work.suspect]
+        suspects = [work for work in works if work.suspected]
         self._suspects.take_over(suspects)
         records = zip(suspects, await self._store.peek([work.key for work in suspects]), strict=True)
         final = {work: record for work, record in records if record is not None and _decided(work, record)}
-        if answered := [await self.replay(work, final[work]) for work in takewhile(final.__contains__, works)]:
+        if answered := [await self.endings.replay(work, final[work]) for work in takewhile(final.__contains__, works)]:
             await self._suspects.unmark(works[: len(answered)])
             return answered
         head = works[0]
         group = list(takewhile(lambda work: not work.alone, works))
-        if (len(group) > 1 or not head.suspect or head.marked) and (group := await self._suspects.mark(group, final)):
+        together = len(group) > 1 or not head.suspected or head.suspicion is Suspicion.MARKED
+        if together and (group := await self._suspects.mark(group, final)):
             return await self._group(group, defer=defer)
         await self._suspects.count(head)
         if head.attempts > head.handler.options.max_attempts:
             error = f"{head.attempts - 1} attempts began and none of them came to an end"
-            outcome = await self._bury(head, "killed_worker", error)
+            outcome = await self.endings.bury(head, "killed_worker", error)
             if outcome.kind is OutcomeKind.RETRYING:  # a rival runs it right now, and may give its own count back
                 await self._suspects.uncount(head)
             return [outcome]
         return await self._group([head], defer=defer)
 
-    # ------------------------------------------------------------------------------------ everything but applied
-    async def replay(self, work: Work, found: Found) -> Outcome:
-        """What a delivery gets whose key somebody else has, or had."""
-        match judge(found, work.claim.fingerprint):
-            case Verdict.CONFLICT:
-                return await self._bury(work, "conflict", "the same key arrived before with another payload")
-            case Verdict.DEAD:
-                await self._store.count_dead(work.key)
-                return Outcome(OutcomeKind.DEAD, state=State.DEAD, attempt=work.attempt)
-            case Verdict.DUPLICATE if isinstance(found, Record):
-                return _final(OutcomeKind.DUPLICATE, work, found.state, found.result)
-            case _:
-                return Outcome(OutcomeKind.BUSY, attempt=work.attempt)
-
-    async def _failed(self, work: Work, error: Exception, counted: _Behind | None = None) -> Outcome:
-        """Everything is rolled back; count, unless that was done with the group before it, and decide between another
-        attempt, a rejection and a dead letter."""
-        options = work.handler.options
-        self._sizes[work.handler.name] = self._size(work.handler).failed()
-        if isinstance(error, (Reject, *options.fail_on)):
-            try:
-                return await self._reject(work, error)
-            except TypeError as unencodable:
-                error = unencodable
-        text = describe(error)
-        if counted is not None and counted.attempts:
-            work.attempts = counted.attempts
-        elif work.counted:
-            work.attempts = await self._store.note_error(work.claim, text)
-        else:
-            work.attempts = await self._store.count_attempt(work.claim, text)
-        work.counted = False
-        self._at(Point.ATTEMPT_COUNTED, work.handler.name, (work.key,))
-        retryable = isinstance(error, Retry) or options.retry_on is None or isinstance(error, options.retry_on)
-        log.warning(
-            "handler failed",
-            handler=work.handler.name,
-            key=work.key.hex()[:12],
-            attempt=work.attempts,
-            error=type(error).__name__,
-            where=where(error),
-        )
-        if (
-            after_failure(retryable=retryable, attempts=work.attempts, max_attempts=options.max_attempts)
-            is Failure.DEAD
-        ):
-            return await self._bury(work, "attempts_exhausted" if retryable else "not_retryable", text)
-        due = options.backoff.delay(work.attempts, self._chance())
-        if isinstance(error, Retry) and error.after is not None:
-            due = asked(error.after, work.handler.name)
-        return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempts, reason="retry", error=type(error).__name__)
-
-    def _free_retry(self, work: Work, contention: Contention) -> Outcome:
-        """Nobody's fault, so it costs no attempt; a random pause lets the rivals part."""
-        log.debug(
-            "contention, running again", handler=work.handler.name, key=work.key.hex()[:12], error=str(contention)
-        )
-        due = min(0.6, 0.02 * 1.2 ** min(work.collisions, 50)) * (1 + self._chance())
-        return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempt, reason="contention")
-
-    async def _reject(self, work: Work, error: Exception) -> Outcome:
-        code, body = rejection_of(error)
-        rejection = codecs.encode_rejection(code, body)
-        self._at(Point.REJECTING, work.handler.name, (work.key,))
-        standing = await self._finally(work, lambda: self._store.reject(work.claim, rejection))
-        self._at(Point.REJECTED, work.handler.name, (work.key,))
-        return standing or Outcome(
-            OutcomeKind.FAILED,
-            result=rejection.body,
-            content_type=rejection.content_type,
-            state=State.FAILED,
-            attempt=work.attempt,
-            reason=code,
-        )
-
-    async def _refuse(self, work: Work, refusal: BadMessage) -> Outcome:
-        log.warning("bad message", handler=work.handler.name, source=work.message.source,
-                    position=work.message.position, reason=refusal.reason, error=refusal.detail)  # fmt: skip
-        return await self._bury(work, refusal.reason, refusal.detail)
-
-    async def _bury(self, work: Work, reason: str, error: str) -> Outcome:
-        """The dead letter is committed before the delivery may be settled. The record is DEAD too, if it is ours."""
-        call = work.call
-        claim = None if call is None or reason == "conflict" else call.claim
-        letter = dead_letter(work, reason, error, work.attempts)
-        self._at(Point.DEAD_LETTERING, work.handler.name, (work.key,))
-        standing = await self._finally(work, lambda: self._store.bury(letter, claim))
-        self._at(Point.DEAD_LETTERED, work.handler.name, (work.key,))
-        if standing is not None:
-            return standing
-        log.error(
-            "dead letter", handler=work.handler.name, key=work.key.hex()[:12], reason=reason, attempt=work.attempts
-        )
-        kind = OutcomeKind.CONFLICT if reason == "conflict" else OutcomeKind.DEAD
-        state = State.DEAD if claim is not None else None
-        return Outcome(kind, state=state, attempt=max(1, work.attempts), reason=reason, error=error)
-
-    async def _finally(self, work: Work, write: Callable[[], Awaitable[Record | None]]) -> Outcome | None:
-        """A commit of the engine's own, made again while its answer is unknown. None: written as wanted."""
-        while True:
-            try:
-                standing = await write()
-            except CommitUnknown:
-                continue
-            except Contention as contention:
-                return self._free_retry(work, contention)
-            return None if standing is None else await self.replay(work, standing)
-
-    # ---------------------------------------------------------------------------------------------------------- sizes
-    def _size(self, handler: BoundHandler) -> GroupSize:
-        if (size := self._sizes.get(handler.name)) is None:
-            asked = 1 if handler.leased else handler.options.group_size  # a saga shares no transaction
-            size = self._sizes[handler.name] = GroupSize.start(
-                asked, lanes=self._lanes, most_locks=self._store.most_locks
-            )
-        return size
-
-    def _collided(self, handler: BoundHandler, contention: Contention) -> bool:
-        """Learn from it. Returns whether it has shut the gate, so that the rerun will not meet its rival again."""
-        before, now = self._size(handler), asyncio.get_running_loop().time()
-        after = before.out_of_locks() if contention.cap_groups else before.collided(now)
-        self._sizes[handler.name] = after
-        shut = after.gated(now) and not before.gated(now)
-        if shut:
-            log.info("groups collide, so they take turns", handler=handler.name, seconds=after.gate.until - now)
-        return shut
-
 
 def _call(work: Work) -> Call:
     assert work.call is not None
     return work.call
-
-
-async def _apart(run: Awaitable[object]) -> object:
-    """Run it in a task of its own, so that whatever it does to its task ends with it."""
-    value, error = await ended(asyncio.ensure_future(run))
-    if error is not None:
-        raise error
-    return value
 
 
 def _decided(work: Work, record: Record) -> bool:
@@ -561,33 +378,3 @@ def _together(works: Sequence[Work]) -> list[Work]:
 def _stops(outcomes: Sequence[Outcome]) -> bool:
     """Whether the last one is to be run again, so that nothing behind it may go first."""
     return bool(outcomes) and outcomes[-1].kind in (OutcomeKind.RETRYING, OutcomeKind.BUSY)
-
-
-def _final(kind: OutcomeKind, work: Work, state: State, result: StoredResult | None) -> Outcome:
-    if result is None:
-        return Outcome(kind, state=state, attempt=work.attempt)
-    return Outcome(kind, result=result.body, content_type=result.content_type, state=state, attempt=work.attempt)
-
-
-def _uncancel(task: asyncio.Task[Any], asked_before: int) -> None:
-    """Before Python 3.13 a TaskGroup with a failed child leaves its task marked as cancelled, for good: the lane would
-    end at its next await that looks."""
-    while task.cancelling() > asked_before:
-        task.uncancel()
-
-
-def _late(limit: asyncio.Timeout) -> bool:
-    deadline = limit.when()
-    return limit.expired() or (deadline is not None and asyncio.get_running_loop().time() > deadline)
-
-
-def asked(after: Duration, handler: str) -> float:
-    """What Retry(after=) asked for, bounded: the delivery is held at its lane's head meanwhile."""
-    try:
-        asked = parse_duration(after)
-    except (ConfigurationError, OverflowError) as error:
-        log.error("Retry(after=) is not a duration, retrying at once", handler=handler, error=str(error))
-        return 0.0
-    if asked > MAX_INLINE_DELAY:
-        log.warning("Retry(after=) shortened", handler=handler, asked=asked, seconds=MAX_INLINE_DELAY)
-    return min(asked, MAX_INLINE_DELAY)

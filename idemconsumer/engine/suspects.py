@@ -13,11 +13,11 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 
-from idemconsumer.engine.work import Work
+from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import JoinedStore
-from idemconsumer.user_code.cancellation import to_end
+from idemconsumer.user_code.cancellation import uninterrupted
 
 _MOST_CUT_OFF = 10_000
 
@@ -31,21 +31,21 @@ class Suspects:
         self._cut_off: dict[bytes, int] = {}
 
     def take_over(self, suspects: Iterable[Work]) -> None:
-        """What was cut off in this process killed nobody: its mark, or its count, is still ours."""
+        """What was cut off in this process killed nothing: its mark, or its count, is still ours."""
         for work in suspects:
             attempts = self._cut_off.get(work.key)
             if attempts == 0:
                 del self._cut_off[work.key]
-                work.marked = True
-            elif attempts is not None:
-                work.begun = True  # and counted once: see `count`
+                work.suspicion = Suspicion.MARKED
+            elif attempts is not None and work.suspicion is not Suspicion.COUNTED:
+                work.suspicion = Suspicion.BEGUN  # and counted once: see `count`
 
     async def mark(self, works: Sequence[Work], final: Container[Work]) -> list[Work]:
         """As many of the first of `works` as may run together, now that those that are suspects are marked; the `final`
         ones will not run. Empty when the first one turns out to have been begun before."""
-        unmarked = [work for work in works if work.suspect and not work.marked and work not in final]
+        unmarked = [work for work in works if work.suspicion is Suspicion.SUSPECT and work not in final]
         if unmarked:
-            await to_end(self._mark(unmarked))
+            await uninterrupted(self._mark(unmarked))
             self._at(Point.SUSPECTS_MARKED, works[0].handler.name, [work.key for work in unmarked])
         together = list(takewhile(lambda work: not work.alone, works))
         running = {work.key for work in together}  # one of these may be delivered once more behind
@@ -55,42 +55,43 @@ class Suspects:
     async def _mark(self, works: Sequence[Work]) -> None:
         marked = await self._store.mark_attempts([work.claim for work in works])
         for work in works:
-            work.marked = work.key in marked
-            work.begun = not work.marked
+            work.suspicion = Suspicion.MARKED if work.key in marked else Suspicion.BEGUN
 
     async def count(self, work: Work) -> None:
         """For a run alone; not again what was counted and then cut off."""
         cut_off = self._cut_off.pop(work.key, None)
-        if not work.counted:
-            await to_end(self._count(work, cut_off))
+        if work.suspicion is not Suspicion.COUNTED:
+            await uninterrupted(self._count(work, cut_off))
             self._at(Point.SUSPECT_COUNTED, work.handler.name, (work.key,))
 
     async def _count(self, work: Work, cut_off: int | None) -> None:
         work.attempts = cut_off or await self._store.count_attempt(work.claim, None)
-        work.counted = True
+        work.suspicion = Suspicion.COUNTED
 
     async def uncount(self, work: Work) -> None:
         """For what did not run, or was cancelled."""
-        if work.counted:
-            work.counted = False
-            await to_end(self._store.uncount_attempt(work.claim))
+        if work.suspicion is Suspicion.COUNTED:
+            work.suspicion = Suspicion.BEGUN
+            await uninterrupted(self._store.uncount_attempt(work.claim))
             work.attempts -= 1
+            if not work.attempts:  # nothing is left on record of a run before
+                work.suspicion = Suspicion.SUSPECT
 
     async def unmark(self, works: Sequence[Work]) -> None:
         """For what did not run, or was undone. Where that fails they are still marked, and known here as ours."""
-        if marked := [work for work in works if work.marked and not work.attempts]:
+        if marked := [work for work in works if work.suspicion is Suspicion.MARKED]:
             with suppress(StoreUnavailable):
-                await to_end(self._unmark(marked))
+                await uninterrupted(self._unmark(marked))
 
     async def _unmark(self, works: Sequence[Work]) -> None:
         await self._store.unmark_attempts([work.key for work in works])
         for work in works:
-            work.marked = False
+            work.suspicion = Suspicion.SUSPECT
 
     def cut_off(self, works: Sequence[Work]) -> None:
         """An outage: the next delivery of each key in this process takes its mark or its count over."""
         for work in works:
-            if work.counted or (work.marked and not work.attempts):
+            if work.suspicion in (Suspicion.MARKED, Suspicion.COUNTED):
                 if len(self._cut_off) >= _MOST_CUT_OFF:
                     self._cut_off.pop(next(iter(self._cut_off)))
                 self._cut_off[work.key] = work.attempts

@@ -1,33 +1,37 @@
-"""A delivery on its way through the engines, and what is said when it cannot go on."""
+"""A delivery on its way through the engines."""
 
 from __future__ import annotations
 
 import hashlib
-import sysconfig
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from enum import Enum
 
 import msgspec
 
-from idemconsumer.errors import BadMessage, Reject
+from idemconsumer.errors import BadMessage
 from idemconsumer.handlers.handler import BoundHandler, Call
 from idemconsumer.message import keys
 from idemconsumer.message.message import Message
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.store import Claim, DeadLetter
 
-_NOT_THEIRS = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parent)})
+
+class Suspicion(Enum):
+    """Whether a delivery may have killed a worker, and what is on record of that. See `suspects`."""
+
+    NONE = "none"
+    SUSPECT = "suspect"  # delivered before; nothing is on record of it
+    MARKED = "marked"  # this process has put on record that it is about to run
+    BEGUN = "begun"  # an earlier run is on record that came to no end, or failed: it runs alone
+    COUNTED = "counted"  # as BEGUN, and the coming run is among its attempts already
 
 
 @dataclass(slots=True, eq=False)
 class Work:
     """One delivery on its way through the engine: decoded, or refused before it could be.
 
-    `attempts` were counted so far; `counted` says that the coming run is among them already; `collisions` cost none.
-    A `suspect` may have killed a worker: `marked` when we have put on record that it is about to run, `begun` when
-    somebody had before.
+    `attempts` were counted so far; `collisions` cost none.
     `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
     `holding` is the saga that this worker holds for it; `resumed`: it came from the store, not from a broker that waits
     for its settlement; `doubt`: a write under the holding's token may still be in flight; `known`: the saga's history
@@ -38,11 +42,8 @@ class Work:
     handler: BoundHandler
     call: Call | None = None
     refusal: BadMessage | None = None
-    suspect: bool = False
-    marked: bool = False
-    begun: bool = False
+    suspicion: Suspicion = Suspicion.NONE
     attempts: int = 0
-    counted: bool = False
     collisions: int = 0
     holding: Holding | None = None
     resumed: bool = False
@@ -54,7 +55,6 @@ class Work:
     def of(
         cls, handler: BoundHandler, message: Message, *, suspect: bool = False, holding: Holding | None = None
     ) -> Work:
-        suspect = suspect and not handler.leased  # a saga counts its takeovers
         resumed = holding is not None
         try:
             call = handler.call_for(message)
@@ -62,7 +62,24 @@ class Work:
             return cls(message, handler, refusal=refusal, holding=holding, resumed=resumed)
         if holding is not None:  # under which key it is stored, whatever the key rule makes of the message now
             call.claim = msgspec.structs.replace(call.claim, key=holding.key, scope=holding.scope, fingerprint=None)
-        return cls(message, handler, call=call, suspect=suspect, holding=holding, resumed=resumed)
+        work = cls(message, handler, call=call, holding=holding, resumed=resumed)
+        if suspect:
+            work.suspect()
+        return work
+
+    def suspect(self) -> None:
+        """It may have killed a worker. Not for sagas, which count their takeovers."""
+        if self.suspicion is Suspicion.NONE and not self.handler.leased:
+            self.suspicion = Suspicion.BEGUN if self.attempts else Suspicion.SUSPECT
+
+    @property
+    def suspected(self) -> bool:
+        return self.suspicion is not Suspicion.NONE
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else may run beside it."""
+        return self.suspicion in (Suspicion.BEGUN, Suspicion.COUNTED)
 
     @property
     def key(self) -> bytes:
@@ -77,13 +94,14 @@ class Work:
         return self.call.claim
 
     @property
-    def alone(self) -> bool:
-        """Whether nothing else may run beside it."""
-        return self.suspect and (self.begun or self.attempts > 0)
-
-    @property
     def attempt(self) -> int:
-        return self.attempts if self.counted else self.attempts + 1
+        return self.attempts if self.suspicion is Suspicion.COUNTED else self.attempts + 1
+
+    def failed(self, attempts: int) -> None:
+        """A run of it failed, and was counted: there are now so many attempts."""
+        self.attempts = attempts
+        if self.suspected:
+            self.suspicion = Suspicion.BEGUN
 
 
 def dead_letter(work: Work, reason: str, error: str, attempts: int) -> DeadLetter:
@@ -102,29 +120,9 @@ def dead_letter(work: Work, reason: str, error: str, attempts: int) -> DeadLette
     )
 
 
-def rejection_of(error: BaseException) -> tuple[str, object]:
-    """Code and body of a final refusal; an exception of `fail_on` gives its name."""
-    return (error.code, error.body) if isinstance(error, Reject) else (type(error).__name__, None)
-
-
 def _identity(work: Work, reason: str) -> bytes:
     """What makes two arrivals one dead letter: the key where there is one; for a conflict the body too."""
     parts = [work.message.source.encode(), reason.encode(), work.key]
     if not work.key or reason == "conflict":
         parts.append(work.message.body)
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()
-
-
-def describe(error: BaseException) -> str:
-    """For the database, where the payload lies as well; logs get the type and the place alone."""
-    return f"{''.join(traceback.format_exception_only(error)).strip()[:4000]} ({where(error)})"
-
-
-def where(error: BaseException) -> str:
-    """The innermost frame that is neither ours nor a library's: the line that whoever wrote the handler can mend."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return "unknown"
-    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
-    frame = (theirs or frames)[-1]
-    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}"

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias
 
+import structlog
+
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.rules import verdicts
+
+log = structlog.get_logger("idemconsumer")
 
 Duration: TypeAlias = str | float | timedelta
 MAX_INLINE_DELAY = 30.0  # seconds; the lane stands still meanwhile
@@ -68,3 +72,15 @@ class Backoff:
             total += pause
             pause *= self.factor
         return total
+
+
+def retry_delay(after: Duration, handler: str) -> float:
+    """Seconds that Retry(after=) asks for, bounded, since the delivery is held at its lane's head meanwhile."""
+    try:
+        seconds = parse_duration(after)
+    except (ConfigurationError, OverflowError) as error:
+        log.error("Retry(after=) is not a duration, retrying at once", handler=handler, error=str(error))
+        return 0.0
+    if seconds > MAX_INLINE_DELAY:
+        log.warning("Retry(after=) shortened", handler=handler, asked=seconds, seconds=MAX_INLINE_DELAY)
+    return min(seconds, MAX_INLINE_DELAY)

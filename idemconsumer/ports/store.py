@@ -42,18 +42,11 @@ class DeadLetter:
     attempts: int = 0
 
 
-class Claims(Protocol):
-    """One open transaction for one group."""
+class OpenTransaction(Protocol):
+    """An open transaction in which a user's function may run; only the store can seal and commit it."""
 
     def tx(self) -> Tx:
         """A Tx for one handler. Asking for the next one ends the former."""
-        ...
-
-    async def claim(self, claims: Sequence[Claim]) -> list[Found]:
-        """Claim all keys with one atomic insert, in order. Keys within one call must differ.
-
-        Never waits for a rival: a key whose claim is not committed is `Mark.BUSY`; `Mark.CLAIMED` is ours to run.
-        """
         ...
 
     def check(self) -> None:
@@ -63,6 +56,17 @@ class Claims(Protocol):
 
     def diagnose(self, error: Exception) -> Exception:
         """What an error that left a handler really is: StoreUnavailable, Contention, or the handler's own."""
+        ...
+
+
+class Claims(OpenTransaction, Protocol):
+    """One open transaction for one group."""
+
+    async def claim(self, claims: Sequence[Claim]) -> list[Found]:
+        """Claim all keys with one atomic insert, in order. Keys within one call must differ.
+
+        Never waits for a rival: a key whose claim is not committed is `Mark.BUSY`; `Mark.CLAIMED` is ours to run.
+        """
         ...
 
     async def complete(

@@ -14,8 +14,8 @@ from typing import Final
 
 import structlog
 
-from idemconsumer.engine.engine import asked
-from idemconsumer.engine.work import Work, dead_letter, describe, rejection_of, where
+from idemconsumer.engine.blame import describe, rejection_of, where
+from idemconsumer.engine.work import Work, dead_letter
 from idemconsumer.errors import (
     CommitUnknown,
     Contention,
@@ -26,6 +26,7 @@ from idemconsumer.errors import (
     StoreUnavailable,
     UnknownEffect,
 )
+from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
@@ -43,7 +44,8 @@ from idemconsumer.sagas.run import (
     decode_output,
     step_key,
 )
-from idemconsumer.user_code.cancellation import ended, to_end
+from idemconsumer.user_code.call import call_user_code
+from idemconsumer.user_code.cancellation import run_isolated, uninterrupted
 from idemconsumer.user_code.time_limit import TimeLimit
 
 log = structlog.get_logger("idemconsumer")
@@ -116,14 +118,14 @@ class Attempt:
         )
         try:
             handler = partial(self._handler.run, call, run, holding.attempt)
-            value, error = await ended(asyncio.create_task(run.main(handler)))
+            value, error = await run_isolated(run.main(handler))
             if isinstance(error, ExceptionGroup):
                 error = _one_rejection(error, (Reject, *options.fail_on)) or error
             if isinstance(error, Reject):
                 await run.siblings()
             await run.settle(rejected=isinstance(error, Reject))
         except asyncio.CancelledError:
-            await to_end(run.settle())
+            await uninterrupted(run.settle())
             raise
         cause = run.interruption or error
         if isinstance(cause, (*_UNDECIDED, SagaChanged, UnknownEffect)):
@@ -173,7 +175,7 @@ class Attempt:
         """Another attempt, by whoever takes the saga after `delay` seconds, or as long as the error asks for."""
         holding = self._holding
         if isinstance(error, Retry) and error.after is not None:
-            delay = asked(error.after, self._handler.name)
+            delay = retry_delay(error.after, self._handler.name)
         await self._leases.release(holding, delay, told or describe(error), count=count)
         self._at(SagaPoint.RELEASED)
         kind = type(error).__name__
@@ -200,7 +202,7 @@ class Attempt:
                 limit = TimeLimit(self._options.timeout, self._lease)
                 try:
                     asking = asyncio.create_task(self._handler.reconcile(call, opened.tx(), holding.attempt))
-                    said, wrong = await limit.hold(ended(asking))
+                    said, wrong = await call_user_code(run_isolated(asking), limit)
                     if isinstance(wrong, Exception):
                         raise wrong
                     answer = answered("reconcile", said if wrong is None else wrong)
@@ -239,7 +241,7 @@ class Attempt:
         undoing = await self._leases.undo(holding, rejection)
         if undoing is None:
             resolving = asyncio.create_task(run.resolve(await self._leases.steps(holding.key)))
-            if (error := (await ended(resolving))[1]) is not None:
+            if (error := (await run_isolated(resolving))[1]) is not None:
                 if isinstance(error, (*_UNDECIDED, SagaChanged, UnknownEffect)):
                     raise error
                 return await self._failed(run, error)
@@ -269,7 +271,7 @@ class Attempt:
             return await self._not_undone(f"the handler, before step {lost[0]!r}", cause)
         progressed = False
         for row in sorted(todo, key=lambda row: row.position or 0, reverse=True):
-            _, error = await ended(asyncio.create_task(self._undo_step(run, row, steps[row.name])))
+            _, error = await run_isolated(self._undo_step(run, row, steps[row.name]))
             if isinstance(error, _UNDECIDED) or not isinstance(error, Exception | SagaInterrupted | None):
                 raise error
             if error is not None:
@@ -295,9 +297,8 @@ class Attempt:
             async with self._leases.step(holding, row.name, has_undo=True, undo=True) as opened:
                 limit = TimeLimit(timeout, self._lease)
                 try:
-                    await limit.hold(
-                        run.called(step.undo, opened.tx(), output, *step.args, gets="tx and the step's output")
-                    )
+                    undoing = run.called(step.undo, opened.tx(), output, *step.args, gets="tx and the step's output")
+                    await call_user_code(undoing, limit)
                     opened.check()
                     limit.check()
                 except Exception as error:
@@ -309,7 +310,7 @@ class Attempt:
             undoing = run.called(
                 step.undo, StepCall(key, attempt), output, *step.args, gets="step and the step's output"
             )
-            await TimeLimit(timeout).hold(undoing)
+            await call_user_code(undoing, TimeLimit(timeout))
             self._at(SagaPoint.CALLED)
             await self._leases.record(
                 holding, row.name, row.kind, StepState.UNDONE, None, has_undo=True, overlapped=row.overlapped

@@ -168,7 +168,7 @@ class LeasedEngine:
                 app, name = work.handler.app, work.handler.name
                 taken = await self._leases.take(app, [name], 1, unheld=unheld, key=work.key)
                 return taken[0] if taken else Outcome(OutcomeKind.BUSY, state=found.state)
-            return Outcome(OutcomeKind.BUSY) if found is Mark.BUSY else await self._engine.replay(work, found)
+            return Outcome(OutcomeKind.BUSY) if found is Mark.BUSY else await self._engine.endings.replay(work, found)
 
     async def _unheld(self, work: Work) -> Sequence[tuple[bytes, int]]:
         """This saga, if it is ours and no other call has it, or may be getting it: each is among `_works` before."""
@@ -196,5 +196,5 @@ class LeasedEngine:
         if record is not None and judge(record, None) is not Verdict.BUSY:
             if work.call is None:  # unreadable, so it can only have been put aside, now or by whoever came between
                 return Outcome(OutcomeKind.DEAD, state=record.state)
-            return await self._engine.replay(work, record)
+            return await self._engine.endings.replay(work, record)
         raise Fenced("the saga has another owner")

@@ -18,12 +18,12 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 
 from idemconsumer.errors import (
     BadMessage,
-    HandlerFault,
     Interrupted,
     Reject,
     SagaChanged,
     SagaMisused,
     SagaParked,
+    SelfCancelled,
     Unavailable,
     UnknownEffect,
 )
@@ -35,6 +35,8 @@ from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State, StepKind, StepState
 from idemconsumer.sagas import outputs
 from idemconsumer.sagas.injection import injected
+from idemconsumer.user_code.call import call_user_code
+from idemconsumer.user_code.cancellation import CancellationWatch
 from idemconsumer.user_code.time_limit import TimeLimit
 
 R = TypeVar("R")
@@ -152,9 +154,7 @@ class SagaRun:
     async def _ask(self, name: str, asked: Asked, run: Callable[[], Awaitable[Any]]) -> Any:
         if self._over or self.interruption is not None:
             raise SagaInterrupted(f"step {name!r} is asked for when the run is over") from self.interruption
-        task = asyncio.current_task()
-        assert task is not None
-        asked_before = task.cancelling()
+        outside = CancellationWatch()
         try:
             self._meet(name, asked)
             row = self._rows.get(name)
@@ -182,7 +182,7 @@ class SagaRun:
             raise
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
-            from_outside = cancelled and task.cancelling() > asked_before
+            from_outside = cancelled and outside.requested
             cause = _cancellation(error, from_outside) if cancelled else error
             self.interrupt(cause, name)
             if from_outside:
@@ -253,7 +253,7 @@ class SagaRun:
         async with self._store.step(holding, name, has_undo=has_undo, undo=False) as step:
             limit = TimeLimit(self._timeout, self._lease)
             try:
-                value = await limit.hold(self.called(asked.fn, step.tx(), *asked.args, gets="tx"))
+                value = await call_user_code(self.called(asked.fn, step.tx(), *asked.args, gets="tx"), limit)
                 step.check()
                 output, value = _stored(name, asked.fn, value)
                 limit.check()
@@ -291,7 +291,7 @@ class SagaRun:
         self._point(SagaPoint.INTENDED)
         limit = TimeLimit(self._timeout)
         try:
-            value = await limit.hold(self.called(asked.fn, StepCall(key, attempt), *asked.args, gets="step"))
+            value = await call_user_code(self.called(asked.fn, StepCall(key, attempt), *asked.args, gets="step"), limit)
         except Exception as error:
             refusal = None if limit.caused(error) else self._refusal(error)
             if refusal is None:
@@ -305,10 +305,10 @@ class SagaRun:
         return value
 
     async def _reconcile(
-        self, name: str, fn: Callable[..., Awaitable[Any]], call: StepCall, args: tuple[Any, ...]
+        self, name: str, fn: Callable[..., Awaitable[Any]], given: StepCall, args: tuple[Any, ...]
     ) -> Done[Any] | NotDone | Unknown:
         try:
-            found = await TimeLimit(self._timeout).hold(self.called(fn, call, *args, gets="step"))
+            found = await call_user_code(self.called(fn, given, *args, gets="step"), TimeLimit(self._timeout))
         except Exception as error:
             if self._refusal(error) is None:
                 raise
@@ -323,7 +323,9 @@ class SagaRun:
         """The final refusal that `error` is, if it is one. One of `fail_on` becomes what it is after a resume."""
         if isinstance(error, Reject):
             return error
-        if not isinstance(error, self._fail_on) or isinstance(error, (Unavailable, Interrupted, SagaParked)):
+        if not isinstance(error, self._fail_on) or isinstance(
+            error, (Unavailable, Interrupted, SagaParked, SelfCancelled)
+        ):
             return None
         refusal = Reject(type(error).__name__)
         refusal.__cause__ = error
@@ -441,7 +443,7 @@ def _cancellation(error: BaseException, from_outside: bool) -> BaseException:
     if from_outside:
         cause = asyncio.CancelledError("the handler cancelled it, itself or by a timeout or a TaskGroup around it")
     else:
-        cause = HandlerFault("raised CancelledError though nobody cancelled it")
+        cause = SelfCancelled()
     return cause.with_traceback(error.__traceback__)
 
 

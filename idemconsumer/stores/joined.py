@@ -39,7 +39,7 @@ from idemconsumer.sql.queries import load
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.tx import PostgresTx
-from idemconsumer.user_code.cancellation import to_end
+from idemconsumer.user_code.cancellation import CancellationWatch, uninterrupted
 
 _IDLE_TOO_LONG: Final = "25P03"
 _CONTENTION: Final = {"40001", "40P01", "55P03", "53200"}
@@ -100,8 +100,7 @@ class PostgresStore:
     # ------------------------------------------------------------------------------------------------- connections
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
-        task = asyncio.current_task()
-        asked_before = 0 if task is None else task.cancelling()
+        outside = CancellationWatch()
         async with self._free:
             try:
                 connection = await self._pool.getconn()
@@ -110,7 +109,7 @@ class PostgresStore:
             try:
                 # Python 3.11: asyncio.wait_for inside the pool can swallow a cancellation (cpython #86296). Compared,
                 # as user code may have left the count raised: a failed TaskGroup does so before 3.13.
-                if task is not None and task.cancelling() > asked_before:
+                if outside.requested:
                     raise asyncio.CancelledError
                 yield connection
             except StoreUnavailable:
@@ -376,7 +375,7 @@ class PostgresClaims:
         """See `ports.Claims`. `last` is one more statement, sent with the others, which seals."""
         # J4: a connection that is given back busy would commit later.
         self.end()
-        return await to_end(self._complete(results, forget, failed, last))
+        return await uninterrupted(self._complete(results, forget, failed, last))
 
     async def _complete(
         self,

@@ -1,21 +1,52 @@
-"""What must not be left half done, or end its caller, by a cancellation."""
+"""Cancellation: what must not be cut in half by one, and where one came from.
+
+asyncio counts, in `Task.cancelling()`, how often a task was asked to end. User code may raise that count for good
+(before Python 3.13 a TaskGroup with a failed child does) or swallow what was asked. This file alone reads it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
-from idemconsumer.errors import HandlerFault
+from idemconsumer.errors import SelfCancelled
 
 T = TypeVar("T")
 
 
-async def to_end(act: Coroutine[Any, Any, T]) -> T:
-    """Do it whole, then let a cancellation pass.
+class CancellationWatch:
+    """Notes how often this task was asked to end, so that what comes later can be told from that."""
 
-    `asyncio.shield` would return at once and let the act go on behind the caller's back. A task of its own also for
-    what begins after the cancellation: the store gives no connection to a task that is being cancelled.
+    __slots__ = ("_before", "_task")
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._before = 0 if self._task is None else self._task.cancelling()
+
+    @property
+    def requested(self) -> bool:
+        """Whether this task was asked to end since then."""
+        return self._task is not None and self._task.cancelling() > self._before
+
+    def withdraw(self) -> None:
+        """Set the count back to what it was. What user code did to it ends with the call."""
+        task = self._task
+        while task is not None and task.cancelling() > self._before:
+            task.uncancel()
+
+
+def being_cancelled() -> bool:
+    """Whether this task was asked to end. True outside of a task, where nothing can be awaited."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+async def uninterrupted(act: Coroutine[Any, Any, T]) -> T:
+    """Run `act` to its end, then let a cancellation pass.
+
+    `asyncio.shield` would return at once while the act goes on. The task of its own also serves what begins after the
+    cancellation: the store gives no connection to a task that is being cancelled.
     """
     task = asyncio.create_task(act)
     cancelled: asyncio.CancelledError | None = None
@@ -30,13 +61,13 @@ async def to_end(act: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def ended(task: asyncio.Task[Any]) -> tuple[Any, BaseException | None]:
-    """What the task returned or raised. A cancellation of the caller is passed on, and raised whatever the task makes
-    of it; one that came from inside is a HandlerFault.
+async def run_isolated(run: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """Run user code in a task of its own: what it returned, or what it raised.
 
-    User code has a task of its own, since what it does to its task must end with it: cancelled from inside it would
-    end its lane, and before Python 3.13 a TaskGroup with a failed child leaves `cancelling()` raised for good.
+    What it does to its task ends with it. A cancellation of the caller is passed on, and is raised whatever the user
+    code makes of it. A CancelledError that came from inside is returned as SelfCancelled.
     """
+    task = asyncio.ensure_future(run)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -47,10 +78,18 @@ async def ended(task: asyncio.Task[Any]) -> tuple[Any, BaseException | None]:
     try:
         raised = task.exception()
     except asyncio.CancelledError as error:
-        raised = HandlerFault("raised CancelledError though nobody cancelled it").with_traceback(error.__traceback__)
+        raised = SelfCancelled().with_traceback(error.__traceback__)
     if cancelled is not None:
         raise cancelled
     return (None if raised is not None else task.result()), raised
+
+
+async def isolated(run: Awaitable[T]) -> T:
+    """As `run_isolated`, raising what the user code raised."""
+    value, error = await run_isolated(run)
+    if error is not None:
+        raise error
+    return value  # type: ignore[no-any-return]
 
 
 def from_cancellation(error: BaseException | None) -> bool:

@@ -106,7 +106,7 @@ class Lane:
             if held.work.handler is not handler or held.abandoned or (group and held.due):
                 break
             if held.work.call is not None and held.delivery.epoch.on_probation(self._index):
-                held.work.suspect = True
+                held.work.suspect()
             group.append(self._queue.popleft())
         return group
 

@@ -12,7 +12,7 @@ import zlib
 
 from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Session
-from idemconsumer.user_code.cancellation import ended
+from idemconsumer.user_code.cancellation import run_isolated
 from idemconsumer.worker.in_hand import Held, InHand, Place
 from idemconsumer.worker.lane import Lane
 from idemconsumer.worker.turns import Turns
@@ -72,7 +72,7 @@ class Lanes:
 
     async def _work_in(self, place: Place) -> None:
         """A TaskGroup forgets a task that was cancelled, and the other lanes would go on without this one."""
-        _, error = await ended(lane := asyncio.create_task(place.work()))
+        _, error = await run_isolated(lane := asyncio.create_task(place.work()))
         if lane.cancelled():
             raise RuntimeError("a lane was cancelled by what it ran, and the worker cannot go on without it") from error
         if error is not None:

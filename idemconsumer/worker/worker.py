@@ -15,13 +15,13 @@ from idemconsumer.brokers.due_sagas import SCHEME, DueSagas
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.handlers.resources import Resources
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Broker
 from idemconsumer.ports.leases import LeaseStore
 from idemconsumer.ports.observer import NullObserver, Observer
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.user_code.resources import Resources
 from idemconsumer.worker.feed import Feed, pause
 from idemconsumer.worker.in_hand import InHand
 from idemconsumer.worker.lanes import Lanes

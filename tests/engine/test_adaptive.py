@@ -109,9 +109,9 @@ async def two_lanes(
 
 def keep_turns(engine: Engine, handler: BoundHandler) -> None:
     """As within the time for which the gate is shut, however long the machine takes over the rest of the test."""
-    size = engine._size(handler)
+    size = engine._sizes.of(handler)
     assert size.gated(asyncio.get_running_loop().time()), "they did not collide"
-    engine._sizes[handler.name] = replace(size, gate=Gate(float("inf")))
+    engine._sizes._sizes[handler.name] = replace(size, gate=Gate(float("inf")))
 
 
 @pytest.mark.parametrize("apart", ["two lanes", "two processes", "two handlers"])
@@ -128,7 +128,7 @@ async def test_groups_that_collide_take_turns_and_do_not_collide_again(
     for _ in range(20):  # until both have been the one that is rolled back
         assert set(await two_lanes(meeting, engines, handlers, groups=1)) <= {"applied", "duplicate"}
         now = asyncio.get_running_loop().time()
-        shut = [e._size(h).gated(now) for e, h in zip(engines, handlers, strict=True)]
+        shut = [e._sizes.of(h).gated(now) for e, h in zip(engines, handlers, strict=True)]
         if all(shut):
             break
         ledger.clear()

@@ -172,7 +172,7 @@ async def test_a_handler_that_blocks_the_loop_past_its_timeout_is_late_even_if_i
         assert kinds(await to_the_end(Engine(store), works(block, 1))) == ["dead"]
     await store.close()
     assert ledger.letters == [("attempts_exhausted", 1)]
-    assert "longer than its timeout" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
+    assert "did not end within its timeout" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
 
 
 # ------------------------------------------------------------------------------------------- what a handler may answer

@@ -163,7 +163,7 @@ async def test_a_handler_that_is_too_slow_is_stopped_and_counted(ledger: Ledger,
     async with asyncio.timeout(PATIENCE):
         assert kinds(await to_the_end(engine, works(slow, 1))) == ["dead"]
     ((error,),) = ledger.run("select error from idemconsumer.dead_letter")
-    assert "longer than its timeout of 0.05 s" in error
+    assert "did not end within its timeout of 0.05 s" in error
     assert ledger.effects == []
 
 
@@ -190,7 +190,7 @@ async def test_a_timeout_error_of_the_handlers_own_keeps_its_text(ledger: Ledger
 async def test_a_handler_that_raises_cancelled_error_by_itself_has_failed(ledger: Ledger, engine: Engine) -> None:
     outcome = await engine.process(*works(failing(asyncio.CancelledError(), max_attempts=1), 1))
     assert outcome.kind == "dead"
-    assert "nobody cancelled it" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
+    assert "nothing cancelled it" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
     assert ledger.effects == []
 
 

@@ -186,7 +186,7 @@ async def test_a_suspect_that_cancels_its_own_task_has_failed_and_costs_nobody_e
     assert (kinds(await engine.run(group)), ledger.attempts) == (["applied", "retrying"], [1])
     assert kinds(await to_the_end(engine, group)) == ["duplicate", "dead", "applied"]
     assert (ledger.effects, ledger.attempts, ledger.letters) == (["1", "2"], [], [("attempts_exhausted", 1)])
-    assert "nobody cancelled it" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
+    assert "nothing cancelled it" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
 
 
 async def test_a_suspect_that_is_too_slow_is_stopped_and_counted(ledger: Ledger, engine: Engine) -> None:
@@ -195,7 +195,7 @@ async def test_a_suspect_that_is_too_slow_is_stopped_and_counted(ledger: Ledger,
 
     pay = Pay({"slow": hang}, max_attempts=2, timeout="50ms")
     assert kinds(await to_the_end(engine, pay.suspects(1, "slow", 2))) == ["applied", "dead", "applied"]
-    assert "longer than its timeout" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
+    assert "did not end within its timeout" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
 
 
 class CutAtMark:

@@ -12,6 +12,7 @@ import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
 from idemconsumer.errors import StoreUnavailable
+from idemconsumer.user_code.call import call_user_code
 from idemconsumer.user_code.time_limit import TimeLimit
 from tests.sagas.conftest import Bench, OpenStation, Remote, Station, put, saga, until
 from tests.sagas.test_reconcile import lost
@@ -195,6 +196,6 @@ async def test_what_was_cut_off_and_swallows_it_is_late_whatever_our_clock_says(
     """uvloop counts from the beginning of its turn, and may be a millisecond early."""
     monkeypatch.setattr("idemconsumer.user_code.time_limit.time", SimpleNamespace(monotonic=lambda: 0.0))
     limit = TimeLimit(30.0, LEASE)
-    await limit.hold(swallows())
+    await call_user_code(swallows(), limit)
     with pytest.raises(TimeoutError, match=r"did not end within 0\.2 s"):
         limit.check()

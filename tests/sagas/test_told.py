@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[Callable[[Any], Awaitable[object]], str]] = {
     "without words": (lambda saga: saga.call("s", mute), "step 's': tests.sagas.test_told.Mute"),
     "cancelled": (
         lambda saga: saga.call("s", cancelled),
-        "step 's': idemconsumer.errors.HandlerFault: raised CancelledError though nobody cancelled it (test_told.py",
+        "step 's': idemconsumer.errors.SelfCancelled: raised CancelledError though nothing cancelled it (test_told.py",
     ),
     "cancelled by the handler": (
         waits_too_long,

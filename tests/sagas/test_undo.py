@@ -266,7 +266,7 @@ async def test_an_undo_that_fails_is_tried_again_and_finished_ones_are_not(
     assert [name for name, _ in remote.calls] == ["b", "refund:b:charged:b"]
 
 
-CANCELLED_INSIDE = "idemconsumer.errors.HandlerFault: raised CancelledError"
+CANCELLED_INSIDE = "idemconsumer.errors.SelfCancelled: raised CancelledError"
 
 
 async def fails() -> None:

@@ -18,6 +18,7 @@ from aio_pika.exceptions import CONNECTION_EXCEPTIONS
 from idemconsumer.brokers.rabbitmq.decoding import read_everything
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.settings import Settings
+from idemconsumer.user_code.cancellation import being_cancelled
 
 read_everything()
 
@@ -118,7 +119,7 @@ async def answered(answer: Awaitable[T], within: float = ANSWER) -> T:
         async with asyncio.timeout(within):
             return await answer
     except asyncio.CancelledError:
-        if (task := asyncio.current_task()) is None or task.cancelling():
+        if being_cancelled():
             raise
         raise ConnectionResetError("the channel was closed") from None
 

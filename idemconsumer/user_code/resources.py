@@ -13,6 +13,7 @@ import structlog
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Batch, Saga, Tx
+from idemconsumer.user_code.cancellation import CancellationWatch
 
 log = structlog.get_logger("idemconsumer")
 
@@ -68,7 +69,7 @@ class Resources:
         try:
             for resource in self._resources:
                 made = resource.make()
-                cancelled = _cancelling()
+                outside = CancellationWatch()
                 try:
                     self.values[resource.type] = await anext(made)
                 except StopAsyncIteration:
@@ -76,7 +77,7 @@ class Resources:
                         f"resource {resource.name!r} ended without a yield; yield the object once"
                     ) from None
                 except (Exception, asyncio.CancelledError) as error:
-                    if _cancelling() > cancelled:
+                    if outside.requested:
                         raise
                     raise ConfigurationError(
                         f"resource {resource.name!r} could not be made: {type(error).__name__}: {error}"
@@ -91,20 +92,14 @@ class Resources:
         while self._open:
             resource, made = self._open.pop()
             self.values.pop(resource.type, None)
-            cancelled = _cancelling()
+            outside = CancellationWatch()
             try:
                 await anext(made)
             except StopAsyncIteration:
                 continue
             except (Exception, asyncio.CancelledError) as error:  # the user's; the others are still to be closed
-                if _cancelling() > cancelled:
+                if outside.requested:
                     raise
                 log.warning("resource not closed", resource=resource.name, error=f"{type(error).__name__}: {error}")
             else:
                 log.warning("resource yielded twice", resource=resource.name)
-
-
-def _cancelling() -> int:
-    """How often this task was asked to end; not more often, when a resource raises CancelledError by itself."""
-    task = asyncio.current_task()
-    return 0 if task is None else task.cancelling()

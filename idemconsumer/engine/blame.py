@@ -1,0 +1,47 @@
+"""Which message an error belongs to, and how the error is described to the person who can mend it."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from idemconsumer.errors import Reject
+
+_NOT_THEIRS = tuple(
+    {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parent.parent)},
+)
+
+
+class HandlerFailed(Exception):
+    """The handler of the group's message at `index` failed. None: it had several, and the error fits no one of them.
+
+    `ran`: which of the group's messages were to run; the others were busy, or had records.
+    """
+
+    def __init__(self, index: int | None, error: Exception) -> None:
+        super().__init__(index)
+        self.index = index
+        self.error = error
+        self.ran: Sequence[int] = ()
+
+
+def rejection_of(error: BaseException) -> tuple[str, object]:
+    """Code and body of a final refusal; an exception of `fail_on` gives its name."""
+    return (error.code, error.body) if isinstance(error, Reject) else (type(error).__name__, None)
+
+
+def describe(error: BaseException) -> str:
+    """For the database, where the payload lies as well; logs get the type and the place alone."""
+    return f"{''.join(traceback.format_exception_only(error)).strip()[:4000]} ({where(error)})"
+
+
+def where(error: BaseException) -> str:
+    """The innermost frame that is neither ours nor a library's: the line that the handler's author can mend."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "unknown"
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    frame = (theirs or frames)[-1]
+    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}"

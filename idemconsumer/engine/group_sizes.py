@@ -1,0 +1,49 @@
+"""What is known of each handler's groups, kept for one process. The rules are in `rules.group_size`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from idemconsumer.errors import Contention
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.rules.group_size import GroupSize
+
+log = structlog.get_logger("idemconsumer")
+
+
+class GroupSizes:
+    """One `GroupSize` a handler, by name; each method tells what happened to a group of it."""
+
+    def __init__(self, *, lanes: int, most_locks: int) -> None:
+        self._lanes = lanes
+        self._most_locks = most_locks
+        self._sizes: dict[str, GroupSize] = {}
+
+    def of(self, handler: BoundHandler) -> GroupSize:
+        if (size := self._sizes.get(handler.name)) is None:
+            given = 1 if handler.leased else handler.options.group_size  # a saga shares no transaction
+            size = GroupSize.start(given, lanes=self._lanes, most_locks=self._most_locks)
+            self._sizes[handler.name] = size
+        return size
+
+    def committed(self, handler: BoundHandler, messages: int, seconds: float, now: float) -> None:
+        """`seconds`: how long the handlers of its `messages` took together."""
+        self._sizes[handler.name] = self.of(handler).clean_group(messages, seconds, now)
+
+    def failed(self, handler: BoundHandler) -> None:
+        self._sizes[handler.name] = self.of(handler).failed()
+
+    def lost(self, handler: BoundHandler) -> None:
+        self._sizes[handler.name] = self.of(handler).lost()
+
+    def collided(self, handler: BoundHandler, contention: Contention) -> bool:
+        """Returns whether this has shut the gate, so that the rerun will not meet its rival again."""
+        before, now = self.of(handler), asyncio.get_running_loop().time()
+        after = before.out_of_locks() if contention.cap_groups else before.collided(now)
+        self._sizes[handler.name] = after
+        shut = after.gated(now) and not before.gated(now)
+        if shut:
+            log.info("groups collide, so they take turns", handler=handler.name, seconds=after.gate.until - now)
+        return shut
