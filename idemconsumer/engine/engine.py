@@ -92,40 +92,42 @@ class Engine:
         """One message, to the end of one attempt."""
         return (await self.run([work]))[0]
 
-    async def run(self, works: Sequence[Work], *, defer: bool = False) -> list[Outcome]:
-        """Outcomes of at least the first of `works`, which are of one handler; what is missing was not decided.
+    async def run(self, group: Sequence[Work], *, defer: bool = False) -> list[Outcome]:
+        """Outcomes of at least the first of `group`, which are of one handler; what is missing was not decided.
 
         A busy head is waited for up to the handler's `wait`; with `defer` busy ones are reported and the others run.
         """
-        head = works[0]
+        head = group[0]
         defer = defer or head.handler.options.on_busy == "defer"
         if head.refusal is not None:
             return [await self.endings.refuse(head, head.refusal)]
-        together = _together(works)
+        together = _together(group)
         if any(work.suspected for work in together):
             return await self._suspected(together, defer=defer)
-        outcomes = await self._group(together, defer=defer)
+        outcomes = await self._run_group(together, defer=defer)
         if outcomes[0].kind is OutcomeKind.BUSY and not defer:
             return [await self._wait(head)]
         return outcomes
 
-    async def replay_committed(self, works: Sequence[Work]) -> list[Outcome | None]:
+    async def replay_committed(self, group: Sequence[Work]) -> list[Outcome | None]:
         """For each the outcome that its committed record gives, all read by one statement; None where it gives none."""
         outcomes: list[Outcome | None] = []
-        for work, record in zip(works, await self._store.peek([work.key for work in works]), strict=True):
+        for work, record in zip(group, await self._store.peek([work.key for work in group]), strict=True):
             undecided = record is None or not _decided(work, record)
             outcomes.append(None if record is None or undecided else await self.endings.replay(work, record))
         return outcomes
 
     # -------------------------------------------------------------------------------------------------------- groups
-    async def _group(self, works: Sequence[Work], *, defer: bool, behind: FailedBehind | None = None) -> list[Outcome]:
-        """Claim, run and commit `works`, or a prefix of them; `behind` is counted if they all go at once."""
-        handler, lost, whole = works[0].handler, False, len(works)
+    async def _run_group(
+        self, group: Sequence[Work], *, defer: bool, behind: FailedBehind | None = None
+    ) -> list[Outcome]:
+        """Claim, run and commit `group`, or a prefix of them; `behind` is counted if they all go at once."""
+        handler, lost, whole = group[0].handler, False, len(group)
         while True:
             try:
-                return await self._commit_group(works, defer=defer, behind=behind if len(works) == whole else None)
+                return await self._commit_group(group, defer=defer, behind=behind if len(group) == whole else None)
             except _Cut as cut:
-                works = works[: cut.length]
+                group = group[: cut.length]
             except CommitUnknown as unknown:
                 if behind is not None:
                     behind.in_doubt, behind = True, None
@@ -133,18 +135,18 @@ class Engine:
                 log.warning("commit unknown, claiming again", handler=handler.name, error=str(unknown))
                 if lost:  # the group itself may be why: idle for so long that the server ended its transaction
                     self._sizes.lost(handler)
-                    works = works[: max(1, len(works) // 2)]
+                    group = group[: max(1, len(group) // 2)]
                 lost = True
             except Contention as contention:
                 gate_shut = self._sizes.collided(handler, contention)
-                if len(works) == 1:
-                    work = works[0]
+                if len(group) == 1:
+                    work = group[0]
                     work.collisions += 1
                     if work.collisions % _FREE_RETRIES == 0:
                         return [await self._fail(work, contention)]
                     return [self.endings.free_retry(work, contention)]
                 if not gate_shut:  # whoever holds the row may hold it for long: what comes before it is to get through
-                    works = works[: len(works) // 2]
+                    group = group[: len(group) // 2]
             except StoreUnavailable:
                 self._sizes.lost(handler)  # as for an unknown commit
                 raise
@@ -152,22 +154,22 @@ class Engine:
                 raise
             except HandlerFailed as failed:
                 if failed.index is not None:
-                    return await self._around(works, failed.index, failed, defer=defer)
-                self._at(Point.ROLLED_BACK, handler.name, [work.key for work in works])
+                    return await self._around(group, failed.index, failed, defer=defer)
+                self._at(Point.ROLLED_BACK, handler.name, [work.key for work in group])
                 # Smaller batches show whose it is, that of one at the latest.
-                return await self._in_parts(works, (len(works) + 1) // 2, defer=defer)
+                return await self._in_parts(group, (len(group) + 1) // 2, defer=defer)
             except Exception as error:  # noqa: BLE001 - any error of the database at the seal or at COMMIT
                 # Refused at the seal or at COMMIT, so nobody can be blamed yet: one by one shows whose it is.
-                self._at(Point.ROLLED_BACK, handler.name, [work.key for work in works])
-                if len(works) == 1:
-                    return [await self._fail(works[0], error)]
-                return await self._in_parts(works, 1, defer=defer)
+                self._at(Point.ROLLED_BACK, handler.name, [work.key for work in group])
+                if len(group) == 1:
+                    return [await self._fail(group[0], error)]
+                return await self._in_parts(group, 1, defer=defer)
 
-    async def _commit_group(self, works: Sequence[Work], *, defer: bool, behind: FailedBehind | None) -> list[Outcome]:
-        handler, now = works[0].handler, asyncio.get_running_loop().time
+    async def _commit_group(self, group: Sequence[Work], *, defer: bool, behind: FailedBehind | None) -> list[Outcome]:
+        handler, now = group[0].handler, asyncio.get_running_loop().time
         name = handler.name
         leaders: dict[bytes, Work] = {}
-        for work in works:  # G1: a key goes once; its later deliveries are judged by what the first one leaves
+        for work in group:  # G1: a key goes once; its later deliveries are judged by what the first one leaves
             leaders.setdefault(work.key, work)
         keys = list(leaders)
         results: dict[bytes, StoredResult] = {}
@@ -178,20 +180,20 @@ class Engine:
             found = dict(zip(keys, await claims.claim([work.claim for work in leaders.values()]), strict=True))
             verdicts = {key: judge(found[key], work.claim.fingerprint) for key, work in leaders.items()}
             if not defer:
-                busy = next((i for i, work in enumerate(works) if verdicts[work.key] is Verdict.BUSY), None)
+                busy = next((i for i, work in enumerate(group) if verdicts[work.key] is Verdict.BUSY), None)
                 if busy:
                     raise _Cut(busy)
                 if busy == 0:
                     return [Outcome(OutcomeKind.BUSY)]
             self._at(Point.CLAIMED, name, keys)
-            new = [i for i, work in enumerate(works) if leaders[work.key] is work and verdicts[work.key] is Verdict.RUN]
+            new = [i for i, work in enumerate(group) if leaders[work.key] is work and verdicts[work.key] is Verdict.RUN]
             began = now()
             try:
                 if handler.batch:
-                    results = await self._handle_batch(claims, works, new) if new else {}
+                    results = await self._handle_batch(claims, group, new) if new else {}
                 else:
                     for index in new:
-                        key, result = works[index].key, await self._handle(claims, index, works[index])
+                        key, result = group[index].key, await self._handle(claims, index, group[index])
                         self._at(Point.HANDLED, name, (key,))
                         if result is not None:
                             results[key] = result
@@ -200,7 +202,7 @@ class Engine:
                 raise
             seconds = now() - began
             self._at(Point.SEALING, name, keys)
-            begun = [work.key for work in works if work.attempts or work.suspicion is Suspicion.MARKED]
+            begun = [work.key for work in group if work.attempts or work.suspicion is Suspicion.MARKED]
             ended = [key for key in begun if verdicts[key] is not Verdict.BUSY]
             failed = None if behind is None else (behind.claim, behind.error)
             attempts = await claims.complete(list(results.items()), ended, failed=failed)
@@ -209,7 +211,7 @@ class Engine:
         self._at(Point.COMMITTED, name, keys)
         self._sizes.committed(handler, len(new), seconds, now())
         outcomes = []
-        for work in works:
+        for work in group:
             if verdicts[work.key] is not Verdict.RUN:
                 outcomes.append(await self.endings.replay(work, found[work.key]))
             elif leaders[work.key] is work:
@@ -220,23 +222,25 @@ class Engine:
         return outcomes
 
     async def _handle_batch(
-        self, claims: Claims, works: Sequence[Work], new: Sequence[int]
+        self, claims: Claims, group: Sequence[Work], new: Sequence[int]
     ) -> dict[bytes, StoredResult]:
-        """Run a batch handler once, for those of `works` that are new, and give their results."""
-        items = [works[index] for index in new]
-        batch = Items([_call(work).payload for work in items], [_call(work).message(work.attempt) for work in items])
-        head = next((work for work in items if work.suspected), items[0])
+        """Run a batch handler once, for those of `group` that are new, and give their results."""
+        new_work = [group[index] for index in new]
+        items = Items(
+            [_call(work).payload for work in new_work], [_call(work).message(work.attempt) for work in new_work]
+        )
+        head = next((work for work in new_work if work.suspected), new_work[0])
         try:
-            await self._handle(claims, None if len(items) > 1 else 0, head, batch)
+            await self._handle(claims, None if len(new_work) > 1 else 0, head, items)
         except HandlerFailed as failed:
             if failed.index is not None:
                 failed.index = new[failed.index]
             raise
-        self._at(Point.HANDLED, items[0].handler.name, [work.key for work in items])
-        return {work.key: result for i, work in enumerate(items) if (result := batch.stored(i)) is not None}
+        self._at(Point.HANDLED, new_work[0].handler.name, [work.key for work in new_work])
+        return {work.key: result for i, work in enumerate(new_work) if (result := items.stored(i)) is not None}
 
     async def _handle(
-        self, claims: Claims, index: int | None, work: Work, batch: Items | None = None
+        self, claims: Claims, index: int | None, work: Work, items: Items | None = None
     ) -> StoredResult | None:
         """Run one handler, of `work` or of a whole batch, on the group's transaction.
 
@@ -249,7 +253,7 @@ class Engine:
 
         def accept(value: object) -> StoredResult | None:
             nonlocal index
-            if batch is not None and (failed := batch.first_failed()):
+            if items is not None and (failed := items.first_failed()):
                 index, error = failed
                 raise error
             claims.check()
@@ -258,22 +262,22 @@ class Engine:
         try:
             limit = TimeLimit(handler.options.timeout)
             tx = claims.tx() if handler.needs_tx else None
-            run = handler.run(_call(work), tx, work.attempt) if batch is None else handler.run_batch(batch, tx)
+            run = handler.run(_call(work), tx, work.attempt) if items is None else handler.run_batch(items, tx)
             return await call_in_transaction(claims, isolated(run) if work.suspected else run, limit, accept)
         except (StoreUnavailable, Contention):
             raise
         except Exception as error:
             raise HandlerFailed(index, error) from error
 
-    async def _around(self, works: Sequence[Work], index: int, cause: HandlerFailed, *, defer: bool) -> list[Outcome]:
+    async def _around(self, group: Sequence[Work], index: int, cause: HandlerFailed, *, defer: bool) -> list[Outcome]:
         """G2: rerun and commit what came before the failed one, then say what becomes of that one."""
-        self._at(Point.ROLLED_BACK, works[0].handler.name, [work.key for work in works])
-        failed, error = works[index], cause.error
+        self._at(Point.ROLLED_BACK, group[0].handler.name, [work.key for work in group])
+        failed, error = group[index], cause.error
         if index == 0:
             return [await self._fail(failed, error)]
         final = isinstance(error, (Reject, *failed.handler.options.fail_on))
         behind = None if final or failed.suspicion is Suspicion.COUNTED else FailedBehind(failed.claim, describe(error))
-        outcomes = await self._group(works[:index], defer=defer, behind=behind)
+        outcomes = await self._run_group(group[:index], defer=defer, behind=behind)
         # What is final may have been decided by the effects of those before it, so these have to be there.
         undone = final and any(outcomes[i].state is not State.COMPLETED for i in cause.ran if i < len(outcomes))
         if len(outcomes) < index or _stops(outcomes) or undone:
@@ -282,12 +286,12 @@ class Engine:
             behind.counted = all(outcome.kind is OutcomeKind.DUPLICATE for outcome in outcomes)
         return [*outcomes, await self._fail(failed, error, behind)]
 
-    async def _in_parts(self, works: Sequence[Work], size: int, *, defer: bool) -> list[Outcome]:
+    async def _in_parts(self, group: Sequence[Work], size: int, *, defer: bool) -> list[Outcome]:
         """One group of `size` after the other, up to one that does not go whole."""
         outcomes: list[Outcome] = []
-        for start in range(0, len(works), size):
-            outcomes += await self._group(works[start : start + size], defer=defer)
-            if len(outcomes) < min(start + size, len(works)) or _stops(outcomes):
+        for start in range(0, len(group), size):
+            outcomes += await self._run_group(group[start : start + size], defer=defer)
+            if len(outcomes) < min(start + size, len(group)) or _stops(outcomes):
                 break
         return outcomes
 
@@ -300,7 +304,7 @@ class Engine:
         """J5: claim again and again until the rival ends or `wait` is over; no connection is held in between."""
 
         async def again() -> Outcome:
-            rerun = self._begin if head.suspected else self._group
+            rerun = self._begin if head.suspected else self._run_group
             return (await rerun([head], defer=True))[0]
 
         poll = AsyncRetrying(
@@ -312,42 +316,42 @@ class Engine:
         outcome: Outcome = await poll(again)
         return outcome
 
-    async def _suspected(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
+    async def _suspected(self, group: Sequence[Work], *, defer: bool) -> list[Outcome]:
         """`_begin`, and what it put on record taken back of those that did not run."""
-        head = works[0]
+        head = group[0]
         try:
-            outcomes = await self._begin(works, defer=defer)
+            outcomes = await self._begin(group, defer=defer)
             if outcomes[0].kind is OutcomeKind.BUSY and not defer:
                 outcomes = [await self._wait(head)]
         except asyncio.CancelledError:
             with suppress(Exception):
                 await self._suspects.uncount(head)
-                await self._suspects.unmark(works)
+                await self._suspects.unmark(group)
             raise
         except StoreUnavailable:
-            self._suspects.cut_off(works)
+            self._suspects.cut_off(group)
             raise
-        ended = {work for work, outcome in zip(works, outcomes, strict=False) if settle(outcome) is Settlement.FINISH}
-        await self._suspects.unmark([work for work in works if work not in ended])
+        ended = {work for work, outcome in zip(group, outcomes, strict=False) if settle(outcome) is Settlement.FINISH}
+        await self._suspects.unmark([work for work in group if work not in ended])
         if outcomes[0].kind is OutcomeKind.BUSY:  # it did not run, and may be given back before it does
             await self._suspects.uncount(head)
         return outcomes
 
-    async def _begin(self, works: Sequence[Work], *, defer: bool) -> list[Outcome]:
+    async def _begin(self, group: Sequence[Work], *, defer: bool) -> list[Outcome]:
         """A group with suspects in it. The finished ones are answered together; the others run once it is on record
         that they were begun: as a group, or alone where they were begun before."""
-        suspects = [work for work in works if work.suspected]
+        suspects = [work for work in group if work.suspected]
         self._suspects.take_over(suspects)
         records = zip(suspects, await self._store.peek([work.key for work in suspects]), strict=True)
         final = {work: record for work, record in records if record is not None and _decided(work, record)}
-        if answered := [await self.endings.replay(work, final[work]) for work in takewhile(final.__contains__, works)]:
-            await self._suspects.unmark(works[: len(answered)])
+        if answered := [await self.endings.replay(work, final[work]) for work in takewhile(final.__contains__, group)]:
+            await self._suspects.unmark(group[: len(answered)])
             return answered
-        head = works[0]
-        group = list(takewhile(lambda work: not work.alone, works))
-        together = len(group) > 1 or not head.suspected or head.suspicion is Suspicion.MARKED
-        if together and (group := await self._suspects.mark(group, final)):
-            return await self._group(group, defer=defer)
+        head = group[0]
+        together = list(takewhile(lambda work: not work.alone, group))
+        shared = len(together) > 1 or not head.suspected or head.suspicion is Suspicion.MARKED
+        if shared and (together := await self._suspects.mark(together, final)):
+            return await self._run_group(together, defer=defer)
         await self._suspects.count(head)
         if head.attempts > head.handler.options.max_attempts:
             error = f"{head.attempts - 1} attempts began and none of them came to an end"
@@ -355,7 +359,7 @@ class Engine:
             if outcome.kind is OutcomeKind.RETRYING:  # a rival runs it right now, and may give its own count back
                 await self._suspects.uncount(head)
             return [outcome]
-        return await self._group([head], defer=defer)
+        return await self._run_group([head], defer=defer)
 
 
 def _call(work: Work) -> Call:
@@ -367,12 +371,12 @@ def _decided(work: Work, record: Record) -> bool:
     return judge(record, work.claim.fingerprint) is not Verdict.BUSY
 
 
-def _together(works: Sequence[Work]) -> list[Work]:
+def _together(group: Sequence[Work]) -> list[Work]:
     """Those that may share the next transaction. What failed before is a batch of its own: in a larger one it would
     fail for the others too, and have to be searched for again."""
-    if works[0].handler.batch:
-        works = list(takewhile(lambda work: not work.attempts, works)) or works[:1]
-    return list(takewhile(lambda work: work.refusal is None, works))
+    if group[0].handler.batch:
+        group = list(takewhile(lambda work: not work.attempts, group)) or group[:1]
+    return list(takewhile(lambda work: work.refusal is None, group))
 
 
 def _stops(outcomes: Sequence[Outcome]) -> bool:

@@ -40,21 +40,21 @@ class Suspects:
             elif attempts is not None and work.suspicion is not Suspicion.COUNTED:
                 work.suspicion = Suspicion.BEGUN  # and counted once: see `count`
 
-    async def mark(self, works: Sequence[Work], final: Container[Work]) -> list[Work]:
-        """As many of the first of `works` as may run together, now that those that are suspects are marked; the `final`
+    async def mark(self, group: Sequence[Work], final: Container[Work]) -> list[Work]:
+        """As many of the first of `group` as may run together, now that those that are suspects are marked; the `final`
         ones will not run. Empty when the first one turns out to have been begun before."""
-        unmarked = [work for work in works if work.suspicion is Suspicion.SUSPECT and work not in final]
+        unmarked = [work for work in group if work.suspicion is Suspicion.SUSPECT and work not in final]
         if unmarked:
             await uninterrupted(self._mark(unmarked))
-            self._at(Point.SUSPECTS_MARKED, works[0].handler.name, [work.key for work in unmarked])
-        together = list(takewhile(lambda work: not work.alone, works))
+            self._at(Point.SUSPECTS_MARKED, group[0].handler.name, [work.key for work in unmarked])
+        together = list(takewhile(lambda work: not work.alone, group))
         running = {work.key for work in together}  # one of these may be delivered once more behind
-        await self.unmark([work for work in works[len(together) :] if work.key not in running])
+        await self.unmark([work for work in group[len(together) :] if work.key not in running])
         return together
 
-    async def _mark(self, works: Sequence[Work]) -> None:
-        marked = await self._store.mark_attempts([work.claim for work in works])
-        for work in works:
+    async def _mark(self, group: Sequence[Work]) -> None:
+        marked = await self._store.mark_attempts([work.claim for work in group])
+        for work in group:
             work.suspicion = Suspicion.MARKED if work.key in marked else Suspicion.BEGUN
 
     async def count(self, work: Work) -> None:
@@ -77,20 +77,20 @@ class Suspects:
             if not work.attempts:  # nothing is left on record of a run before
                 work.suspicion = Suspicion.SUSPECT
 
-    async def unmark(self, works: Sequence[Work]) -> None:
+    async def unmark(self, group: Sequence[Work]) -> None:
         """For what did not run, or was undone. Where that fails they are still marked, and known here as ours."""
-        if marked := [work for work in works if work.suspicion is Suspicion.MARKED]:
+        if marked := [work for work in group if work.suspicion is Suspicion.MARKED]:
             with suppress(StoreUnavailable):
                 await uninterrupted(self._unmark(marked))
 
-    async def _unmark(self, works: Sequence[Work]) -> None:
-        await self._store.unmark_attempts([work.key for work in works])
-        for work in works:
+    async def _unmark(self, group: Sequence[Work]) -> None:
+        await self._store.unmark_attempts([work.key for work in group])
+        for work in group:
             work.suspicion = Suspicion.SUSPECT
 
-    def cut_off(self, works: Sequence[Work]) -> None:
+    def cut_off(self, group: Sequence[Work]) -> None:
         """An outage: the next delivery of each key in this process takes its mark or its count over."""
-        for work in works:
+        for work in group:
             if work.suspicion in (Suspicion.MARKED, Suspicion.COUNTED):
                 if len(self._cut_off) >= _MOST_CUT_OFF:
                     self._cut_off.pop(next(iter(self._cut_off)))
