@@ -16,21 +16,22 @@ from idemconsumer.ports.observer import Point, SagaPoint
 class CrashAt:
     """An Observer that sends its own process SIGKILL when `point` is reached for the `nth` time.
 
-    SIGKILL runs no handler, closes no connection and flushes nothing, so the servers see what they see of a worker
-    that was killed by somebody else.
+    SIGKILL runs no handler, closes no connection and flushes nothing, so the servers see what they see of any
+    worker that was killed.
     """
 
-    def __init__(self, point: Point, nth: int = 1) -> None:
+    def __init__(self, point: Point | SagaPoint, nth: int = 1) -> None:
         self._point = point
         self._left = nth
 
     @classmethod
     def parse(cls, text: str) -> CrashAt:
-        """From `committed` or `committed:3`. ValueError for a point that does not exist."""
+        """From `committed` or `intended:3`. ValueError for a point that does not exist."""
         point, _, nth = text.partition(":")
-        return cls(Point(point), int(nth or 1))
+        return cls(SagaPoint(point) if point in set(SagaPoint) else Point(point), int(nth or 1))
 
     def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
+        """As every Observer's."""
         if point is self._point:
             self._left -= 1
             if self._left == 0:
