@@ -1,4 +1,61 @@
-"""What the project's users test with: contract suites for stores and brokers, and crashes at named points.
+"""What the project's users test with: a throwaway Postgres, crashes at named points, contract suites for adapters.
 
-Public. Not imported by anything that runs in production.
+Public: the names in `__all__`; docs/testing.md shows them at work. Not imported by anything that runs in production.
+The suites need pytest and pytest-asyncio; they are imported when one is asked for, so a worker that is to crash needs
+neither.
 """
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+from idemconsumer.embedded.binaries import EmbeddedUnavailable
+from idemconsumer.embedded.postgres import EmbeddedPostgres
+from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.stores.migrations import migrate
+from idemconsumer.testing.crash import CrashAt
+
+if TYPE_CHECKING:
+    from idemconsumer.testing.broker_contract import BrokerContract, BrokerHarness
+    from idemconsumer.testing.lease_contract import LeaseStoreContract
+    from idemconsumer.testing.lease_harness import LeaseHarness, LeaseWorker
+    from idemconsumer.testing.store_contract import JoinedStoreContract, StoreHarness
+
+__all__ = [
+    "BrokerContract",
+    "BrokerHarness",
+    "CrashAt",
+    "EmbeddedPostgres",
+    "EmbeddedUnavailable",
+    "JoinedStoreContract",
+    "LeaseHarness",
+    "LeaseStoreContract",
+    "LeaseWorker",
+    "Point",
+    "SagaPoint",
+    "StoreHarness",
+    "migrate",
+]
+
+_SUITES: Final = {
+    "BrokerContract": "broker_contract",
+    "BrokerHarness": "broker_contract",
+    "JoinedStoreContract": "store_contract",
+    "LeaseHarness": "lease_harness",
+    "LeaseStoreContract": "lease_contract",
+    "LeaseWorker": "lease_harness",
+    "StoreHarness": "store_contract",
+}
+_ASSERTING: Final = (*_SUITES.values(), "fence_contract", "step_contract")
+
+
+def __getattr__(name: str) -> object:
+    if (module := _SUITES.get(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import pytest
+
+    suites = {f"{__name__}.{each}" for each in _ASSERTING}
+    pytest.register_assert_rewrite(*suites.difference(sys.modules))
+    return getattr(import_module(f"{__name__}.{module}"), name)
