@@ -21,7 +21,8 @@ class ConfigurationError(IdemConsumerError):
 
 
 class HandlerError(ConfigurationError):
-    """A handler that cannot be run as it is written. Names the handler."""
+    """A handler that cannot be run as it is written: `handler` is its name, `problem` what is wrong, `instead` what to
+    write."""
 
     def __init__(self, handler: str, problem: str, instead: str) -> None:
         super().__init__(f"handler {handler!r}: {problem}; {instead}")
@@ -42,7 +43,10 @@ class BadMessage(IdemConsumerError):
 
 
 class Retry(IdemConsumerError):
-    """Raised by a handler: roll back and run me again, after `after` seconds, duration or backoff."""
+    """Raised by a handler: roll back and run me again, after `after`: seconds, a duration such as "5s", or the backoff.
+
+    It costs an attempt. `message` is for people: it becomes the error of the attempt, and is logged.
+    """
 
     def __init__(self, message: str = "", *, after: str | float | timedelta | None = None) -> None:
         super().__init__(message)

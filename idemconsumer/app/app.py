@@ -55,6 +55,7 @@ class App:
 
     @property
     def handlers(self) -> Mapping[str, Handler[..., Any]]:
+        """What was included so far, by name; a copy."""
         return dict(self._handlers)
 
     @asks_for_key

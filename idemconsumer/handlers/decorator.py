@@ -35,6 +35,7 @@ class Handler(Generic[P, R]):
 
     @property
     def name(self) -> str:
+        """Under which its keys are stored, so renaming it makes every message new."""
         return self.plan.name
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

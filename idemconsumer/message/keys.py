@@ -37,7 +37,10 @@ _Read: TypeAlias = Callable[[Message, object], object]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Where a key comes from, when it is not a path into the payload. Made by the static methods."""
+    """Where a key comes from, when it is not a path into the payload. Made by the static methods.
+
+    `kind` says by which of them; `name` and `specs` are what it was given.
+    """
 
     kind: Kind
     name: str = ""

@@ -20,13 +20,21 @@ class Rows(Protocol[R]):
     """The rows of one statement; they are already here, so nothing is awaited from the server."""
 
     @property
-    def rowcount(self) -> int: ...
-    async def first(self) -> R | None: ...
+    def rowcount(self) -> int:
+        """How many rows the statement returned or changed; -1 where Postgres does not say."""
+        ...
+
+    async def first(self) -> R | None:
+        """The next row that was not read yet; None when there is none."""
+        ...
+
     async def one(self) -> R:
         """The only row. Raises LookupError when there is none, or more than one."""
         ...
 
-    async def all(self) -> list[R]: ...
+    async def all(self) -> list[R]:
+        """All rows that were not read yet."""
+        ...
 
 
 class Tx(Protocol):
@@ -37,9 +45,19 @@ class Tx(Protocol):
     """
 
     @overload
-    async def execute(self, query: LiteralString, params: Params = ...) -> Rows[tuple[Any, ...]]: ...
+    async def execute(self, query: LiteralString, params: Params = ...) -> Rows[tuple[Any, ...]]:
+        """Run one statement with psycopg's placeholders (`%s`, `%(name)s`); its rows are here on return.
+
+        Raises psycopg.Error as the database says it; swallowing one fails the transaction. Raises HandlerFault for
+        COMMIT, ROLLBACK and the like, and after the handler has returned.
+        """
+        ...
+
     @overload
-    async def execute(self, query: LiteralString, params: Params = ..., *, into: type[T]) -> Rows[T]: ...
+    async def execute(self, query: LiteralString, params: Params = ..., *, into: type[T]) -> Rows[T]:
+        """As above, with each row as an `into`."""
+        ...
+
     @property
     def connection(self) -> Any:
         """The psycopg.AsyncConnection, for COPY or SQLAlchemy. Ending its transaction undoes the whole group."""
@@ -60,12 +78,18 @@ class Batch(Protocol[T_co]):
     into Tx.
     """
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """How many items there are; at least one."""
+        ...
+
     def __iter__(self) -> Iterator[T_co]:
         """The payloads."""
         ...
 
-    def __getitem__(self, i: int, /) -> T_co: ...
+    def __getitem__(self, i: int, /) -> T_co:
+        """The payload of item `i`, from 0."""
+        ...
+
     def message(self, i: int, /) -> Message:
         """The message of item `i`, with its key, headers and attempt."""
         ...
@@ -88,17 +112,22 @@ Ts = TypeVarTuple("Ts")
 
 
 class Step(Protocol):
-    """What a `call` step's function is given: the key that its remote is to remember, the same for every attempt."""
+    """What a `call` step's function is given."""
 
     @property
-    def key(self) -> UUID: ...
+    def key(self) -> UUID:
+        """The key that its remote is to remember: the same for every attempt, another for the step's undo."""
+        ...
+
     @property
-    def attempt(self) -> int: ...
+    def attempt(self) -> int:
+        """How many times the remote will have been asked with this call, from 1. Of an undo it goes on counting."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
-    """A reconcile's answer: the remote has done it, with this result."""
+    """A reconcile's answer: the remote has done it, with this `result`; it is stored and not called again."""
 
     result: T
 

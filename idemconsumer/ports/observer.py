@@ -22,7 +22,13 @@ class NullObserver:
 
 
 class Point(StrEnum):
-    """Named places on the straight line of one message; a crash at any of them must lose and double nothing."""
+    """Named places on the straight line of one message; a crash at any of them must lose and double nothing.
+
+    Before it runs: `fetched` from its broker, `dispatched` to its lane, `suspects_marked` and `suspect_counted` if it
+    may have killed a worker. In its transaction: `claimed`, `handled`, and `sealing` just before COMMIT.
+    Once that is known: `committed` or `rolled_back`. After a failure: `attempt_counted`; `rejecting`, `rejected`;
+    `dead_lettering`, `dead_lettered`. At last: `settling` and `settled` with the broker.
+    """
 
     FETCHED = "fetched"
     DISPATCHED = "dispatched"
@@ -43,7 +49,12 @@ class Point(StrEnum):
 
 
 class SagaPoint(StrEnum):
-    """As `Point`, for the steps of a saga."""
+    """As `Point`, for the steps of a saga.
+
+    A `tx` step: `step_opening`, `step_committing`, `step_committed`. A call: `intending`, `intended`, `called` when the
+    remote has answered, `step_recorded`. An undo: `undoing`, `undone`, and `called` in between for that of a call.
+    `released`: free for any worker after a failure.
+    """
 
     STEP_OPENING = "step_opening"
     STEP_COMMITTING = "step_committing"

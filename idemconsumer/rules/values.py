@@ -22,7 +22,14 @@ class State(IntEnum):
 
 
 class OutcomeKind(StrEnum):
-    """What happened to a delivery."""
+    """What happened to a delivery.
+
+    Decided, so settle it: `applied` ran and is committed; `duplicate` was decided before; `conflict` has the key of
+    another payload, and is a dead letter; `failed` was refused for good; `dead` is put aside for a person.
+    Not decided, so it has to come again: `busy` is held elsewhere; `retrying` failed and has attempts left.
+    Only of sagas, which are stored and go on by themselves: `fenced` has another owner by now; `cancelled` was cut off
+    by a drain. `unknown`, a COMMIT whose answer was lost, is not returned in this version: the key is claimed again.
+    """
 
     APPLIED = "applied"
     DUPLICATE = "duplicate"
@@ -73,11 +80,12 @@ Found = Record | Mark
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What happened to one delivery.
+    """What happened to one delivery, by `kind`.
 
     `result` is the stored result of an `applied` or `duplicate`, or the rejection (`{"code":…,"body":…}`) of a
-    `failed` or of a duplicate of one; `state` is the record's state where there is one. `due` is, for `retrying`,
-    the seconds until the next attempt. `error` names what went wrong and never quotes the payload.
+    `failed` or of a duplicate of one, with its `content_type`; `state` is the record's state where there is one.
+    `attempt` counts the runs, from 1. `due` is, for `retrying`, the seconds until the next attempt. `reason` is that of
+    the dead letter, where there is one. `error` names what went wrong and never quotes the payload.
     """
 
     kind: OutcomeKind

@@ -50,11 +50,15 @@ class BrokerHarness(Protocol):
         """The name of a queue or topic that is new and empty."""
         ...
 
-    def subscription(self, name: str) -> Subscription: ...
+    def subscription(self, name: str) -> Subscription:
+        """That of a handler which is alone on this queue or topic."""
+        ...
 
 
 @pytest.mark.asyncio
 class BrokerContract:
+    """What every broker adapter must do. See the module for how to run it."""
+
     @pytest.fixture
     async def broker(self, harness: BrokerHarness) -> AsyncIterator[Broker]:
         broker = harness.broker()

@@ -71,6 +71,8 @@ A, B, C = claim_of("a"), claim_of("b"), claim_of("c")
 
 @pytest.mark.asyncio
 class JoinedStoreContract:
+    """What every JoinedStore must do. See the module for how to run it."""
+
     @pytest.fixture
     async def stores(self, harness: StoreHarness) -> AsyncIterator[tuple[JoinedStore, JoinedStore]]:
         """Two workers."""
@@ -178,9 +180,7 @@ class JoinedStoreContract:
             await waiting
         assert turns == ["first", "second"]
 
-    async def test_a_committed_record_wins_though_the_key_is_not_free(
-        self, store: JoinedStore, rival: JoinedStore
-    ) -> None:
+    async def test_a_committed_record_wins_over_a_key_not_free(self, store: JoinedStore, rival: JoinedStore) -> None:
         # Two keys that share their first eight bytes also share the lock that makes a claim not wait.
         twin = Claim(A.key[:8] + bytes(24), A.scope, A.fingerprint)
         await complete(store, [A])
@@ -269,7 +269,7 @@ class JoinedStoreContract:
             await harness.break_transaction(claims.tx())
             with pytest.raises(Exception, match=r".+") as refused:
                 await claims.complete([], [])
-        # Those say that it was nobody's fault, and the group would be run again for ever.
+        # Those blame no message, so the group would be run again for ever.
         assert not isinstance(refused.value, (CommitUnknown, ConfigurationError, Contention, StoreUnavailable))
         assert await store.peek([A.key]) == [None]
 
@@ -305,9 +305,7 @@ class JoinedStoreContract:
         await complete(store, [A, B], forget=[A.key])
         assert await store.mark_attempts([A, B]) == {A.key}
 
-    async def test_marks_of_the_same_keys_made_at_once_are_somebodys(
-        self, store: JoinedStore, rival: JoinedStore
-    ) -> None:
+    async def test_marks_made_at_once_belong_to_one_of_two(self, store: JoinedStore, rival: JoinedStore) -> None:
         for n in range(10):
             claims = [claim_of(f"{n} {each}") for each in range(50)]
             ours, theirs = await asyncio.gather(store.mark_attempts(claims), rival.mark_attempts(claims[::-1]))

@@ -8,13 +8,48 @@ from typing import Any, assert_type
 
 import msgspec
 
-from idemconsumer.app.app import App
-from idemconsumer.handlers.decorator import Handler, idempotent_handler
-from idemconsumer.handlers.durations import Backoff
-from idemconsumer.message.keys import Key
-from idemconsumer.message.message import Message
-from idemconsumer.ports.handler import Batch, Done, NotDone, Saga, Step, Tx, Unknown
-from idemconsumer.rules.values import Outcome
+from idemconsumer import (
+    App,
+    Backoff,
+    BadMessage,
+    Batch,
+    BrokerUnavailable,
+    ConfigurationError,
+    Done,
+    Handler,
+    HandlerError,
+    IdemConsumerError,
+    Key,
+    Message,
+    NotDone,
+    Outcome,
+    OutcomeKind,
+    Reject,
+    Retry,
+    Rows,
+    Saga,
+    Step,
+    StoreUnavailable,
+    Tx,
+    Unknown,
+    idempotent_handler,
+)
+from idemconsumer.settings import Settings
+from idemconsumer.testing import (
+    BrokerContract,
+    BrokerHarness,
+    CrashAt,
+    EmbeddedPostgres,
+    EmbeddedUnavailable,
+    JoinedStoreContract,
+    LeaseHarness,
+    LeaseStoreContract,
+    LeaseWorker,
+    Point,
+    SagaPoint,
+    StoreHarness,
+    migrate,
+)
 
 
 class Transfer(msgspec.Struct):
@@ -203,3 +238,64 @@ idempotent_handler("kafka:transfers", key=5)  # type: ignore[arg-type]
 idempotent_handler("kafka:transfers", key="id", on_busy="skip")  # type: ignore[arg-type]
 idempotent_handler("kafka:transfers", key="id", retian="1d")  # type: ignore[call-arg]
 idempotent_handler("kafka:transfers", key=lambda message: 5)  # type: ignore[arg-type, return-value]
+
+
+# -------------------------------------------------------------------------------------------------- outcomes and errors
+async def settled(message: Message) -> bool:
+    try:
+        outcome = await app.process(message)
+    except (StoreUnavailable, BrokerUnavailable) as away:
+        assert_type(away.args, tuple[Any, ...])
+        return False
+    except BadMessage as bad:
+        assert_type((bad.reason, bad.detail), tuple[str, str])
+        return True
+    except HandlerError as mistake:
+        assert_type(mistake.handler, str)
+        configuration: ConfigurationError = mistake
+        raise configuration from None
+    except IdemConsumerError:
+        raise
+    assert_type(outcome, Outcome)
+    assert_type((outcome.kind, outcome.result, outcome.due), tuple[OutcomeKind, bytes | None, float])
+    return outcome.kind in (OutcomeKind.APPLIED, "duplicate")
+
+
+async def asks(tx: Tx, order: Transfer) -> Rows[int]:
+    if order.amount < 0:
+        raise Reject("negative", {"amount": order.amount})
+    rows = await tx.execute("select balance from account where id = %s", (order.source,), into=int)
+    if await rows.first() is None:
+        raise Retry("no such account yet", after=timedelta(seconds=5))
+    assert_type((rows.rowcount, await rows.all()), tuple[int, list[int]])
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------- testing
+class Brokers(BrokerContract):
+    def harness(self, given: BrokerHarness) -> BrokerHarness:
+        return given
+
+
+class Stores(JoinedStoreContract):
+    def harness(self, given: StoreHarness) -> StoreHarness:
+        return given
+
+
+class Leases(LeaseStoreContract):
+    async def harness(self, given: LeaseHarness) -> LeaseWorker:
+        return await given.worker()
+
+
+def crashing() -> None:
+    try:
+        with EmbeddedPostgres() as server:
+            migrate(server.dsn, "idemconsumer")
+            settings = Settings(dsn=server.dsn)
+    except EmbeddedUnavailable:
+        return
+    app.worker(settings, CrashAt(Point.COMMITTED))
+    app.worker(settings, CrashAt(SagaPoint.INTENDED, nth=3))
+    assert_type(CrashAt.parse("settled:2"), CrashAt)
+
+    CrashAt("committed")  # type: ignore[arg-type]

@@ -1,0 +1,126 @@
+"""What users may import: stated once, documented, and checked for its types."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import idemconsumer
+from idemconsumer import testing
+
+ROOT = Path(__file__).parents[1]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TYPING = ROOT / "tests" / "typing" / "signatures.py"
+
+every_name = pytest.mark.parametrize(
+    ("module", "name"),
+    [(module, name) for module in (idemconsumer, testing) for name in module.__all__],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
+
+
+def fresh(code: str) -> str:
+    """What it prints in a process that has imported nothing else."""
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def methods(kind: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties of a class that are its own, as functions."""
+    for name, member in vars(kind).items():
+        if not name.startswith("_"):
+            function: Any = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            if inspect.isfunction(function):
+                yield name, inspect.unwrap(function)
+
+
+def fields(kind: type) -> set[str]:
+    """What an instance carries: of a struct, a dataclass, an enum or an exception."""
+    if issubclass(kind, StrEnum):
+        return {member.value for member in kind}
+    if dataclasses.is_dataclass(kind):
+        return {field.name for field in dataclasses.fields(kind)}
+    if issubclass(kind, Exception) and "__init__" in vars(kind):
+        return set(inspect.signature(kind).parameters)
+    return set(getattr(kind, "__struct_fields__", ()))
+
+
+@every_name
+def test_a_public_name_says_what_it_does(module: ModuleType, name: str) -> None:
+    public = getattr(module, name)
+    assert inspect.getdoc(public), f"{name} has no docstring"
+    assert not (public.__doc__ or "").startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
+
+
+@every_name
+def test_so_does_each_of_its_methods_and_properties(module: ModuleType, name: str) -> None:
+    kind = getattr(module, name)
+    if not inspect.isclass(kind) or name.endswith("Contract"):  # whose tests are sentences
+        return
+    for method, function in methods(kind):
+        overloads = typing.get_overloads(function) or [function]
+        assert all(each.__doc__ for each in overloads), f"{name}.{method} has no docstring"
+
+
+@every_name
+def test_so_does_each_of_its_fields(module: ModuleType, name: str) -> None:
+    kind = getattr(module, name)
+    if inspect.isclass(kind):
+        text = kind.__doc__ or ""
+        undocumented = {field for field in fields(kind) if not re.search(rf"`{field}\b", text)}
+        assert not undocumented, f"{name}: {sorted(undocumented)} are not in its docstring"
+
+
+@every_name
+def test_the_docs_have_a_place_for_it(module: ModuleType, name: str) -> None:
+    assert any(re.search(rf"\b{name}\b", page.read_text("utf-8")) for page in DOCS), f"{name} is in no docs"
+
+
+@every_name
+def test_its_types_are_checked_as_a_user_writes_them(module: ModuleType, name: str) -> None:
+    """By `test_signatures`; an import that is not used there is an error of ruff."""
+    imported = {
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(TYPING.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert (module.__name__, name) in imported
+
+
+def test_nothing_else_can_be_imported_from_the_top_but_its_rooms() -> None:
+    names = set(fresh("import idemconsumer; print(*dir(idemconsumer))").split())
+    rooms = {module.name for module in pkgutil.iter_modules(idemconsumer.__path__)}
+    others = {name for name in names - rooms - set(idemconsumer.__all__) if not name.startswith("__")}
+    assert others == set()
+
+
+def test_the_names_are_sorted_and_there() -> None:
+    for module in (idemconsumer, testing):
+        assert module.__all__ == sorted(module.__all__, key=lambda name: (name[0].islower(), name))
+        assert all(hasattr(module, name) for name in module.__all__)
+    with pytest.raises(ImportError):
+        exec("from idemconsumer.testing import Nothing")
+
+
+def test_a_worker_that_is_to_crash_needs_no_pytest() -> None:
+    assert fresh("import sys; from idemconsumer.testing import CrashAt; print('pytest' in sys.modules)") == "False\n"
+
+
+def test_production_imports_nothing_of_testing() -> None:
+    run = (
+        "import sys, idemconsumer, idemconsumer.cli.main; print([m for m in sys.modules if 'testing' in m.split('.')])"
+    )
+    assert "idemconsumer" not in fresh(run)
