@@ -17,10 +17,10 @@ from psycopg.conninfo import conninfo_to_dict
 
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.stores.migrations import migrate
-from tests.servers import elasticmq, kafka
-from tests.servers.elasticmq import CREDENTIALS, ElasticMQ
-from tests.servers.kafka import Kafka
-from tests.servers.rabbitmq import RabbitMQ
+from tests.support.servers import elasticmq, kafka
+from tests.support.servers.elasticmq import CREDENTIALS, ElasticMQ
+from tests.support.servers.kafka import Kafka
+from tests.support.servers.rabbitmq import RabbitMQ
 
 SCHEMA = "idemconsumer"
 PARTITIONS = 4  # of a Kafka topic

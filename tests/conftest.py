@@ -17,11 +17,11 @@ import pytest
 
 from idemconsumer.embedded.binaries import EmbeddedUnavailable
 from idemconsumer.embedded.postgres import EmbeddedPostgres
-from tests.servers.elasticmq import CREDENTIALS, ElasticMQ
-from tests.servers.kafka import Kafka
-from tests.servers.postgres import fresh_database, system_binaries
-from tests.servers.processes import ServerMissing
-from tests.servers.rabbitmq import RabbitMQ
+from tests.support.servers.elasticmq import CREDENTIALS, ElasticMQ
+from tests.support.servers.kafka import Kafka
+from tests.support.servers.postgres import fresh_database, system_binaries
+from tests.support.servers.processes import ServerMissing
+from tests.support.servers.rabbitmq import RabbitMQ
 
 S = TypeVar("S")
 

@@ -32,7 +32,7 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from tests.conftest import PrivateKafka, Server
-from tests.servers.kafka import Kafka
+from tests.support.servers.kafka import Kafka
 
 DEADLINE = 20.0
 BOUNDS = Bounds(lanes=4, group=8)

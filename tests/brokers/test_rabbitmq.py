@@ -37,7 +37,7 @@ from idemconsumer.ports.broker import Bounds, Epoch, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies, until_idle
 from tests.conftest import PrivateRabbitMQ
-from tests.servers.rabbitmq import RabbitMQ
+from tests.support.servers.rabbitmq import RabbitMQ
 
 
 class Node:

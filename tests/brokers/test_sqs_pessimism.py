@@ -21,8 +21,8 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies
-from tests.servers.elasticmq import CREDENTIALS
-from tests.servers.sqs_double import BUSY, SqsDouble
+from tests.support.servers.elasticmq import CREDENTIALS
+from tests.support.servers.sqs_double import BUSY, SqsDouble
 from tests.worker.conftest import Bench, Item, logged, note, prepare, times
 
 __all__ = ["logged"]

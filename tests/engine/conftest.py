@@ -10,8 +10,8 @@ import pytest
 from idemconsumer.engine.engine import Engine
 from idemconsumer.stores.joined import PostgresStore
 from tests.conftest import PostgresServer
-from tests.ledger import SCHEMA, Ledger
-from tests.servers.postgres import fresh_database
+from tests.support.ledger import SCHEMA, Ledger
+from tests.support.servers.postgres import fresh_database
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.group_size import Gate
 from idemconsumer.stores.joined import PostgresClaims, PostgresStore
-from tests.engine.test_groups import Points
-from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
+from tests.engine.test_group_transactions import Points
+from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 
 PATIENCE = 20.0
 

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from idemconsumer import App, Key, Message, Tx
 from idemconsumer.rules.values import State
-from tests.ledger import SOURCE, Ledger, message, write
+from tests.support.ledger import SOURCE, Ledger, message, write
 
 SECRET = "4111-1111-secret"
 

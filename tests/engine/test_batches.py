@@ -23,8 +23,8 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.rules.group_size import GroupSize
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
-from tests.engine.test_groups import Points
-from tests.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
+from tests.engine.test_group_transactions import Points
+from tests.support.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 
 PATIENCE = 20.0
 

@@ -19,7 +19,7 @@ from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.stores.joined import PostgresStore
-from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, to_the_end, works, write
+from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, to_the_end, works, write
 
 PATIENCE = 20.0
 

@@ -20,7 +20,7 @@ from idemconsumer.ports.broker import Outgoing
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
 from tests.engine.test_suspect_groups import Killed
-from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
+from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 
 PATIENCE = 20.0
 

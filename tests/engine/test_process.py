@@ -14,7 +14,7 @@ from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.joined import PostgresStore
-from tests.ledger import SOURCE, Ledger, kinds, message, write
+from tests.support.ledger import SOURCE, Ledger, kinds, message, write
 
 RIVALS = 50
 

@@ -16,7 +16,7 @@ from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, State
 from idemconsumer.stores.joined import PostgresStore
-from tests.ledger import SCHEMA, SOURCE, Ledger, works, write
+from tests.support.ledger import SCHEMA, SOURCE, Ledger, works, write
 
 RIVALS = 50
 PATIENCE = 30.0

@@ -14,7 +14,7 @@ from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.rules.values import Outcome
 from idemconsumer.stores.joined import PostgresStore
-from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, works, write
+from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, works, write
 
 
 class Cuts:

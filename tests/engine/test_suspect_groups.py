@@ -18,8 +18,8 @@ from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import OutcomeKind
 from idemconsumer.stores.joined import PostgresStore
-from tests.engine.test_groups import Points
-from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
+from tests.engine.test_group_transactions import Points
+from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 
 MARK = Point.SUSPECTS_MARKED
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psycopg
 
-from tests.servers.processes import children
+from tests.support.servers.processes import children
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 150.0  # seconds until a wait is given up as lost

@@ -30,7 +30,7 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.migrations import migrate
 from tests.conftest import PostgresServer
-from tests.servers.postgres import fresh_database
+from tests.support.servers.postgres import fresh_database
 
 SCHEMA = "idemconsumer"
 PATIENCE = 20.0

@@ -22,7 +22,7 @@ from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.saga_lease import SagaLease
 from tests.sagas.conftest import SCHEMA, Bench, Remote, Station, order, put, saga, until
-from tests.servers.proxy import Proxy
+from tests.support.servers.proxy import Proxy
 
 LEASE = 1.0
 

@@ -15,7 +15,7 @@ from tests.conftest import PostgresServer
 from tests.sagas.conftest import Bench, until
 from tests.sagas.deployed import Order, Place
 from tests.sagas.deployment import Deployment, Process, prepare
-from tests.servers.postgres import fresh_database
+from tests.support.servers.postgres import fresh_database
 
 pytestmark = [pytest.mark.kill, pytest.mark.slow]
 

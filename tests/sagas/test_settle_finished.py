@@ -24,8 +24,8 @@ from tests.sagas import deployed
 from tests.sagas.conftest import Bench, until
 from tests.sagas.deployed import Order
 from tests.sagas.deployment import Deployment, prepare
-from tests.servers.postgres import fresh_database
-from tests.servers.rabbitmq import RabbitMQ
+from tests.support.servers.postgres import fresh_database
+from tests.support.servers.rabbitmq import RabbitMQ
 from tests.worker.conftest import Bench as WorkerBench
 from tests.worker.conftest import Watch, connected
 from tests.worker.conftest import prepare as prepare_witness

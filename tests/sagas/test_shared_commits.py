@@ -26,7 +26,7 @@ from idemconsumer.rules.values import Mark, Record, State, StepKind, StepState
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.joined import PostgresClaims
 from tests.sagas.conftest import SCHEMA, Bench, OpenStation, Remote, Station, order, put, saga, until
-from tests.servers.proxy import Proxy
+from tests.support.servers.proxy import Proxy
 
 T = TypeVar("T")
 OUTPUT: Final = StoredResult(b'"out"')

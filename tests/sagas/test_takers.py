@@ -18,7 +18,7 @@ from idemconsumer.ports.leases import Holding
 from idemconsumer.sql.queries import load
 from tests.conftest import PostgresServer
 from tests.sagas.conftest import SCHEMA, Bench, OpenStation, Station, order, put, saga, until
-from tests.servers.postgres import fresh_database
+from tests.support.servers.postgres import fresh_database
 
 _DOOR = 4711  # the advisory lock that a late taker waits for, between its snapshot and its row lock
 

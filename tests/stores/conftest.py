@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, closing
 import pytest
 
 from idemconsumer.stores.joined import PostgresStore
-from tests.ledger import SCHEMA, Ledger
-from tests.servers.postgres import fresh_database
+from tests.support.ledger import SCHEMA, Ledger
+from tests.support.servers.postgres import fresh_database
 
 OpenStore = Callable[[str], Awaitable[PostgresStore]]
 

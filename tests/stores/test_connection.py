@@ -17,7 +17,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.stores.connection import Connection
-from tests.servers.proxy import Proxy
+from tests.support.servers.proxy import Proxy
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])

@@ -14,7 +14,7 @@ from idemconsumer import Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
-from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work
+from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work
 
 Attack = Callable[[Tx], Awaitable[object]]
 

@@ -12,7 +12,7 @@ import pytest
 from psycopg import sql
 
 from idemconsumer.sql.queries import load
-from tests.ledger import SCHEMA, Ledger
+from tests.support.ledger import SCHEMA, Ledger
 
 KEYS = 50_000
 GROUP = 32

@@ -15,7 +15,7 @@ from idemconsumer.stores import prepared as repeated
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.prepared import Repeated
 from idemconsumer.stores.tx import PostgresTx
-from tests.ledger import SCHEMA, Ledger
+from tests.support.ledger import SCHEMA, Ledger
 
 INSERT = "insert into item (id, qty) values (%s, %s)"
 UPDATE = "update item set qty = %s where id = %s"

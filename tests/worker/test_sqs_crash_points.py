@@ -1,4 +1,4 @@
-"""As `test_crash_points`, with SQS: the points between the broker and the database."""
+"""As `test_worker_crash_points`, with SQS: the points between the broker and the database."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 from tests.conftest import Server
-from tests.worker.test_crash_points import payment
+from tests.worker.test_worker_crash_points import payment
 
 POINTS = [
     f"{Point.FETCHED}:9",
@@ -34,7 +34,7 @@ NAMES = [f"plain-{n}" for n in range(20)]
 def work(dsn: str, source: str, address: str, crash: Sequence[str] = ()) -> int:
     """A worker until it has emptied the queue, or died; its exit status."""
     worker = subprocess.run(
-        [sys.executable, "-m", "tests.worker.crashing", *crash],
+        [sys.executable, "-m", "tests.worker.crashing_worker", *crash],
         env=os.environ
         | {"IDEMCONSUMER_DSN": dsn, "CRASH_SOURCE": source, "IDEMCONSUMER_SQS": address}
         | {"IDEMCONSUMER_HANDLERS": "pay"},

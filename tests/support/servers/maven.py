@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.servers.processes import ServerMissing, cache_folder, need
+from tests.support.servers.processes import ServerMissing, cache_folder, need
 
 
 def libraries(name: str, version: str, dependencies: Mapping[str, str]) -> Path:

@@ -17,7 +17,7 @@ from idemconsumer.message import keys
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.values import State
 from idemconsumer.stores.migrations import migrate
-from tests.worker.crashing import BOMBS, PAYMENTS
+from tests.worker.crashing_worker import BOMBS, PAYMENTS
 
 SCHEMA = "idemconsumer"
 
@@ -76,7 +76,7 @@ class Bench:
     def work(self, *crash: str, batches: bool = False) -> int:
         """A worker until it has emptied the queue, or died; its exit status."""
         worker = subprocess.run(
-            [sys.executable, "-m", "tests.worker.crashing", *crash],
+            [sys.executable, "-m", "tests.worker.crashing_worker", *crash],
             env=os.environ
             | {"IDEMCONSUMER_DSN": self.dsn, "IDEMCONSUMER_SCHEMA": SCHEMA}
             | ({"CRASH_BATCHES": "1"} if batches else {}),

@@ -20,7 +20,7 @@ import pytest
 from idemconsumer.process.child import LIFELINE, Exit
 from idemconsumer.process.supervisor import Restarts
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Stage:
     async def run(self, role: str = "parent", **options: object) -> Process:
         defaults: dict[str, object] = {"workers": 2, "drain_timeout": 20, "max_restarts": 5}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.supervised", role, str(self.address), json.dumps(defaults | options),
+            sys.executable, "-m", "tests.process.supervised", role, str(self.address), json.dumps(defaults | options),
             cwd=ROOT, env=self.environment(options),
         )  # fmt: skip
         self.processes.append(process)

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.servers.processes import need
+from tests.support.servers.processes import need
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A parent and its workers as real processes, directed through a Unix socket by test_supervisor.py.
 
-`python -m tests.supervised parent SOCKET OPTIONS` runs a Supervisor; each worker is `… worker SOCKET`.
+`python -m tests.process.supervised parent SOCKET OPTIONS` runs a Supervisor; each worker is `… worker SOCKET`.
 A worker reports what happens to it, a JSON line each, and does what it is told, a line each.
 """
 
@@ -81,7 +81,7 @@ def main() -> int:
         return launch(lambda: Directed(address), float(os.environ["DRAIN_TIMEOUT"]))
     watched = options.pop("watched", None)
     supervisor = Supervisor(
-        [sys.executable, "-m", "tests.supervised", "worker", address],
+        [sys.executable, "-m", "tests.process.supervised", "worker", address],
         environment=os.environ | {"DRAIN_TIMEOUT": str(options["drain_timeout"])},
         changes=python_changes(Path(watched)) if watched else None,
         **options,

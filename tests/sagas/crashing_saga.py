@@ -1,4 +1,4 @@
-"""A worker process that dies at a point: `python -m tests.sagas.crashing POINT:NTH`.
+"""A worker process that dies at a point: `python -m tests.sagas.crashing_saga POINT:NTH`.
 
 Its remote is a table written on a connection of its own, as a gateway's would be: it notes every call.
 """

@@ -113,7 +113,7 @@ async def test_the_example_books_a_payment_once(database: str) -> None:
         )
         done = subprocess.run(
             [*COMMAND, "run", "payments:app", "--handlers", "from_postgres", "--until-empty"],
-            cwd=Path(__file__).parent.parent / "examples", env=os.environ | {"IDEMCONSUMER_DSN": database},
+            cwd=Path(__file__).parents[2] / "examples", env=os.environ | {"IDEMCONSUMER_DSN": database},
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

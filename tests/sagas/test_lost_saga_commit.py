@@ -14,7 +14,7 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
 from tests.sagas.conftest import Bench, Notes, OpenStation, Remote, SagaFn, Station, order, put, saga, take_back
-from tests.servers.proxy import Proxy, Trap
+from tests.support.servers.proxy import Proxy, Trap
 
 Cut = Literal["before", "after"]
 both_cuts = pytest.mark.parametrize("cut", ["before", "after"])

@@ -63,10 +63,11 @@ WRONG: dict[str, tuple[Callable[[Any], Awaitable[object]], str]] = {
     ),
     "not async": (lambda saga: saga.tx("s", plain), "step 's': TypeError: plain is not async, it returned int; write"),
     "unstorable": (lambda saga: saga.call("s", unstorable), "step 's': a result of type object cannot be stored"),
-    "without words": (lambda saga: saga.call("s", mute), "step 's': tests.sagas.test_told.Mute"),
+    "without words": (lambda saga: saga.call("s", mute), "step 's': tests.sagas.test_error_reports.Mute"),
     "cancelled": (
         lambda saga: saga.call("s", cancelled),
-        "step 's': idemconsumer.errors.SelfCancelled: raised CancelledError though nothing cancelled it (test_told.py",
+        "step 's': idemconsumer.errors.SelfCancelled: raised CancelledError though nothing cancelled it"
+        " (test_error_reports.py",
     ),
     "cancelled by the handler": (
         waits_too_long,
@@ -107,7 +108,7 @@ async def test_a_step_that_is_cut_off_says_where_it_was(bench: Bench, one: Stati
     await one.deliver(saga(book, timeout="50ms"))
     ((error,),) = bench.run("select error from idemconsumer.saga")
     assert "step 's': TimeoutError: did not end within its timeout of 0.05 s; raise `timeout`" in error
-    assert "(test_told.py" in error
+    assert "(test_error_reports.py" in error
 
 
 async def test_an_undo_that_cannot_be_called_says_with_what_it_is(bench: Bench, one: Station, remote: Remote) -> None:

@@ -20,8 +20,8 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from pamqp.common import FieldTable
 
 from tests.conftest import PrivateKafka, PrivateRabbitMQ, Server
-from tests.servers.proxy import Proxy
-from tests.servers.tls import self_signed
+from tests.support.servers.proxy import Proxy
+from tests.support.servers.tls import self_signed
 from tests.test_embedded import eventually, runs
 
 
@@ -126,7 +126,7 @@ async def test_rabbitmq_keeps_a_quorum_queue_over_a_kill_and_takes_more_configur
 @pytest.mark.kill
 def test_a_server_and_its_folder_go_when_the_tests_are_killed() -> None:
     program = (
-        "from tests.servers.processes import Processes\n"
+        "from tests.support.servers.processes import Processes\n"
         "server = Processes('sleep'); server.spawn(['sleep', '600'])\n"
         "print(server._running[0].pid, server.folder, flush=True); input()"
     )

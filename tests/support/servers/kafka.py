@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Mapping
 
 from idemconsumer.embedded.postgres import free_port
-from tests.servers.maven import libraries
-from tests.servers.processes import Processes
+from tests.support.servers.maven import libraries
+from tests.support.servers.processes import Processes
 
 VERSION = "4.2.0"
 _START_SECONDS = 60.0

@@ -1,4 +1,4 @@
-"""A worker process that dies at a point, or does not: `python -m tests.worker.crashing [POINT[:NTH]]`.
+"""A worker process that dies at a point, or does not: `python -m tests.worker.crashing_worker [POINT[:NTH]]`.
 
 It consumes a queue in Postgres, or CRASH_SOURCE; with CRASH_BATCHES in batches.
 """

@@ -23,9 +23,9 @@ from idemconsumer.settings import Settings
 from idemconsumer.stores import joined as postgres
 from idemconsumer.stores.joined import PostgresStore
 from tests.conftest import PostgresServer, PrivatePostgres
-from tests.ledger import SCHEMA, Ledger
-from tests.servers.postgres import fresh_database
 from tests.stores.conftest import OpenStore
+from tests.support.ledger import SCHEMA, Ledger
+from tests.support.servers.postgres import fresh_database
 
 pytest.register_assert_rewrite("idemconsumer.testing.store_contract")
 

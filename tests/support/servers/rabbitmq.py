@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from idemconsumer.embedded.postgres import free_port
-from tests.servers.processes import Processes, ServerMissing, need
+from tests.support.servers.processes import Processes, ServerMissing, need
 
 _BIN = Path("/usr/lib/rabbitmq/bin")
 _START_SECONDS = 90.0

@@ -12,7 +12,7 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from tests.servers.processes import ServerMissing
+from tests.support.servers.processes import ServerMissing
 
 
 def system_binaries() -> Path:

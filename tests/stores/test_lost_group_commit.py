@@ -16,9 +16,9 @@ from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, State
 from idemconsumer.stores.joined import PostgresStore
-from tests.ledger import SCHEMA, SOURCE, Ledger, kinds, work, works
-from tests.servers.proxy import Proxy, Trap
 from tests.stores.conftest import OpenStore
+from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, work, works
+from tests.support.servers.proxy import Proxy, Trap
 
 Cut = Literal["before", "after"]
 PATIENCE = 30.0

@@ -16,9 +16,9 @@ from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
 from idemconsumer.settings import load
 from tests.conftest import PostgresServer
-from tests.sagas import crashing
+from tests.sagas import crashing_saga as crashing
 from tests.sagas.conftest import Bench, Notes, until
-from tests.servers.postgres import fresh_database
+from tests.support.servers.postgres import fresh_database
 
 # How often each point is passed on the way of each kind of saga; the worker dies at each of these times.
 PASSES: Final[dict[str, dict[Point | SagaPoint, int]]] = {
@@ -93,7 +93,7 @@ async def test_another_worker_ends_what_a_dead_one_began(
     scene.run("select idemconsumer.publish(%s, jsonb_build_object('id', %s::text))", (crashing.QUEUE, name))
     died = await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-m", "tests.sagas.crashing", f"{point}:{nth}"],
+        [sys.executable, "-m", "tests.sagas.crashing_saga", f"{point}:{nth}"],
         env=dict(os.environ),
         capture_output=True,
         text=True,

@@ -15,7 +15,7 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresClaims, PostgresStore
-from tests.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
+from tests.support.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 
 PATIENCE = 20.0
 

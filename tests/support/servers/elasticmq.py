@@ -7,8 +7,8 @@ import urllib.error
 import urllib.request
 
 from idemconsumer.embedded.postgres import free_port
-from tests.servers.maven import libraries
-from tests.servers.processes import Processes
+from tests.support.servers.maven import libraries
+from tests.support.servers.processes import Processes
 
 VERSION = "1.6.14"
 _START_SECONDS = 60.0
