@@ -23,7 +23,7 @@ from benchmarks._child import ROOT, ended, resident
 from benchmarks._measure import Figure, Result, Spread, Subject, Table, Target, side_by_side
 from benchmarks._sizes import SIZE
 from benchmarks._stage import Stage
-from tests.support.servers.processes import children
+from tests.support.pids import children
 
 OURS = "idemconsumer"
 # The share of a run before its rate is read. On Kafka each of our lanes puts the first messages of a partition after an

@@ -11,51 +11,29 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import pytest
+import structlog
+from structlog.testing import LogCapture
 
 from idemconsumer.embedded.binaries import EmbeddedUnavailable
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from tests.support.servers.elasticmq import CREDENTIALS, ElasticMQ
 from tests.support.servers.kafka import Kafka
+from tests.support.servers.made import (
+    PostgresServer,
+    PrivateElasticMQ,
+    PrivateKafka,
+    PrivatePostgres,
+    PrivateRabbitMQ,
+    Server,
+)
 from tests.support.servers.postgres import fresh_database, system_binaries
 from tests.support.servers.processes import ServerMissing
 from tests.support.servers.rabbitmq import RabbitMQ
 
 S = TypeVar("S")
-
-
-class Server(Protocol):
-    """What tests may do with a shared broker: know where it is."""
-
-    @property
-    def address(self) -> str: ...
-
-
-class PrivatePostgres(Protocol):
-    def __call__(
-        self, *, binaries: Path | None = None, settings: Mapping[str, str] | None = None
-    ) -> EmbeddedPostgres: ...
-
-
-class PrivateKafka(Protocol):
-    def __call__(
-        self, *, listeners: Mapping[str, str] | None = None, properties: Mapping[str, str] | None = None
-    ) -> Kafka: ...
-
-
-class PrivateRabbitMQ(Protocol):
-    def __call__(self, *, config: Mapping[str, str] | None = None) -> RabbitMQ: ...
-
-
-class PrivateElasticMQ(Protocol):
-    def __call__(self) -> ElasticMQ: ...
-
-
-class PostgresServer(Protocol):
-    @property
-    def dsn(self) -> str: ...
 
 
 class FromEnvironment:
@@ -210,3 +188,13 @@ def any_database(request: pytest.FixtureRequest) -> Iterator[str]:
     server: PostgresServer = request.getfixturevalue(request.param)
     with fresh_database(server.dsn) as dsn:
         yield dsn
+
+
+@pytest.fixture
+def logged() -> Iterator[LogCapture]:
+    """What was logged, as `entries`."""
+    capture = LogCapture()
+    before = structlog.get_config()
+    structlog.configure(processors=[capture])
+    yield capture
+    structlog.configure(**before)

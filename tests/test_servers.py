@@ -19,10 +19,11 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from pamqp.common import FieldTable
 
-from tests.conftest import PrivateKafka, PrivateRabbitMQ, Server
+from tests.support.pids import alive
+from tests.support.servers.made import PrivateKafka, PrivateRabbitMQ, Server
 from tests.support.servers.proxy import Proxy
 from tests.support.servers.tls import self_signed
-from tests.test_embedded import eventually, runs
+from tests.support.waiting import eventually
 
 
 async def test_a_fresh_database_is_empty_in_every_version(any_database: str) -> None:
@@ -135,9 +136,9 @@ def test_a_server_and_its_folder_go_when_the_tests_are_killed() -> None:
     ) as owner:
         assert owner.stdout is not None
         pid, folder = owner.stdout.readline().split()
-        assert runs(int(pid))
+        assert alive(int(pid))
         owner.send_signal(signal.SIGKILL)
-    assert eventually(lambda: not runs(int(pid)) and not os.path.exists(folder))
+    eventually(lambda: not alive(int(pid)) and not os.path.exists(folder))
 
 
 class TestProxy:

@@ -33,6 +33,7 @@ from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.migrations import migrate
+from tests.support.waiting import until
 
 
 class Ride(msgspec.Struct):
@@ -84,6 +85,10 @@ class Rides:
         async with await psycopg.AsyncConnection.connect(self.dsn) as connection:
             return await (await connection.execute(query.encode())).fetchall()
 
+    async def noted(self) -> bool:
+        """Whether the first step of the one saga is on record."""
+        return await self.sql("select count(*) from idemconsumer.step where state = 2") == [(1,)]
+
 
 @pytest.fixture
 async def rides(database: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rides]:
@@ -129,8 +134,7 @@ async def test_two_keys_are_two_sagas_and_two_payloads_under_one_key_a_conflict(
     async with rides.worker():
         for key in ("k-1", "k-2"):
             assert (await rides.app.result(rides.book, key=key, wait="20s")).state is State.COMPLETED
-        while not await rides.sql("select 1 from idemconsumer.dead_letter where reason = 'conflict'"):
-            await asyncio.sleep(0.05)
+        await until(lambda: rides.sql("select 1 from idemconsumer.dead_letter where reason = 'conflict'"))
     assert await rides.sql("select * from ride") == [("ann",), ("ann",)]
 
 
@@ -302,8 +306,7 @@ async def test_a_duplicate_of_a_running_saga_waits_for_its_result(rides: Rides) 
     first = asyncio.create_task(rides.app.process(message()))
     await rides.begun.wait()
     others = [asyncio.create_task(rides.app.process(message())) for _ in range(5)]
-    while await rides.sql("select count(*) from idemconsumer.step where state = 2") != [(1,)]:
-        await asyncio.sleep(0.02)
+    await until(rides.noted)
     rides.go.set()
     assert (await first).kind is OutcomeKind.APPLIED
     for outcome in await asyncio.gather(*others):
@@ -325,8 +328,7 @@ async def test_a_saga_that_a_worker_runs_is_waited_for_so_long_and_no_longer(rid
         await rides.begun.wait()
         assert (await rides.app.process(Message("memory:hasty", body))).kind is OutcomeKind.BUSY
         await rides.app.start(rides.book, Ride("bob"), key="bob")
-        while await rides.sql("select count(*) from idemconsumer.step where state = 2") != [(1,)]:
-            await asyncio.sleep(0.02)
+        await until(rides.noted)
         patient = asyncio.create_task(rides.app.process(Message("memory:rides", msgspec.json.encode(Ride("bob")))))
         rides.go.set()
         assert (await patient).kind is OutcomeKind.DUPLICATE
@@ -368,8 +370,7 @@ async def test_a_cancelled_call_leaves_its_saga_to_others(rides: Rides) -> None:
     rides.go.clear()
     call = asyncio.create_task(rides.app.process(message()))
     await rides.begun.wait()
-    while await rides.sql("select count(*) from idemconsumer.step where state = 2") != [(1,)]:
-        await asyncio.sleep(0.02)
+    await until(rides.noted)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call

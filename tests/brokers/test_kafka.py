@@ -9,7 +9,7 @@ import math
 import subprocess
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaError
-from structlog.testing import capture_logs
+from structlog.testing import LogCapture
 
 from idemconsumer.brokers.kafka import broker as kafka
 from idemconsumer.brokers.kafka import client as kafka_client
@@ -31,12 +31,12 @@ from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEn
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
-from tests.conftest import PrivateKafka, Server
+from tests.support.logs import entries
 from tests.support.servers.kafka import Kafka
+from tests.support.servers.made import PrivateKafka, Server
+from tests.support.waiting import PATIENCE, until
 
-DEADLINE = 20.0
 BOUNDS = Bounds(lanes=4, group=8)
-Said = list[Any]
 
 
 # ------------------------------------------------------------------------------------------- the test's world
@@ -154,29 +154,10 @@ async def mortal(private_kafka: PrivateKafka) -> AsyncIterator[MortalWorld]:
             yield mortal
 
 
-@pytest.fixture
-def said() -> Iterator[Said]:
-    with capture_logs() as entries:
-        yield entries
-
-
-def events(said: Said, event: str) -> Said:
-    return [entry for entry in said if entry["event"] == event]
-
-
-async def until(condition: Callable[[], Awaitable[bool] | bool], seconds: float = DEADLINE) -> None:
-    async with asyncio.timeout(seconds):
-        while True:
-            holds = condition()
-            if holds is True or (not isinstance(holds, bool) and await holds):
-                return
-            await asyncio.sleep(0.02)
-
-
 async def take(session: KafkaSession, count: int) -> list[Delivery]:
     """Fetch until `count` deliveries have come, and no more than that."""
     taken: list[Delivery] = []
-    async with asyncio.timeout(DEADLINE):
+    async with asyncio.timeout(PATIENCE):
         while len(taken) < count:
             taken += await session.fetch()
     assert len(taken) == count, positions(taken)
@@ -185,7 +166,7 @@ async def take(session: KafkaSession, count: int) -> list[Delivery]:
 
 async def joined(session: KafkaSession) -> None:
     """Fetch nothing until the group has assigned."""
-    async with asyncio.timeout(DEADLINE):
+    async with asyncio.timeout(PATIENCE):
         while not await session.idle():
             assert not await session.fetch()
 
@@ -260,7 +241,7 @@ async def test_transaction_markers_and_aborted_records_leave_no_lag(world: World
     taken = await take(session, 2)
     assert [offset_of(each) for each in taken] == [0, 2]
     await session.settle(taken)
-    async with asyncio.timeout(DEADLINE):
+    async with asyncio.timeout(PATIENCE):
         while not await session.idle():
             await session.fetch()
     await world.commits(6)  # two records and their markers, one aborted record and its marker
@@ -364,7 +345,7 @@ async def test_a_rebalance_waits_for_what_runs_and_the_next_owner_starts_exactly
     assert not any(each.epoch.retiring for each in again[0])
 
 
-async def test_what_finishes_after_its_partition_was_revoked_is_forgotten(world: World, said: Said) -> None:
+async def test_what_finishes_after_its_partition_was_revoked_is_forgotten(world: World, logged: LogCapture) -> None:
     await world.create()
     await world.produce(3)
     impatient = Bounds(lanes=4, group=8, drain=0.3)
@@ -380,7 +361,7 @@ async def test_what_finishes_after_its_partition_was_revoked_is_forgotten(world:
     await second._commit()
     assert await world.committed() in (None, 0)
     fetching.cancel()
-    assert events(said, "kafka drain ran out")
+    assert entries(logged, "kafka drain ran out")
 
 
 def owners(*sessions: KafkaSession) -> list[int]:
@@ -425,7 +406,7 @@ async def test_a_commit_under_way_ends_before_the_group_goes_on(world: World) ->
 
     session._consumer.commit = slow
     await session.settle(taken[:1])
-    await asyncio.wait_for(entered.wait(), DEADLINE)
+    await asyncio.wait_for(entered.wait(), PATIENCE)
     session._consumer._coordinator.request_rejoin()
     await until(lambda: taken[0].epoch.retiring)
     assert not await session.fetch()
@@ -464,7 +445,7 @@ async def test_closing_does_not_wait_for_a_rebalance_that_waits_for_work(world: 
     started = time.monotonic()
     await session.close()
     with pytest.raises(SessionEnded):
-        await asyncio.wait_for(fetching, DEADLINE)
+        await asyncio.wait_for(fetching, PATIENCE)
     assert time.monotonic() - started < kafka_client.STOP_TIMEOUT
     assert not session._poll or session._poll.done()
 
@@ -528,7 +509,7 @@ async def gone(world: World) -> bool:
 
 # ----------------------------------------------------------------------------------------------------- bounds
 async def test_at_the_bound_everything_pauses_and_resumes_below_half_with_nothing_dropped(
-    world: World, said: Said, monkeypatch: pytest.MonkeyPatch
+    world: World, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kafka_session, "PATIENCE", 0.1)
     monkeypatch.setattr(kafka_session, "POLL", 0.2)
@@ -536,7 +517,7 @@ async def test_at_the_bound_everything_pauses_and_resumes_below_half_with_nothin
     await world.produce(40)
     session = await world.open(Bounds(lanes=1, group=2, room=8))
     taken = await take(session, 10)
-    async with asyncio.timeout(DEADLINE):
+    async with asyncio.timeout(PATIENCE):
         while not session._consumer.paused():
             assert not await session.fetch()
     for _ in range(3):
@@ -552,11 +533,11 @@ async def test_at_the_bound_everything_pauses_and_resumes_below_half_with_nothin
         await session.settle(more)
         taken += more
     assert [offset_of(each) for each in taken] == list(range(40))
-    assert len(events(said, "kafka paused")) == len(events(said, "kafka resumed")) == 1
+    assert len(entries(logged, "kafka paused")) == len(entries(logged, "kafka resumed")) == 1
 
 
 async def test_room_that_comes_back_in_time_spares_the_pause(
-    world: World, said: Said, monkeypatch: pytest.MonkeyPatch
+    world: World, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kafka_session, "POLL", 0.2)
     await world.create()
@@ -566,7 +547,7 @@ async def test_room_that_comes_back_in_time_spares_the_pause(
     assert not await session.fetch()
     await session.settle(taken)
     assert len(await take(session, 10)) == 10
-    assert not events(said, "kafka paused")
+    assert not entries(logged, "kafka paused")
 
 
 async def test_a_pause_is_made_again_after_a_rebalance(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -585,7 +566,7 @@ async def test_a_pause_is_made_again_after_a_rebalance(world: World, monkeypatch
 
 
 async def test_too_many_uncommitted_offsets_pause_their_partition_alone(
-    world: World, said: Said, monkeypatch: pytest.MonkeyPatch
+    world: World, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kafka_session, "POLL", 0.2)
     await world.create(partitions=2)
@@ -606,7 +587,7 @@ async def test_too_many_uncommitted_offsets_pause_their_partition_alone(
     await session.settle([stuck])
     assert [offset_of(each) for each in await take(session, 5)] == list(range(25, 30))
     for event in ("kafka paused", "kafka resumed"):
-        assert [entry["partition"] for entry in events(said, event)] == [f"{world.topic}-0"]
+        assert [entry["partition"] for entry in entries(logged, event)] == [f"{world.topic}-0"]
 
 
 # ------------------------------------------------------------------------------------------------------- idle
@@ -637,7 +618,7 @@ async def test_a_missing_topic_is_an_error_that_says_how_to_create_it(world: Wor
 
 
 async def test_a_missing_topic_is_said_once_and_consumed_when_it_appears(
-    world: World, said: Said, monkeypatch: pytest.MonkeyPatch
+    world: World, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kafka, "METADATA_MAX_AGE_MS", 500)
     monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.1)
@@ -652,15 +633,15 @@ async def test_a_missing_topic_is_said_once_and_consumed_when_it_appears(
     await world.broker.publish(other, [Outgoing(b"late")])
     [late] = await take(session, 1)
     assert late.message.source == f"kafka:{other}"
-    await until(lambda: len(events(said, "kafka topic found")) == 1)
-    [missing] = events(said, "kafka topic missing")
+    await until(lambda: len(entries(logged, "kafka topic found")) == 1)
+    [missing] = entries(logged, "kafka topic missing")
     assert missing["topic"] == other
     assert f"--create --topic {other}" in missing["instead"]
-    assert not events(said, "kafka unreachable")
+    assert not entries(logged, "kafka unreachable")
 
 
 async def test_a_fetch_that_brings_nothing_is_said_once(
-    world: World, said: Said, monkeypatch: pytest.MonkeyPatch
+    world: World, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.05)
     await world.create()
@@ -677,20 +658,20 @@ async def test_a_fetch_that_brings_nothing_is_said_once(
 
     async def stalled() -> bool:
         await session.fetch()
-        return bool(events(said, "kafka fetch stalled"))
+        return bool(entries(logged, "kafka fetch stalled"))
 
     await until(stalled)
     for _ in range(20):
         await session.fetch()
     session._consumer.getmany = real
     await take(session, 1)
-    await until(lambda: bool(events(said, "kafka fetch goes on")))
-    assert len(events(said, "kafka fetch stalled")) == 1
+    await until(lambda: bool(entries(logged, "kafka fetch goes on")))
+    assert len(entries(logged, "kafka fetch stalled")) == 1
 
 
 @pytest.mark.kill
 async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
-    mortal: MortalWorld, said: Said, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mortal: MortalWorld, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.2)
     monkeypatch.setattr(kafka_client, "PROBE_TIMEOUT", 0.5)
@@ -702,7 +683,7 @@ async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
     await mortal.commits(2)
     mortal.own.kill()
     await session.settle(taken[2:])
-    await until(lambda: bool(events(said, "kafka unreachable")))
+    await until(lambda: bool(entries(logged, "kafka unreachable")))
     await asyncio.to_thread(mortal.own.start)
     rest = {offset_of(each) for each in taken}
     async with asyncio.timeout(40):
@@ -711,14 +692,14 @@ async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
             await session.settle(more)
             rest |= {offset_of(each) for each in more}
     await mortal.commits(10)
-    await until(lambda: bool(events(said, "kafka reachable")))
-    assert len(events(said, "kafka unreachable")) == 1
+    await until(lambda: bool(entries(logged, "kafka reachable")))
+    assert len(entries(logged, "kafka unreachable")) == 1
     assert [record for record in caplog.records if record.name.startswith("aiokafka")] == []
 
 
 @pytest.mark.kill
 async def test_a_broker_that_stays_away_ends_the_session_and_closing_is_bounded_and_leaves_no_task(
-    mortal: MortalWorld, said: Said, monkeypatch: pytest.MonkeyPatch
+    mortal: MortalWorld, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.2)
     monkeypatch.setattr(kafka_client, "PROBE_TIMEOUT", 0.3)
@@ -736,12 +717,12 @@ async def test_a_broker_that_stays_away_ends_the_session_and_closing_is_bounded_
     await session.settle(taken[2:3])
     await until(session._committing.locked)  # a commit that nobody will answer
     with pytest.raises(SessionEnded, match="has not answered"):
-        await asyncio.wait_for(take_any(session), DEADLINE)
+        await asyncio.wait_for(take_any(session), PATIENCE)
     assert all(each.epoch.ended for each in taken)
     started = time.monotonic()
     await session.close()
     assert time.monotonic() - started < kafka_client.STOP_TIMEOUT + 5
-    await until(lambda: not (asyncio.all_tasks() - before), 2)
+    await until(lambda: not (asyncio.all_tasks() - before))
     with pytest.raises(BrokerUnavailable, match=r"cannot be used.*IDEMCONSUMER_KAFKA"):
         await mortal.open()
     mortal.own.start()

@@ -10,7 +10,7 @@ import random
 import struct
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Epoch, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies, until_idle
-from tests.conftest import PrivateRabbitMQ
+from tests.support.servers.made import PrivateRabbitMQ
 from tests.support.servers.rabbitmq import RabbitMQ
+from tests.support.waiting import until
 
 
 class Node:
@@ -154,12 +155,6 @@ async def ended(session: RabbitmqSession, within: float = 10.0) -> str:
                 return str(error)
 
 
-async def eventually(holds: Callable[[], Awaitable[bool]], within: float = 15.0) -> None:
-    deadline = time.monotonic() + within
-    while not await holds():
-        assert time.monotonic() < deadline, f"not so within {within:.0f} s"
-
-
 async def opening(broker: RabbitmqBroker, name: str) -> None:
     """Try until a session can be had, as a worker does: a queue may be up later than its node."""
     deadline = time.monotonic() + 60
@@ -185,7 +180,7 @@ async def test_only_what_was_settled_is_acked(node: Node, broker: RabbitmqBroker
         await session.settle([four])
         await session.settle([one])
         await until_idle(session)  # the channel lives: no ack named a tag that was not outstanding
-        await eventually(lambda: node.has(name, ready=0, unacked=2))
+        await until(lambda: node.has(name, ready=0, unacked=2))
         assert bodies([three]) == [b"0002"]
     assert await remaining(broker, name) == [b"0002", b"0005"]
 
@@ -552,12 +547,12 @@ async def test_consuming_goes_on_while_publishers_are_blocked(node: Node, broker
     async with consuming(broker, name) as session:
         try:
             await node.ctl("set_vm_memory_high_watermark", "0")
-            await eventually(lambda: alarmed(node))
+            await until(lambda: alarmed(node))
             publishing = asyncio.create_task(broker.publish(target, numbered(1)))
             await session.settle(await arriving(session, 20))
             await until_idle(session)
 
-            await eventually(lambda: node.has(name, ready=0, unacked=0))
+            await until(lambda: node.has(name, ready=0, unacked=0))
             assert not publishing.done()
         finally:
             await node.ctl("set_vm_memory_high_watermark", "0.4")
@@ -619,7 +614,7 @@ async def test_check_fails_on_a_delivery_limit_without_a_dead_letter_exchange(
     async def content() -> bool:  # a policy takes a moment to be applied
         return all(found.level == "ok" for found in await broker.check(subscribed(name)))
 
-    await eventually(content)
+    await until(content)
 
 
 async def test_check_says_when_it_cannot_read_limits(node: Node) -> None:

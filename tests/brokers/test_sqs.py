@@ -26,10 +26,9 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies, until_idle
-from tests.conftest import PrivateElasticMQ, Server
-from tests.worker.conftest import Bench, Item, logged, note, prepare, times
-
-__all__ = ["logged"]
+from tests.support.logs import times
+from tests.support.servers.made import PrivateElasticMQ, Server
+from tests.support.workers import Bench, Item, note, prepare
 
 
 @asynccontextmanager

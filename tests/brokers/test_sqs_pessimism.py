@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -21,11 +20,11 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies
+from tests.support.logs import times
 from tests.support.servers.elasticmq import CREDENTIALS
 from tests.support.servers.sqs_double import BUSY, SqsDouble
-from tests.worker.conftest import Bench, Item, logged, note, prepare, times
-
-__all__ = ["logged"]
+from tests.support.waiting import until
+from tests.support.workers import Bench, Item, note, prepare
 
 
 @pytest.fixture
@@ -52,13 +51,6 @@ async def consuming(double: SqsDouble, name: str = "orders", bounds: Bounds = WI
     finally:
         await session.close()
         await broker.close()
-
-
-async def until(holds: Callable[[], bool], within: float = 15.0) -> None:
-    deadline = time.monotonic() + within
-    while not holds():
-        assert time.monotonic() < deadline, f"not so within {within:g} s"
-        await asyncio.sleep(0.01)
 
 
 def shop(name: str = "orders") -> App:
@@ -318,7 +310,7 @@ async def test_a_deletion_that_stays_throttled_is_left_to_redelivery(
     double.throttling["DeleteMessageBatch"] = 10**6
     async with consuming(double) as session:
         await session.settle(await arriving(session, 1))
-        await until(lambda: len(session._held) == 0, within=60)
+        await until(lambda: len(session._held) == 0)
         assert not double.empty
         assert double.requests["DeleteMessageBatch"] == 2 * CALLS, "once again, then given up"
         assert not await session.fetch(), "the session lives"

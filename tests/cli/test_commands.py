@@ -9,10 +9,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pytest
@@ -23,6 +21,7 @@ from idemconsumer.cli.main import main
 from idemconsumer.cli.options import printable
 from idemconsumer.process.child import Exit
 from idemconsumer.stores.migrations import files, migrate
+from tests.support.waiting import eventually
 
 SHOP = """
 import asyncio
@@ -115,13 +114,6 @@ def shop(empty: Shop, database: str) -> Shop:
     return empty
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 # ------------------------------------------------------------------------------------------------------------- running
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_what_was_published_three_times_is_applied_once(shop: Shop, workers: str) -> None:
@@ -141,7 +133,7 @@ def test_what_was_published_three_times_is_applied_once(shop: Shop, workers: str
 def test_an_interrupt_lets_the_running_handler_finish_and_commit(shop: Shop) -> None:
     shop("publish", "postgres:orders", '{"id":"a","slow":true}')
     worker = shop.start("run", "shop:app")
-    until((shop.folder / "running").exists)
+    eventually((shop.folder / "running").exists)
 
     worker.send_signal(signal.SIGINT)
     (shop.folder / "go on").touch()
@@ -154,7 +146,7 @@ def test_an_interrupt_lets_the_running_handler_finish_and_commit(shop: Shop) -> 
 def test_a_second_interrupt_rolls_back_what_runs(shop: Shop, workers: str) -> None:
     shop("publish", "postgres:orders", '{"id":"a","slow":true}')
     worker = shop.start("run", "shop:app", "--workers", workers, "--log-format", "json")
-    until((shop.folder / "running").exists)
+    eventually((shop.folder / "running").exists)
     assert worker.stderr is not None
 
     worker.send_signal(signal.SIGINT)
@@ -170,7 +162,7 @@ def test_a_second_interrupt_rolls_back_what_runs(shop: Shop, workers: str) -> No
 def test_a_drain_beyond_its_deadline_rolls_back_what_runs(shop: Shop) -> None:
     shop("publish", "postgres:orders", '{"id":"a","slow":true}')
     worker = shop.start("run", "shop:app", "--drain-timeout", "0.1")
-    until((shop.folder / "running").exists)
+    eventually((shop.folder / "running").exists)
 
     worker.send_signal(signal.SIGTERM)
 

@@ -16,7 +16,8 @@ import pytest
 
 from idemconsumer.cli.demo import Report, verdict
 from idemconsumer.stores.migrations import migrate
-from tests.test_embedded import eventually
+from tests.support import ROOT
+from tests.support.waiting import eventually
 
 COMMAND = [sys.executable, "-m", "idemconsumer"]
 KEYS = ["messages", "deliveries", "kills", "applied", "duplicates", "lost", "twice", "seconds"]
@@ -78,7 +79,7 @@ def test_nothing_outlives_a_demo_that_is_killed(folder: Path) -> None:
             assert line, "it ended before the first kill"
         assert len(processes_of(folder)) > 3
         demo.send_signal(signal.SIGKILL)
-    assert eventually(lambda: not processes_of(folder), 20)
+    eventually(lambda: not processes_of(folder))
 
 
 def test_a_ledger_with_too_much_or_too_little_fails() -> None:
@@ -113,7 +114,7 @@ async def test_the_example_books_a_payment_once(database: str) -> None:
         )
         done = subprocess.run(
             [*COMMAND, "run", "payments:app", "--handlers", "from_postgres", "--until-empty"],
-            cwd=Path(__file__).parents[2] / "examples", env=os.environ | {"IDEMCONSUMER_DSN": database},
+            cwd=ROOT / "examples", env=os.environ | {"IDEMCONSUMER_DSN": database},
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from idemconsumer.message.keys import digest
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
+from tests.support.waiting import until
 
 Act = Callable[[], None]
 
@@ -78,9 +79,7 @@ class Travel:
                     await connection.execute("select idemconsumer.publish('trips', %s::jsonb)", (payload,))
                 worker = self.app(**changes).worker(Settings(dsn=self.dsn, concurrency=2))
                 running = asyncio.create_task(worker.run())
-                async with asyncio.timeout(20):
-                    while not await self._calm(connection):
-                        await asyncio.sleep(0.05)
+                await until(lambda: self._calm(connection))
                 worker.drain()
                 await running
 

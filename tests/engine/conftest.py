@@ -9,8 +9,8 @@ import pytest
 
 from idemconsumer.engine.engine import Engine
 from idemconsumer.stores.joined import PostgresStore
-from tests.conftest import PostgresServer
 from tests.support.ledger import SCHEMA, Ledger
+from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
 
 

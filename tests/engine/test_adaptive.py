@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
@@ -18,10 +18,9 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.group_size import Gate
 from idemconsumer.stores.joined import PostgresClaims, PostgresStore
-from tests.engine.test_group_transactions import Points
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
-
-PATIENCE = 20.0
+from tests.support.points import Points
+from tests.support.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -47,12 +46,6 @@ def waiting(ledger: Ledger) -> bool:
             " and wait_event_type = 'Lock'"
         )
     )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 class Meeting:

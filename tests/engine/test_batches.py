@@ -23,10 +23,9 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.rules.group_size import GroupSize
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
-from tests.engine.test_group_transactions import Points
 from tests.support.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
-
-PATIENCE = 20.0
+from tests.support.points import Points
+from tests.support.waiting import PATIENCE
 
 Orders = Batch[dict[str, Any]]
 Act = Callable[[Orders, Tx], Awaitable[object]]

@@ -20,8 +20,7 @@ from idemconsumer.handlers.decorator import Handler
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, to_the_end, works, write
-
-PATIENCE = 20.0
+from tests.support.waiting import PATIENCE
 
 Act = Callable[[str, Tx], Awaitable[None]]
 

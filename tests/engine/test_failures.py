@@ -19,10 +19,9 @@ from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
-from tests.engine.test_suspect_groups import Killed
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
-
-PATIENCE = 20.0
+from tests.support.points import Killed
+from tests.support.waiting import PATIENCE, until
 
 
 def failing(error: BaseException, **options: Any) -> Handler[..., Any]:
@@ -414,9 +413,7 @@ async def test_a_suspect_that_only_waited_for_a_rival_is_not_counted(
         if end == "the wait is over":
             assert (await task).kind == "busy"
         else:
-            async with asyncio.timeout(PATIENCE):
-                while ledger.attempts != [1]:
-                    await asyncio.sleep(0.01)
+            await until(lambda: ledger.attempts == [1])
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

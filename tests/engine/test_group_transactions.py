@@ -16,8 +16,8 @@ from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresClaims, PostgresStore
 from tests.support.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
-
-PATIENCE = 20.0
+from tests.support.points import Points
+from tests.support.waiting import PATIENCE
 
 
 @idempotent_handler(SOURCE, key="id", group_size=8)
@@ -32,19 +32,6 @@ async def fail_at_minus(order: dict[str, Any], tx: Tx, message: Message) -> None
     await write(tx, order["id"])
     if order["id"] < 0 or (order["id"] % 1 and message.attempt == 1):
         raise ValueError
-
-
-class Points:
-    """What the engine said it did, in order."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Point | SagaPoint, int]] = []
-
-    def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
-        self.seen.append((point, len(keys)))
-
-    def count(self, point: Point) -> int:
-        return sum(seen is point for seen, _ in self.seen)
 
 
 async def test_a_group_is_claimed_once_and_committed_once(ledger: Ledger, store: PostgresStore) -> None:

@@ -15,6 +15,7 @@ from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SOURCE, Ledger, kinds, message, write
+from tests.support.waiting import until
 
 RIVALS = 50
 
@@ -254,7 +255,6 @@ async def test_a_closed_app_opens_again(ledger: Ledger, app: App) -> None:
 
     await app.process(message(1))
     await app.close()
-    async with asyncio.timeout(5):  # the server takes a moment to see that a session has ended
-        while ledger.sessions("idle", "active", "idle in transaction"):
-            await asyncio.sleep(0.01)
+    # The server takes a moment to see that a session has ended.
+    await until(lambda: ledger.sessions("idle", "active", "idle in transaction") == 0)
     assert (await app.process(message(1))).kind == "duplicate"

@@ -17,9 +17,9 @@ from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, State
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, works, write
+from tests.support.waiting import PATIENCE
 
 RIVALS = 50
-PATIENCE = 30.0
 
 
 class Meeting:

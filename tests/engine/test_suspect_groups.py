@@ -18,14 +18,10 @@ from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import OutcomeKind
 from idemconsumer.stores.joined import PostgresStore
-from tests.engine.test_group_transactions import Points
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
+from tests.support.points import Killed, Points
 
 MARK = Point.SUSPECTS_MARKED
-
-
-class Killed(BaseException):
-    """As far as the database can tell, the process is gone."""
 
 
 class Pay:

@@ -8,16 +8,17 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 
 import psycopg
 
-from tests.support.servers.processes import children
+from tests.support import ROOT
+from tests.support.pids import alive, children
+from tests.support.waiting import until
 
-ROOT = Path(__file__).parents[2]
-PATIENCE = 150.0  # seconds until a wait is given up as lost
+STORM = 150.0  # seconds until a wait is given up as lost
 
 Event = Callable[[], Coroutine[object, object, None]]
 
@@ -50,15 +51,15 @@ class Mill:
 
     async def kill_child(self) -> None:
         """SIGKILL one worker; its launcher starts another."""
-        await until(lambda: asyncio.sleep(0, bool(self.children())), "a worker lives")
+        await until(self.children, "a worker lives", STORM)
         os.kill(self._chance.choice(self.children()), signal.SIGKILL)
 
     async def kill_launcher(self) -> None:
         """SIGKILL the parent. Its workers must end by themselves; then another one is started."""
-        children = self.children()
+        orphans = self.children()
         self.launcher.kill()
         self.launcher.wait()
-        await until(lambda: asyncio.sleep(0, not any(map(alive, children))), "orphaned workers end")
+        await until(lambda: not any(map(alive, orphans)), "orphaned workers end", STORM)
         self.start()
 
     async def drain(self) -> int:
@@ -68,10 +69,10 @@ class Mill:
 
     def stop(self) -> None:
         if self._launcher is not None and self._launcher.poll() is None:
-            children = self.children()
+            orphans = self.children()
             self._launcher.kill()
             self._launcher.wait()
-            for child in children:
+            for child in orphans:
                 if alive(child):
                     os.kill(child, signal.SIGKILL)
         self._log.close()
@@ -90,9 +91,9 @@ class Mill:
         self._chance.shuffle(events)
         for number, event in enumerate(events, start=1):
             mark = total * number // (len(events) + 2)
-            await until(lambda mark=mark: self._reached(mark), f"{mark} of {total} applied")  # type: ignore[misc]
+            await until(partial(self._reached, mark), f"{mark} of {total} applied", STORM)
             await event()
-        await until(lambda: self._reached(total), f"all {total} applied")
+        await until(partial(self._reached, total), f"all {total} applied", STORM)
 
     async def _reached(self, count: int) -> bool:
         return await self.applied() >= count
@@ -109,18 +110,3 @@ class Mill:
             rows = await (await connection.execute("select id, count(*) from witness group by id")).fetchall()
         counts: dict[str, int] = dict(rows)
         return len(expected - counts.keys()), sum(count - 1 for count in counts.values())
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-async def until(condition: Callable[[], Awaitable[bool]], what: str, patience: float = PATIENCE) -> None:
-    deadline = time.monotonic() + patience
-    while not await condition():
-        assert time.monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
-        await asyncio.sleep(0.05)

@@ -20,8 +20,9 @@ from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
-from tests.conftest import PrivateElasticMQ, PrivateKafka, PrivatePostgres, PrivateRabbitMQ
-from tests.kill.harness import Event, Mill, until
+from tests.kill.harness import STORM, Event, Mill
+from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivatePostgres, PrivateRabbitMQ
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.kill, pytest.mark.slow]
 
@@ -89,7 +90,7 @@ async def test_kafka_loses_nothing_and_applies_nothing_twice(
     async with mill(postgres.dsn, environment, seed=1) as running:
         servers = [crash(kafka.kill, kafka.start), crash(postgres.kill, postgres.start)]
         await running.through([*ten_kills(running), *servers], UNIQUE)
-        await until(lambda: no_lag(kafka.address), "Kafka has no lag")
+        await until(lambda: no_lag(kafka.address), "Kafka has no lag", STORM)
         assert await running.drain() == 0
         assert await running.verdict(EXPECTED) == (0, 0)
         assert await no_lag(kafka.address)
@@ -142,7 +143,7 @@ async def test_rabbitmq_loses_nothing_and_applies_nothing_twice(
     async with mill(postgres.dsn, environment, seed=2) as running:
         servers = [crash(rabbitmq.kill, rabbitmq.start), crash(postgres.kill, postgres.start)]
         await running.through([*ten_kills(running), *servers], UNIQUE)
-        await until(lambda: asyncio.to_thread(nothing_left, rabbitmq.ctl), "RabbitMQ has nothing left")
+        await until(lambda: asyncio.to_thread(nothing_left, rabbitmq.ctl), "RabbitMQ has nothing left", STORM)
         assert await running.drain() == 0
         assert await running.verdict(EXPECTED) == (0, 0)
         assert nothing_left(rabbitmq.ctl)
@@ -175,7 +176,7 @@ async def test_sqs_loses_nothing_and_applies_nothing_twice(
         async with mill(postgres.dsn, environment, seed=3) as running:
             kills: list[Event] = [*[running.kill_child] * 3, *[running.kill_launcher] * 2]
             await running.through([*kills, crash(postgres.kill, postgres.start)], UNIQUE_IN_SQS)
-            await until(lambda: nothing_kept(client, name), "SQS has nothing left")
+            await until(lambda: nothing_kept(client, name), "SQS has nothing left", STORM)
             assert await running.drain() == 0
             assert await running.verdict(EXPECTED_OF_SQS) == (0, 0)
             if fifo:

@@ -19,8 +19,7 @@ import pytest
 
 from idemconsumer.process.child import LIFELINE, Exit
 from idemconsumer.process.supervisor import Restarts
-
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
 
 
 @dataclass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +19,7 @@ from idemconsumer.rules.verdicts import (
     judge,
     settle,
 )
+from tests.support import ROOT
 
 FINAL = (State.COMPLETED, State.FAILED, State.DEAD)
 
@@ -53,7 +52,7 @@ def test_numbers_of_states_are_stored_and_never_change() -> None:
 
 
 def test_the_docs_hold_the_diagram_and_it_shows_every_arrow() -> None:
-    docs = Path(__file__).parents[2] / "docs" / "guarantees.md"
+    docs = ROOT / "docs" / "guarantees.md"
     assert f"```mermaid\n{diagram()}\n```" in docs.read_text("utf-8")
     lines = diagram().splitlines()
     assert lines[0] == "stateDiagram-v2"

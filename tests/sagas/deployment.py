@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 
 from tests.sagas import deployed
-from tests.sagas.conftest import Bench, until
 from tests.sagas.deployed import Order
-
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
+from tests.support.pids import frozen
+from tests.support.sagas import Bench
+from tests.support.waiting import until
 
 # Every change of a saga's row in the order in which the row was changed: its lock is held while this is written.
 _AUDIT = """
@@ -71,7 +72,7 @@ class Process:
 
     @property
     def frozen(self) -> bool:
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return frozen(self.pid)
 
     def said(self, event: str) -> list[dict[str, Any]]:
         """Its log lines of this event."""

@@ -10,7 +10,7 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Tx
 from idemconsumer.rules.values import State
-from tests.sagas.conftest import Bench, Station, put, saga, take_back
+from tests.support.sagas import Bench, Station, put, saga, take_back
 
 
 async def refuse(tx: Tx) -> None:

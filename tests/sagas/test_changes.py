@@ -13,7 +13,7 @@ from idemconsumer.errors import CommitUnknown
 from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.store import DeadLetter
 from idemconsumer.rules.values import State
-from tests.sagas.conftest import Bench, Remote, SagaFn, Station, put, saga, take_back
+from tests.support.sagas import Bench, Remote, SagaFn, Station, put, saga, take_back
 
 
 @dataclass

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
-from tests.sagas.conftest import Bench, Remote, Station, put, saga
-from tests.sagas.test_interrupt import a_forgotten_task, a_step_that_nobody_awaits
+from tests.sagas.swallowers import a_forgotten_task, a_step_that_nobody_awaits
+from tests.support.sagas import Bench, Remote, Station, put, saga
 
 
 class Mute(Exception):

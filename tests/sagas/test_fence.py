@@ -16,7 +16,8 @@ from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
 from idemconsumer.rules.values import State, StepKind, StepState
-from tests.sagas.conftest import Bench, OpenStation, Remote, Station, order, put, saga, until
+from tests.support.sagas import Bench, OpenStation, Remote, Station, order, put, saga
+from tests.support.waiting import until
 
 
 async def book(order: dict[str, Any], saga: Saga) -> str:

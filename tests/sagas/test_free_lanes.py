@@ -24,7 +24,8 @@ from idemconsumer.ports.leases import Holding
 from idemconsumer.settings import Settings
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker.worker import Worker
-from tests.sagas.conftest import Bench, Station, order, until
+from tests.support.sagas import Bench, Station, order
+from tests.support.waiting import until
 
 LANES = 8
 

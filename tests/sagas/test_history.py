@@ -17,7 +17,7 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
 from idemconsumer.rules.values import State
 from idemconsumer.worker.retention import prune_once
-from tests.sagas.conftest import SCHEMA, Bench, Remote, SagaFn, Station, order, put, saga, take_back
+from tests.support.sagas import SCHEMA, Bench, Remote, SagaFn, Station, order, put, saga, take_back
 
 NO = '{"code":"no","body":null}'
 

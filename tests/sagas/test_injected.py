@@ -12,7 +12,7 @@ import pytest
 
 from idemconsumer import Done, OutcomeKind, Reject, Saga, Step, Tx, idempotent_handler
 from idemconsumer.sagas.injection import injected
-from tests.sagas.conftest import Station
+from tests.support.sagas import Station
 
 if TYPE_CHECKING:
     from decimal import Decimal

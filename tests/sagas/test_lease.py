@@ -21,8 +21,9 @@ from idemconsumer.rules.values import State
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.saga_lease import SagaLease
-from tests.sagas.conftest import SCHEMA, Bench, Remote, Station, order, put, saga, until
+from tests.support.sagas import SCHEMA, Bench, Remote, Station, order, put, saga
 from tests.support.servers.proxy import Proxy
+from tests.support.waiting import until
 
 LEASE = 1.0
 

@@ -14,8 +14,8 @@ from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unk
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.user_code.call import call_user_code
 from idemconsumer.user_code.time_limit import TimeLimit
-from tests.sagas.conftest import Bench, OpenStation, Remote, Station, put, saga, until
-from tests.sagas.test_reconcile import lost
+from tests.support.sagas import Bench, OpenStation, Remote, Station, lost, put, saga
+from tests.support.waiting import until
 
 LEASE = 0.2
 Slow = Callable[[Tx], Awaitable[object]]

@@ -13,7 +13,8 @@ from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
-from tests.sagas.conftest import Bench, Notes, OpenStation, Remote, SagaFn, Station, order, put, saga, take_back
+from tests.support.points import Points
+from tests.support.sagas import Bench, OpenStation, Remote, SagaFn, Station, order, put, saga, take_back
 from tests.support.servers.proxy import Proxy, Trap
 
 Cut = Literal["before", "after"]
@@ -51,10 +52,10 @@ class Line:
 
 
 @pytest.fixture
-async def line(bench: Bench, notes: Notes, open_station: OpenStation) -> AsyncIterator[Line]:
+async def line(bench: Bench, points: Points, open_station: OpenStation) -> AsyncIterator[Line]:
     async with Proxy(int(str(conninfo_to_dict(bench.dsn)["port"]))) as proxy:
         dsn = make_conninfo(bench.dsn, host="127.0.0.1", port=proxy.port)
-        station = await open_station(notes, dsn=dsn)
+        station = await open_station(points, dsn=dsn)
 
         async def nothing(order: dict[str, Any], saga: Saga) -> None:
             return
@@ -84,11 +85,11 @@ FORWARD: Final = [SagaPoint.STEP_COMMITTING, SagaPoint.INTENDING, SagaPoint.CALL
 @both_cuts
 @pytest.mark.parametrize("point", ["claim", *FORWARD])
 async def test_a_lost_commit_on_the_way_forward_does_nothing_twice(
-    bench: Bench, line: Line, notes: Notes, remote: Remote, point: Point | SagaPoint | str, cut: Cut
+    bench: Bench, line: Line, points: Points, remote: Remote, point: Point | SagaPoint | str, cut: Cut
 ) -> None:
     handler = saga(booking(line, remote))
     if isinstance(point, (Point, SagaPoint)):
-        notes.on(point, lambda: line.arm(cut))
+        points.on(point, lambda: line.arm(cut))
     else:
         line.arm(cut)
     outcome = await line.deliver(handler)
@@ -109,9 +110,9 @@ BACKWARD: Final = [Point.REJECTING, SagaPoint.UNDOING, SagaPoint.UNDONE, Point.S
 @both_cuts
 @pytest.mark.parametrize("point", BACKWARD)
 async def test_a_lost_commit_on_the_way_back_undoes_nothing_twice(
-    bench: Bench, line: Line, notes: Notes, remote: Remote, point: Point | SagaPoint, cut: Cut
+    bench: Bench, line: Line, points: Points, remote: Remote, point: Point | SagaPoint, cut: Cut
 ) -> None:
-    notes.on(point, lambda: line.arm(cut))
+    points.on(point, lambda: line.arm(cut))
     outcome = await line.deliver(saga(booking(line, remote, refused=True)))
     known = point is Point.SEALING and cut == "after"
     assert outcome.kind is (OutcomeKind.DUPLICATE if known else OutcomeKind.FAILED)
@@ -123,7 +124,7 @@ async def test_a_lost_commit_on_the_way_back_undoes_nothing_twice(
 
 @both_cuts
 async def test_a_lost_commit_after_a_refund_repeats_it_under_its_key(
-    bench: Bench, line: Line, notes: Notes, remote: Remote, cut: Cut
+    bench: Bench, line: Line, points: Points, remote: Remote, cut: Cut
 ) -> None:
     async def refund(step: Step, output: str, name: str) -> None:
         if not remote.keys(f"refund:{name}:{output}"):
@@ -183,10 +184,12 @@ async def test_a_lost_commit_of_a_release_loses_nothing(bench: Bench, line: Line
 
 
 @both_cuts
-async def test_a_lost_commit_of_a_dead_letter_writes_it_once(bench: Bench, line: Line, notes: Notes, cut: Cut) -> None:
+async def test_a_lost_commit_of_a_dead_letter_writes_it_once(
+    bench: Bench, line: Line, points: Points, cut: Cut
+) -> None:
     async def book(order: dict[str, Any], saga: Saga) -> None:
         raise ValueError("no")
 
-    notes.on(Point.DEAD_LETTERING, lambda: line.arm(cut))
+    points.on(Point.DEAD_LETTERING, lambda: line.arm(cut))
     assert (await line.deliver(saga(book, max_attempts=1))).kind is OutcomeKind.DEAD
     assert (bench.letters, bench.state) == (["attempts_exhausted"], State.DEAD)

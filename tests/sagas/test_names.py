@@ -9,7 +9,7 @@ import pytest
 
 from idemconsumer import OutcomeKind, Saga
 from idemconsumer.sagas.run import step_key
-from tests.sagas.conftest import Bench, Remote, Station, put, saga, take_back
+from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
 
 NAMES: dict[str, tuple[Any, str]] = {
     "number": (7, "a step's name is 7; write a text, such as saga.tx("),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NewType
 import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Saga, Step, Tx, Unknown
-from tests.sagas.conftest import Bench, Remote, SagaFn, Station, saga
+from tests.support.sagas import Bench, Remote, SagaFn, Station, saga
 
 if TYPE_CHECKING:
     from nowhere import Client  # type: ignore[import-not-found]

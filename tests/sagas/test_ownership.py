@@ -20,7 +20,7 @@ from idemconsumer.ports.leases import Holding
 from idemconsumer.ports.observer import NullObserver
 from idemconsumer.worker.in_hand import InHand
 from idemconsumer.worker.lanes import Lanes
-from tests.sagas.conftest import Bench, Station, order, put, saga
+from tests.support.sagas import Bench, Station, order, put, saga
 
 
 async def book(order: dict[str, Any], saga: Saga) -> str:

@@ -21,7 +21,7 @@ from idemconsumer.ports.broker import Bounds
 from idemconsumer.ports.leases import Holding
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings
-from tests.sagas.conftest import Bench, Station, order, put, saga, take_back
+from tests.support.sagas import Bench, Station, lost, order, put, saga, take_back
 
 Answer = Done[Any] | NotDone | Unknown
 DONE = Done("was done")
@@ -48,16 +48,6 @@ class Asked:
 
     def handler(self, **options: Any) -> BoundHandler:
         return saga(self.book, reconcile=self.reconcile, **options)
-
-
-async def lost(bench: Bench, station: Station, handler: BoundHandler) -> Holding:
-    """A saga that was claimed by a worker which is gone since."""
-    call = Work.of(handler, order()).call
-    assert call is not None
-    holding = await station.leases.begin(call.claim, order(), handler.name, handler.options.version)
-    assert isinstance(holding, Holding)
-    bench.expire(station)
-    return holding
 
 
 def attempts(bench: Bench) -> int:

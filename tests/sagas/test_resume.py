@@ -11,11 +11,12 @@ from typing import Final
 import pytest
 
 from idemconsumer.rules.values import State
-from tests.conftest import PostgresServer
-from tests.sagas.conftest import Bench, until
 from tests.sagas.deployed import Order, Place
 from tests.sagas.deployment import Deployment, Process, prepare
+from tests.support.sagas import Bench
+from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.kill, pytest.mark.slow]
 

@@ -15,10 +15,12 @@ import pytest
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
 from idemconsumer.settings import load
-from tests.conftest import PostgresServer
 from tests.sagas import crashing_saga as crashing
-from tests.sagas.conftest import Bench, Notes, until
+from tests.support.points import Points
+from tests.support.sagas import Bench
+from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
+from tests.support.waiting import until
 
 # How often each point is passed on the way of each kind of saga; the worker dies at each of these times.
 PASSES: Final[dict[str, dict[Point | SagaPoint, int]]] = {
@@ -88,7 +90,7 @@ def scene(_crash_database: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "point", "nth"), CASES, ids=lambda value: str(value))
 async def test_another_worker_ends_what_a_dead_one_began(
-    scene: Bench, notes: Notes, name: str, point: Point | SagaPoint, nth: int
+    scene: Bench, points: Points, name: str, point: Point | SagaPoint, nth: int
 ) -> None:
     scene.run("select idemconsumer.publish(%s, jsonb_build_object('id', %s::text))", (crashing.QUEUE, name))
     died = await asyncio.to_thread(
@@ -108,7 +110,7 @@ async def test_another_worker_ends_what_a_dead_one_began(
         queued = scene.run("select 1 from idemconsumer.queue")
         return not queued and not scene.held and bool(scene.run("select 1 from idemconsumer.record"))
 
-    worker = crashing.app.worker(load(concurrency=2), notes)
+    worker = crashing.app.worker(load(concurrency=2), points)
     running = asyncio.create_task(worker.run())
     await until(ended, "the saga has ended")
     worker.drain()

@@ -19,16 +19,18 @@ from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.ports.broker import Delivery
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
-from tests.conftest import PostgresServer
 from tests.sagas import deployed
-from tests.sagas.conftest import Bench, until
 from tests.sagas.deployed import Order
 from tests.sagas.deployment import Deployment, prepare
+from tests.support.points import Points
+from tests.support.sagas import Bench
+from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
 from tests.support.servers.rabbitmq import RabbitMQ
-from tests.worker.conftest import Bench as WorkerBench
-from tests.worker.conftest import Watch, connected
-from tests.worker.conftest import prepare as prepare_witness
+from tests.support.waiting import until
+from tests.support.workers import Bench as WorkerBench
+from tests.support.workers import connected
+from tests.support.workers import prepare as prepare_witness
 
 
 # ---------------------------------------------------------------------------------------------------------- the brokers
@@ -102,9 +104,10 @@ def deployment(_deployment_database: Bench, source: Source, tmp_path: Path) -> I
 
 
 async def until_counts(source: Source, ready: int, held: int) -> None:
-    async with asyncio.timeout(20):
-        while await source.counts() != (ready, held):
-            await asyncio.sleep(0.1)
+    async def counted() -> bool:
+        return await source.counts() == (ready, held)
+
+    await until(counted, f"{ready} ready and {held} held")
 
 
 async def begin(deployment: Deployment, source: Source) -> Any:
@@ -184,7 +187,7 @@ async def test_the_broker_is_told_once_and_when_the_handler_asks_for_it(
     async with scene.running(app, rabbitmq=address) as running:
         await running.until_count(applied=1)
         await running.leave()
-        seen = [point for point, _, _ in running.watch.seen]
+        seen = [point for point, _ in running.points.seen]
     assert (seen.count(Point.SETTLED), seen.count(Point.COMMITTED)) == (1, 1)
     after = Point.COMMITTED if settle == "finished" else Point.CLAIMED
     assert seen.index(after) < seen.index(Point.SETTLING)
@@ -235,16 +238,16 @@ async def test_a_message_whose_worker_left_in_the_middle_comes_again_and_is_sett
         await saga.tx("second", write, "second")
 
     await scene.publish("rides", b'{"id": "r"}')
-    watch = Watch()
-    cut_off = app.worker(scene.settings(), watch)
+    points = Points()
+    cut_off = app.worker(scene.settings(), points)
     running_once = asyncio.create_task(cut_off.run())
     await begun.wait()
     cut_off.abort()
     await asyncio.gather(running_once, return_exceptions=True)
-    assert watch.count(Point.SETTLING) == 0
+    assert points.count(Point.SETTLING) == 0
     go.set()
     async with scene.running(app) as running:
-        await running.until(lambda: running.watch.count(Point.SETTLED) > 0)
+        await running.until(lambda: running.points.count(Point.SETTLED) > 0)
         await running.leave()
     assert scene.effects() == ["first", "second"]
     await until(lambda: not scene.do("select 1 from idemconsumer.saga"), "the saga has ended")

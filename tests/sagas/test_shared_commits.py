@@ -25,8 +25,9 @@ from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State, StepKind, StepState
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.joined import PostgresClaims
-from tests.sagas.conftest import SCHEMA, Bench, OpenStation, Remote, Station, order, put, saga, until
+from tests.support.sagas import SCHEMA, Bench, OpenStation, Remote, Station, order, put, saga
 from tests.support.servers.proxy import Proxy
+from tests.support.waiting import until
 
 T = TypeVar("T")
 OUTPUT: Final = StoredResult(b'"out"')

@@ -10,7 +10,7 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from idemconsumer.rules.values import State
-from tests.sagas.conftest import Bench, Remote, Station, order, put, saga
+from tests.support.sagas import Bench, Remote, Station, order, put, saga
 
 
 @dataclass

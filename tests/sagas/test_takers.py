@@ -16,9 +16,10 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.ports.leases import Holding
 from idemconsumer.sql.queries import load
-from tests.conftest import PostgresServer
-from tests.sagas.conftest import SCHEMA, Bench, OpenStation, Station, order, put, saga, until
+from tests.support.sagas import SCHEMA, Bench, OpenStation, Station, order, put, saga
+from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
+from tests.support.waiting import until
 
 _DOOR = 4711  # the advisory lock that a late taker waits for, between its snapshot and its row lock
 

@@ -18,7 +18,9 @@ from idemconsumer.ports.observer import SagaPoint
 from idemconsumer.rules.values import State, StepKind, StepState
 from idemconsumer.stores.leases import _step
 from idemconsumer.stores.shared_commits import BEGIN_STEPS, Write, send
-from tests.sagas.conftest import Bench, Notes, Remote, SagaFn, Station, order, put, saga, take_back, until
+from tests.support.points import Points
+from tests.support.sagas import Bench, Remote, SagaFn, Station, order, put, saga, take_back
+from tests.support.waiting import until
 
 NO = b'{"code":"no","body":null}'
 
@@ -215,7 +217,7 @@ async def test_a_call_that_never_says_how_it_ended_is_never_undone(bench: Bench,
 
 
 async def test_undoing_is_committed_first_and_a_later_change_of_mind_does_not_count(
-    bench: Bench, one: Station, two: Station, notes: Notes
+    bench: Bench, one: Station, two: Station, points: Points
 ) -> None:
     """Without it a resumed saga would go on over steps that are undone."""
     refuses, begun, once = [True], asyncio.Event(), [True]
@@ -377,7 +379,7 @@ async def _stay(work: Work) -> None:
 
 
 async def test_a_crash_between_a_refund_and_its_checkpoint_repeats_one_key(
-    bench: Bench, one: Station, two: Station, notes: Notes
+    bench: Bench, one: Station, two: Station, points: Points
 ) -> None:
     remote = Remote()
 
@@ -389,7 +391,7 @@ async def test_a_crash_between_a_refund_and_its_checkpoint_repeats_one_key(
 
     async def refund(step: Step, output: str, name: str) -> None:
         await remote.refund(step, output, name)
-        notes.on(SagaPoint.CALLED, crash)
+        points.on(SagaPoint.CALLED, crash)
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
         await saga.call("b", remote.charge, "b", undo=refund)

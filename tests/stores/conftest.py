@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, closing
 
 import pytest
 
 from idemconsumer.stores.joined import PostgresStore
-from tests.support.ledger import SCHEMA, Ledger
+from tests.support.ledger import SCHEMA, Ledger, OpenStore
 from tests.support.servers.postgres import fresh_database
-
-OpenStore = Callable[[str], Awaitable[PostgresStore]]
 
 
 @pytest.fixture

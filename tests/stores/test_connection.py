@@ -18,6 +18,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.stores.connection import Connection
 from tests.support.servers.proxy import Proxy
+from tests.support.waiting import until
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -60,8 +61,11 @@ def test_a_cancelled_statement_ends_on_the_server_and_the_connection_goes_on(
         sleeping = asyncio.create_task(connection.execute("select pg_sleep(60)"))
         async with await psycopg.AsyncConnection.connect(database, autocommit=True) as other:
             active = "select count(*) from pg_stat_activity where pid = %s and wait_event = 'PgSleep'"
-            while (await (await other.execute(active, [pid])).fetchone()) != (1,):
-                await asyncio.sleep(0.01)
+
+            async def asleep() -> bool:
+                return await (await other.execute(active, [pid])).fetchone() == (1,)
+
+            await until(asleep)
         sleeping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sleeping
@@ -114,8 +118,7 @@ def test_a_reset_connection_ends_the_statement_and_the_next_one(
                     await sleeping
                 with pytest.raises(psycopg.OperationalError):
                     await resting.execute("select 1")
-                while resting._watched is not None:
-                    await asyncio.sleep(0.01)
+                await until(lambda: resting._watched is None)
             await waiting.close()
             await resting.close()
 
@@ -184,9 +187,7 @@ def test_what_arrives_while_nobody_waits_does_not_keep_the_loop_busy(
         pid = await one(connection, "select pg_backend_pid()")
         assert connection._watched is not None
         await kill(database, pid)
-        async with asyncio.timeout(5):
-            while connection._watched is not None:
-                await asyncio.sleep(0.01)
+        await until(lambda: connection._watched is None)
         with pytest.raises(psycopg.OperationalError):
             await connection.execute("select 1")
         await connection.close()

@@ -16,12 +16,11 @@ from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, State
 from idemconsumer.stores.joined import PostgresStore
-from tests.stores.conftest import OpenStore
-from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, work, works
+from tests.support.ledger import SCHEMA, SOURCE, Ledger, OpenStore, kinds, work, works
 from tests.support.servers.proxy import Proxy, Trap
+from tests.support.waiting import PATIENCE, until
 
 Cut = Literal["before", "after"]
-PATIENCE = 30.0
 
 before_and_after = pytest.mark.parametrize("cut", ["before", "after"])
 
@@ -246,9 +245,7 @@ async def test_a_cancellation_during_commit_waits_for_its_end_and_then_goes_on(l
     ledger.run("select pg_advisory_lock(42)")
     store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
     task = asyncio.create_task(Engine(store).process(*works(pay, 1)))
-    async with asyncio.timeout(PATIENCE):
-        while not ledger.run("select 1 from pg_locks where locktype = 'advisory' and objid = 42 and not granted"):
-            await asyncio.sleep(0.01)
+    await until(lambda: ledger.run("select 1 from pg_locks where locktype = 'advisory' and objid = 42 and not granted"))
 
     for _ in range(times):
         task.cancel()
@@ -270,9 +267,7 @@ async def test_a_cancellation_during_a_commit_whose_answer_is_lost_is_still_a_ca
 ) -> None:
     trap = proxy.cut_at(mode="after", answer=b"an answer that never comes")
     task = asyncio.create_task(engine.process(*works(pay, 1)))
-    async with asyncio.timeout(PATIENCE):
-        while not ledger.effects:
-            await asyncio.sleep(0.01)
+    await until(lambda: ledger.effects)
     task.cancel()
     proxy.cut()
 

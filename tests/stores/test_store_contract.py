@@ -22,9 +22,8 @@ from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.settings import Settings
 from idemconsumer.stores import joined as postgres
 from idemconsumer.stores.joined import PostgresStore
-from tests.conftest import PostgresServer, PrivatePostgres
-from tests.stores.conftest import OpenStore
-from tests.support.ledger import SCHEMA, Ledger
+from tests.support.ledger import SCHEMA, Ledger, OpenStore
+from tests.support.servers.made import PostgresServer, PrivatePostgres
 from tests.support.servers.postgres import fresh_database
 
 pytest.register_assert_rewrite("idemconsumer.testing.store_contract")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, LiteralString
 
 import psycopg
@@ -15,10 +15,13 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Tx
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
+from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import migrate
 
 SCHEMA = "idemconsumer"
 SOURCE = "memory:orders"
+
+OpenStore = Callable[[str], Awaitable[PostgresStore]]
 
 
 class Ledger:

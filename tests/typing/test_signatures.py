@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
+
 EXAMPLES = Path(__file__).with_name("signatures.py")
-ROOT = EXAMPLES.parents[2]
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.13"])

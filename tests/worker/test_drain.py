@@ -14,7 +14,9 @@ from idemconsumer import App, Message, Tx
 from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds
-from tests.worker.conftest import Bench, Item, Lasting, body, connected, note, times
+from tests.support.logs import times
+from tests.support.waiting import PATIENCE, until
+from tests.support.workers import Bench, Item, Lasting, body, connected, note
 
 
 class Gate:
@@ -156,9 +158,8 @@ async def test_aborting_rolls_back_at_once(bench: Bench) -> None:
     app = app_with(gate, "memory:q")
     worker = app.worker(bench.settings())
     task = asyncio.create_task(worker.run())
-    async with asyncio.timeout(10):
-        while not gate.started:
-            await asyncio.sleep(0.01)
+    await until(lambda: gate.started)
+    async with asyncio.timeout(PATIENCE):
         worker.abort()
         with pytest.raises(asyncio.CancelledError):
             await task

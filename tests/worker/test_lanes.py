@@ -15,7 +15,7 @@ from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import NullObserver, Point
 from idemconsumer.worker.in_hand import Held, InHand
 from idemconsumer.worker.lane import Lane
-from tests.worker.conftest import Bench, Item, note
+from tests.support.workers import Bench, Item, note
 
 
 async def test_each_message_is_applied_once_and_in_order_of_its_entity(bench: Bench) -> None:
@@ -171,7 +171,7 @@ async def test_nothing_is_settled_before_its_commit(bench: Bench) -> None:
     await bench.publish("q", *(Item(str(n)) for n in range(12)))
     async with bench.running(app, concurrency=1) as running:
         await running.until_count(applied=12)
-    order = [point for point, _, _ in running.watch.seen if point in (Point.COMMITTED, Point.SETTLING)]
+    order = [point for point, _ in running.points.seen if point in (Point.COMMITTED, Point.SETTLING)]
     assert order[::2] == [Point.COMMITTED] * (len(order) // 2)
     assert order[1::2] == [Point.SETTLING] * (len(order) // 2)
 
@@ -203,7 +203,7 @@ async def test_while_the_cpu_is_busy_what_arrives_goes_with_a_later_group(
         go_on.set()
         await worker.until_count(applied=41)
         assert most == (4 if size == 1 else 1)
-        assert worker.watch.count(Point.COMMITTED) == 41 if size == 1 else worker.watch.count(Point.COMMITTED) < 20
+        assert worker.points.count(Point.COMMITTED) == 41 if size == 1 else worker.points.count(Point.COMMITTED) < 20
 
 
 async def test_a_lane_that_waits_for_its_turn_begins_nothing_once_the_worker_leaves(
@@ -223,7 +223,7 @@ async def test_a_lane_that_waits_for_its_turn_begins_nothing_once_the_worker_lea
         await bench.publish("q", Item("first"))
         await running.until(began.is_set)
         await bench.publish("q", *(Item(f"i{n}") for n in range(40)))
-        await running.until(lambda: running.watch.count(Point.DISPATCHED) == 41)
+        await running.until(lambda: running.points.count(Point.DISPATCHED) == 41)
         running.worker.drain()
         await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.draining)
         go_on.set()

@@ -16,8 +16,10 @@ from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.message.keys import digest
 from idemconsumer.ports.observer import Point
 from idemconsumer.worker.saga_lease import SagaLease
-from tests.conftest import PrivatePostgres
-from tests.worker.conftest import PATIENCE, Bench, Item, connected, note, prepare, times
+from tests.support.logs import times
+from tests.support.servers.made import PrivatePostgres
+from tests.support.waiting import PATIENCE, until
+from tests.support.workers import Bench, Item, connected, note, prepare
 
 
 @pytest.fixture
@@ -58,11 +60,11 @@ async def test_while_the_database_is_away_nothing_is_settled_and_then_it_goes_on
         go.set()
         await running.until(lambda: times(logged, "store unreachable, waiting") == 1)
         # Long enough for every lane to have tried again.
-        failed = running.watch.seen.copy()
+        failed = running.points.seen.copy()
         assert running.worker.counts == {}
         await asyncio.to_thread(server.start)
         await running.until_count(applied=60)
-        assert len(running.watch.seen) > len(failed)
+        assert len(running.points.seen) > len(failed)
     assert Counter(bench.effects()) == Counter(item.id for item in items)
     assert times(logged, "store unreachable, waiting") == 1
     assert times(logged, "store reachable again") == 1
@@ -142,8 +144,8 @@ async def test_a_table_that_somebody_locks_is_waited_for_and_costs_nothing(bench
         await other.execute("lock table idemconsumer.attempt in access exclusive mode")
         async with bench.running(app) as running:
             await running.until(lambda: times(logged, "store unreachable, waiting") == 1)
-            handled = running.watch.count(Point.ROLLED_BACK)
-            await running.until(lambda: running.watch.count(Point.ROLLED_BACK) > handled)
+            handled = running.points.count(Point.ROLLED_BACK)
+            await running.until(lambda: running.points.count(Point.ROLLED_BACK) > handled)
             assert (bench.effects(), dict(running.worker.counts)) == ([], {})
             await other.rollback()
             await running.until_count(applied=1, dead=1)
@@ -194,7 +196,7 @@ async def test_an_attempt_that_cannot_be_taken_back_does_not_end_the_worker(benc
         await psycopg.AsyncConnection.connect(bench.dsn) as other,
         bench.running(app) as running,
     ):
-        await running.until(lambda: running.watch.count(Point.SUSPECT_COUNTED) == 1)
+        await running.until(lambda: running.points.count(Point.SUSPECT_COUNTED) == 1)
         await other.execute("lock table idemconsumer.attempt in access exclusive mode")
         await running.until(lambda: times(logged, "store unreachable, waiting") == 1)
         await let_go()
@@ -216,9 +218,11 @@ async def test_durability_turned_off_under_a_worker_ends_it_and_blames_no_messag
         if off and item.id == "second":
             bench.do("alter system set synchronous_commit = off")
             bench.do("select pg_reload_conf()")
-            async with asyncio.timeout(PATIENCE):
-                while await (await tx.execute("show synchronous_commit")).one() != ("off",):
-                    await asyncio.sleep(0.01)
+
+            async def turned_off() -> bool:
+                return await (await tx.execute("show synchronous_commit")).one() == ("off",)
+
+            await until(turned_off)
 
     await bench.publish("q", *map(Item, ("first", "second", "third")))
     try:
@@ -233,9 +237,7 @@ async def test_durability_turned_off_under_a_worker_ends_it_and_blames_no_messag
         off = False
         bench.do("alter system reset synchronous_commit")
         bench.do("select pg_reload_conf()")
-    async with asyncio.timeout(PATIENCE):
-        while bench.do("show synchronous_commit") != [("on",)]:
-            await asyncio.sleep(0.01)
+    await until(lambda: bench.do("show synchronous_commit") == [("on",)])
     await bench.until_empty(app)
     assert sorted(bench.effects()) == ["first", "second", "third"]
     assert bench.do("select 1 from idemconsumer.dead_letter") == []

@@ -7,7 +7,7 @@ import pytest
 
 from idemconsumer import App, Message, Tx
 from idemconsumer.message.headers import ORIGIN, UNREADABLE
-from tests.worker.conftest import Bench, Item, body, note
+from tests.support.workers import Bench, Item, body, note
 
 
 @pytest.mark.parametrize("headers", ['["a"]', "null", '"x"', "5", "true"])

@@ -11,6 +11,7 @@ from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.worker import retention as upkeep
 from idemconsumer.worker.retention import Retention, prune_once
+from tests.support.waiting import until
 
 SCHEMA = "idemconsumer"
 OLD, NEW = "2 hours", "1 minute"
@@ -106,9 +107,7 @@ async def test_of_two_at_once_one_prunes(store: str) -> None:
         async with other.transaction():
             await other.execute("select from idemconsumer.record for update")  # the first one stalls here
             first = asyncio.create_task(prune_once(store, SCHEMA))
-            async with asyncio.timeout(10):
-                while not await somebody_waits(other):
-                    await asyncio.sleep(0.01)
+            await until(lambda: somebody_waits(other))
 
             assert await prune_once(store, SCHEMA) is None
 

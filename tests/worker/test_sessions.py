@@ -15,7 +15,8 @@ from idemconsumer.errors import SessionEnded
 from idemconsumer.handlers.options import Options
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
-from tests.worker.conftest import Bench, Item, Lasting, body, connected, note, times
+from tests.support.logs import times
+from tests.support.workers import Bench, Item, Lasting, body, connected, note
 
 
 class ShortLived(Lasting):

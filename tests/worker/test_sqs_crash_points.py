@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Sequence
 from uuid import uuid4
 
 import psycopg
@@ -18,8 +14,8 @@ from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.observer import Point
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
-from tests.conftest import Server
-from tests.worker.test_worker_crash_points import payment
+from tests.support.servers.made import Server
+from tests.worker.crashes import payment, work
 
 POINTS = [
     f"{Point.FETCHED}:9",
@@ -29,22 +25,6 @@ POINTS = [
     f"{Point.SETTLED}:3",
 ]
 NAMES = [f"plain-{n}" for n in range(20)]
-
-
-def work(dsn: str, source: str, address: str, crash: Sequence[str] = ()) -> int:
-    """A worker until it has emptied the queue, or died; its exit status."""
-    worker = subprocess.run(
-        [sys.executable, "-m", "tests.worker.crashing_worker", *crash],
-        env=os.environ
-        | {"IDEMCONSUMER_DSN": dsn, "CRASH_SOURCE": source, "IDEMCONSUMER_SQS": address}
-        | {"IDEMCONSUMER_HANDLERS": "pay"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert worker.returncode in (0, -signal.SIGKILL), worker.stdout + worker.stderr
-    return worker.returncode
 
 
 @pytest.mark.kill
@@ -61,7 +41,8 @@ async def test_a_crash_at(point: str, sqs: Server, database: str) -> None:
         broker = SqsBroker(Settings(sqs=sqs.address))
         await broker.publish(name, [Outgoing(payment(each)) for each in [*NAMES, *NAMES[::3], "flaky-1"]])
         await broker.close()
-        assert work(database, f"sqs:{name}", sqs.address, [point]) == -signal.SIGKILL, "it never came to this point"
-        assert work(database, f"sqs:{name}", sqs.address) == 0
+        source = {"CRASH_SOURCE": f"sqs:{name}", "IDEMCONSUMER_SQS": sqs.address, "IDEMCONSUMER_HANDLERS": "pay"}
+        assert work(database, point, **source) == -signal.SIGKILL, "it never came to this point"
+        assert work(database, **source) == 0
         effects = sorted(each for (each,) in db.execute("select id from effect").fetchall())
         assert effects == sorted([*NAMES, "flaky-1"])

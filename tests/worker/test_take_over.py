@@ -13,7 +13,8 @@ from idemconsumer.brokers.rabbitmq.limits import TAKE_OVER_AFTER
 from idemconsumer.message.message import Message as Arrived
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
-from tests.worker.conftest import Bench, Item, body, connected, note, times
+from tests.support.logs import times
+from tests.support.workers import Bench, Item, body, connected, note
 
 
 def outgoing(name: str) -> Outgoing:

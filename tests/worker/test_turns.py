@@ -8,8 +8,7 @@ import pytest
 
 from idemconsumer.rules.group_size import open_groups
 from idemconsumer.worker.turns import Turns
-
-PATIENCE = 5.0
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -65,14 +64,10 @@ class Bench:
 
     async def until_looked(self) -> None:
         before = self.machine.looks
-        async with asyncio.timeout(PATIENCE):
-            while self.machine.looks == before:
-                await asyncio.sleep(0.005)
+        await until(lambda: self.machine.looks != before)
 
     async def until_running(self, count: int) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while len(self.running) < count:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(self.running) >= count)
 
     async def end(self, tasks: list[asyncio.Task[None]]) -> None:
         for event in self.go_on:

@@ -13,7 +13,8 @@ from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Tx
 from idemconsumer.stores.migrations import migrate
-from tests.worker.conftest import SCHEMA, Bench, Item, note, times
+from tests.support.logs import times
+from tests.support.workers import SCHEMA, Bench, Item, note
 
 
 async def test_it_ends_at_once_when_there_is_nothing(bench: Bench, logged: LogCapture) -> None:

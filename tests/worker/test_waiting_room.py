@@ -17,7 +17,9 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.values import Record
 from idemconsumer.stores.joined import PostgresStore
-from tests.worker.conftest import Bench, Item, note, times
+from tests.support.logs import times
+from tests.support.waiting import until
+from tests.support.workers import Bench, Item, note
 
 APP = "room"
 
@@ -36,8 +38,8 @@ async def test_a_busy_message_that_waits_stops_its_lane_until_its_rival_ends(ben
     await bench.publish("q", *(Item(name, "e") for name in ("first", "busy", "behind")))
     async with bench.rival(key_of("busy")) as let_go, bench.running(app) as running:
         await running.until_count(applied=1)
-        claims = running.watch.count(Point.CLAIMED)
-        await running.until(lambda: running.watch.count(Point.CLAIMED) > claims + 1)
+        claims = running.points.count(Point.CLAIMED)
+        await running.until(lambda: running.points.count(Point.CLAIMED) > claims + 1)
         assert bench.effects() == ["first"]
         assert running.worker._lanes is not None
         assert running.worker._lanes.in_hand.in_flight == 2
@@ -97,8 +99,8 @@ async def test_no_connection_is_held_while_a_message_waits_for_its_rival(bench: 
             # Whoever looks at the lanes between two of their claims finds no transaction of theirs open.
             pinned = "select count(*) from pg_stat_activity where application_name = 'idemconsumer' and xact_start < %s"
             begun = bench.do("select clock_timestamp()")[0][0]
-            claims = running.watch.count(Point.CLAIMED)
-            await running.until(lambda: running.watch.count(Point.CLAIMED) >= claims + 16)
+            claims = running.points.count(Point.CLAIMED)
+            await running.until(lambda: running.points.count(Point.CLAIMED) >= claims + 16)
             await running.until(lambda: bench.do(pinned, begun)[0][0] == 0)
             for let_go in rivals:
                 await let_go()
@@ -121,8 +123,8 @@ async def test_a_full_room_stops_the_lane_and_says_so_once(bench: Bench, logged:
             await running.until(lambda: times(logged, "waiting room full, lane waits") == 1)
             assert running.worker._lanes is not None
             room = running.worker._lanes.waiting_room
-            rounds = running.watch.count(Point.CLAIMED)
-            await running.until(lambda: running.watch.count(Point.CLAIMED) > rounds + 3)
+            rounds = running.points.count(Point.CLAIMED)
+            await running.until(lambda: running.points.count(Point.CLAIMED) > rounds + 3)
             assert len(room._deliveries) == 2
             assert bench.effects() == []
             for let_go in rivals:
@@ -169,10 +171,10 @@ async def test_the_room_settles_at_once_what_its_rivals_have_committed(bench: Be
         async with bench.running(app_on("memory:ours", 1), concurrency=2) as running:
             await running.until_count(busy=len(names))
             await running.until(resting(lambda: running.worker.counts["busy"]))
-            settled = running.watch.count(Point.SETTLING)
+            settled = running.points.count(Point.SETTLING)
             go.set()
             await running.until_count(duplicate=len(names))
-            assert running.watch.count(Point.SETTLING) == settled + 1
+            assert running.points.count(Point.SETTLING) == settled + 1
         await rival.until_count(applied=len(names))
     assert bench.effects() == names
 
@@ -231,8 +233,7 @@ async def test_the_room_starts_nothing_more_in_the_midst_of_a_round(bench: Bench
         assert lanes is not None
         if end == "the worker drains":
             running.worker.drain()
-            while not lanes.in_hand.draining:
-                await asyncio.sleep(0.001)
+            await until(lambda: lanes.in_hand.draining)
         else:
             for held in lanes.waiting_room._deliveries:
                 held.delivery.epoch.retiring = True

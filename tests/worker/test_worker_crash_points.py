@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from typing import Final
 
@@ -17,6 +14,7 @@ from idemconsumer.message import keys
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.values import State
 from idemconsumer.stores.migrations import migrate
+from tests.worker.crashes import payment, work
 from tests.worker.crashing_worker import BOMBS, PAYMENTS
 
 SCHEMA = "idemconsumer"
@@ -57,10 +55,6 @@ BEGUN = SUSPECTS[-2:]
 APPLIED = sorted([*PLAIN, *SUSPECTS, "flaky-1", "flaky-2"])
 
 
-def payment(name: str, amount: int = 1) -> bytes:
-    return json.dumps({"id": name, "amount": amount}).encode()
-
-
 class Bench:
     """The queue, the witness (a table that would take every effect twice) and the worker processes."""
 
@@ -75,18 +69,7 @@ class Bench:
 
     def work(self, *crash: str, batches: bool = False) -> int:
         """A worker until it has emptied the queue, or died; its exit status."""
-        worker = subprocess.run(
-            [sys.executable, "-m", "tests.worker.crashing_worker", *crash],
-            env=os.environ
-            | {"IDEMCONSUMER_DSN": self.dsn, "IDEMCONSUMER_SCHEMA": SCHEMA}
-            | ({"CRASH_BATCHES": "1"} if batches else {}),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert worker.returncode in (0, -signal.SIGKILL), worker.stdout + worker.stderr
-        return worker.returncode
+        return work(self.dsn, *crash, IDEMCONSUMER_SCHEMA=SCHEMA, **({"CRASH_BATCHES": "1"} if batches else {}))
 
     def let_visibility_pass(self) -> None:
         """What a dead worker held is delivered again after 10 s; this is those 10 s."""

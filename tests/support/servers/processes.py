@@ -36,16 +36,6 @@ def need(*programs: str, install: str) -> None:
         raise ServerMissing(f"{', '.join(missing)} not found; apt-get install {install}")
 
 
-def children(pid: int) -> list[int]:
-    """The processes that a process has started, as long as they are its own."""
-    threads = Path(f"/proc/{pid}/task")
-    while True:
-        with contextlib.suppress(
-            FileNotFoundError, ProcessLookupError
-        ):  # a thread ended; its children are another's now
-            return [int(child) for thread in threads.glob("*/children") for child in thread.read_text().split()]
-
-
 class Processes:
     """The processes of one server and its scratch folder; both end with the test session, however it ends."""
 

@@ -1,0 +1,31 @@
+"""Processes as the kernel sees them."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, as long as they are its own."""
+    threads = Path(f"/proc/{pid}/task")
+    while True:
+        # A thread that ended has left its children to another one.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            return [int(child) for thread in threads.glob("*/children") for child in thread.read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs, or is frozen; a zombie does not."""
+    return _state(pid) not in ("", "Z", "X")
+
+
+def frozen(pid: int) -> bool:
+    return _state(pid) == "T"
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

@@ -1,0 +1,233 @@
+"""Sagas on a real database, by two or more stations that each stand for a process with a lease of its own.
+
+The witness table and the remote have no unique constraint, so that nothing hides a double effect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, LiteralString, Protocol, Unpack
+from uuid import UUID
+
+import psycopg
+
+from idemconsumer import Message, Outcome, OutcomeKind, Tx, idempotent_handler
+from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.work import Work
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.handlers.options import Options
+from idemconsumer.ports.handler import Saga, Step
+from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.observer import Observer
+from idemconsumer.rules.values import State
+from idemconsumer.sagas.engine import LeasedEngine
+from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.leases import PostgresLeases
+from idemconsumer.stores.migrations import migrate
+from tests.support.waiting import until
+
+SCHEMA = "idemconsumer"
+
+
+# ------------------------------------------------------------------------------------------------- steps of all tests
+async def put(tx: Tx, name: str) -> str:
+    await tx.execute("insert into effect (name) values (%s)", (name,))
+    return f"out:{name}"
+
+
+async def take_back(tx: Tx, output: str, name: str) -> None:
+    await tx.execute("insert into effect (name) values (%s)", (f"undo:{name}:{output}",))
+
+
+class Remote:
+    """Remembers what it was asked under each key, and for how often."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, UUID]] = []
+
+    async def charge(self, step: Step, name: str) -> str:
+        self.calls.append((name, step.key))
+        return f"charged:{name}"
+
+    async def refund(self, step: Step, output: str, name: str) -> None:
+        self.calls.append((f"refund:{name}:{output}", step.key))
+
+    @property
+    def effects(self) -> list[str]:
+        """As a remote that honours keys has them: one for each key."""
+        return [name for name, _ in dict.fromkeys(self.calls)]
+
+    def keys(self, name: str) -> set[UUID]:
+        return {key for called, key in self.calls if called == name}
+
+
+# --------------------------------------------------------------------------------------------------------- the stations
+class Lease:
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+
+
+SagaFn = Callable[[dict[str, Any], Saga], Awaitable[object]]
+
+
+def saga(fn: SagaFn, **options: Unpack[Options]) -> BoundHandler:
+    """`fn` as the handler `book` of one app; retries wait for a millisecond."""
+    given: Options = {"name": "book", "backoff": "1ms, 1ms", **options}
+    return idempotent_handler("memory:orders", key="id", **given)(fn).plan.bind("shop")
+
+
+def order(key: str = "k") -> Message:
+    return Message("memory:orders", json.dumps({"id": key}).encode(), position="here")
+
+
+class Station:
+    """One process: engines, a store and a lease, without the threads that keep the lease."""
+
+    def __init__(self, store: PostgresStore, worker: int, observer: Observer | None) -> None:
+        self.store = store
+        self.lease = Lease(worker)
+        self.leases = PostgresLeases(store, self.lease)
+        self.engine = LeasedEngine(Engine(store, observer), self.leases, observer, chance=lambda: 0.0)
+
+    def register(self, bench: Bench) -> None:
+        """Under a new id, as after a lost lease."""
+        self.lease.worker = bench.register()
+
+    async def run(self, work: Work) -> Outcome:
+        async def claimed() -> None:
+            return
+
+        return await self.engine.run(work, claimed)
+
+    async def deliver(self, handler: BoundHandler, message: Message | None = None) -> Outcome:
+        return await self.run(Work.of(handler, message or order()))
+
+    async def take(self, handler: BoundHandler) -> Holding | None:
+        taken = await self.leases.take(handler.app, [handler.name], 1)
+        return taken[0] if taken else None
+
+    async def resume(self, handler: BoundHandler) -> Outcome:
+        """Take the saga over as soon as it is free, and run it once."""
+        holding: Holding | None = None
+
+        async def taken() -> bool:
+            nonlocal holding
+            holding = await self.take(handler)
+            return holding is not None
+
+        await until(taken, "the saga becomes free")
+        assert holding is not None
+        return await self.run(Work.of(handler, holding.message, holding=holding))
+
+    async def to_the_end(self, handler: BoundHandler, outcome: Outcome) -> list[Outcome]:
+        """Resume the saga until it is tried no more; all outcomes, of which `outcome` is the first."""
+        outcomes = [outcome]
+        while outcomes[-1].kind is OutcomeKind.RETRYING:
+            assert len(outcomes) < 10, "it is tried for ever"
+            outcomes.append(await self.resume(handler))
+        return outcomes
+
+
+class OpenStation(Protocol):
+    async def __call__(
+        self, observer: Observer | None = None, *, dsn: str | None = None, lease: float | None = None
+    ) -> Station: ...
+
+
+class Bench:
+    """The database as seen from outside of everything under test."""
+
+    def __init__(self, dsn: str) -> None:
+        self.dsn = dsn
+        migrate(dsn, SCHEMA)
+        self._connection = psycopg.connect(dsn, autocommit=True)
+        self.run("create table effect (at bigint generated always as identity, name text)")
+
+    def run(self, query: LiteralString, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        cursor = self._connection.execute(query, params or None)
+        return cursor.fetchall() if cursor.description else []
+
+    def script(self, text: str) -> list[tuple[Any, ...]]:
+        """Statements that are put together, without parameters."""
+        cursor = self._connection.execute(text.encode())
+        return cursor.fetchall() if cursor.description else []
+
+    def clear(self) -> None:
+        self.run(
+            "truncate effect, idemconsumer.record, idemconsumer.result, idemconsumer.saga, idemconsumer.step,"
+            " idemconsumer.worker, idemconsumer.dead_letter, idemconsumer.history"
+        )
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def register(self) -> int:
+        rows = self.run(
+            "insert into idemconsumer.worker (name, lease, until)"
+            " values ('test', '1 hour', clock_timestamp() + interval '1 hour') returning id"
+        )
+        return int(rows[0][0])
+
+    def expire(self, station: Station) -> None:
+        """The lease of that station is over."""
+        self.run(
+            "update idemconsumer.worker set until = clock_timestamp() - interval '1 second' where id = %s",
+            (station.lease.worker,),
+        )
+
+    @property
+    def effects(self) -> list[str]:
+        return [row[0] for row in self.run("select name from effect order by at")]
+
+    @property
+    def state(self) -> State:
+        ((state,),) = self.run("select state from idemconsumer.record")
+        return State(state)
+
+    @property
+    def token(self) -> int:
+        ((token,),) = self.run("select token from idemconsumer.saga")
+        return int(token)
+
+    @property
+    def held(self) -> bool:
+        """Whether there is a saga that has not ended."""
+        return bool(self.run("select 1 from idemconsumer.saga"))
+
+    @property
+    def letters(self) -> list[str]:
+        return [row[0] for row in self.run("select reason from idemconsumer.dead_letter order by id")]
+
+    @property
+    def letter(self) -> str:
+        """What the only dead letter says."""
+        ((error,),) = self.run("select error from idemconsumer.dead_letter")
+        return str(error)
+
+    @property
+    def steps(self) -> list[str]:
+        return [row[0] for row in self.run("select name from idemconsumer.step order by position, name")]
+
+    def waiting(self) -> int:
+        """How many connections wait for a lock."""
+        rows = self.run(
+            "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+        )
+        return int(rows[0][0])
+
+    def kill_transactions(self) -> None:
+        self.run(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where datname = current_database() and state = 'idle in transaction'"
+        )
+
+
+async def lost(bench: Bench, station: Station, handler: BoundHandler) -> Holding:
+    """A saga that was claimed by a worker which is gone since."""
+    call = Work.of(handler, order()).call
+    assert call is not None
+    holding = await station.leases.begin(call.claim, order(), handler.name, handler.options.version)
+    assert isinstance(holding, Holding)
+    bench.expire(station)
+    return holding
