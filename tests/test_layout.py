@@ -1,4 +1,4 @@
-"""The tests' own house: what is shared is in `tests.support`, and every file can be told from the others by its name."""
+"""The house of the tests: what is shared is in `tests.support`, and no two files of tests have one name."""
 
 from __future__ import annotations
 

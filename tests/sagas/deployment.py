@@ -92,9 +92,11 @@ class Process:
         await until(lambda: any(line["feed"] == "saga" for line in self.said("consuming")), "a worker is ready")
 
     async def drain(self) -> None:
+        """Not before it is ready: a process that has no handler for SIGTERM yet dies of it, with code -15."""
+        await self.ready()
         self.signal(signal.SIGTERM)
         code = await asyncio.to_thread(self._process.wait, 30)
-        assert code == 0, self._log.read_text()
+        assert code == 0, f"exit code {code}\n{self._log.read_text()}"
 
 
 class Deployment:
