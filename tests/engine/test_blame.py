@@ -6,7 +6,6 @@ A mistake here shows as a message that is run for ever, and everything behind it
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, LiteralString
 
@@ -20,7 +19,7 @@ from idemconsumer.handlers.decorator import Handler
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, to_the_end, works, write
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, eventually
 
 Act = Callable[[str, Tx], Awaitable[None]]
 
@@ -163,7 +162,8 @@ async def test_a_handler_that_blocks_the_loop_past_its_timeout_is_late_even_if_i
     @idempotent_handler(SOURCE, key="id", timeout="50ms", max_attempts=2)
     async def block(order: dict[str, Any], tx: Tx) -> None:
         await write(tx, order["id"])
-        time.sleep(0.4)  # noqa: ASYNC251 - the mistake under test
+        # Blocks the loop, which is the mistake under test.
+        eventually(lambda: ledger.sessions("idle in transaction") == 0, "the server ends the transaction")
         await write(tx, order["id"])
 
     store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=2, longest_run=-4.8)
