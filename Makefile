@@ -16,7 +16,7 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: help demo test check format bench bench-quick bench-report clean
+.PHONY: help demo test test-long check format bench bench-quick bench-report clean
 
 help: ## this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -26,6 +26,9 @@ demo: $(VENV)/.demo ## duplicates and killed workers, each payment applied once;
 
 test: $(VENV)/.dev ## the tests, on real servers; ARGS="tests/test_embedded.py -x" narrows them
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-long: $(VENV)/.dev ## the longest storms, which `make test` has in a short version; about five minutes
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m long $(ARGS)
 
 check: $(VENV)/.dev ## style, types and import layers
 	@$(BIN)/ruff check .

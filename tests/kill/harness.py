@@ -18,7 +18,7 @@ from tests.support import ROOT
 from tests.support.pids import alive, children
 from tests.support.waiting import until
 
-STORM = 150.0  # seconds until a wait is given up as lost
+STORM_PATIENCE = 150.0  # seconds until a wait is given up as lost
 
 Event = Callable[[], Coroutine[object, object, None]]
 
@@ -51,7 +51,7 @@ class Mill:
 
     async def kill_child(self) -> None:
         """SIGKILL one worker; its launcher starts another."""
-        await until(self.children, "a worker lives", STORM)
+        await until(self.children, "a worker lives", STORM_PATIENCE)
         os.kill(self._chance.choice(self.children()), signal.SIGKILL)
 
     async def kill_launcher(self) -> None:
@@ -59,7 +59,7 @@ class Mill:
         orphans = self.children()
         self.launcher.kill()
         self.launcher.wait()
-        await until(lambda: not any(map(alive, orphans)), "orphaned workers end", STORM)
+        await until(lambda: not any(map(alive, orphans)), "orphaned workers end", STORM_PATIENCE)
         self.start()
 
     async def drain(self) -> int:
@@ -91,9 +91,9 @@ class Mill:
         self._chance.shuffle(events)
         for number, event in enumerate(events, start=1):
             mark = total * number // (len(events) + 2)
-            await until(partial(self._reached, mark), f"{mark} of {total} applied", STORM)
+            await until(partial(self._reached, mark), f"{mark} of {total} applied", STORM_PATIENCE)
             await event()
-        await until(partial(self._reached, total), f"all {total} applied", STORM)
+        await until(partial(self._reached, total), f"all {total} applied", STORM_PATIENCE)
 
     async def _reached(self, count: int) -> bool:
         return await self.applied() >= count

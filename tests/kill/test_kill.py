@@ -1,4 +1,4 @@
-"""Thousands of messages with duplicates, workers and servers killed in between: nothing lost, nothing twice."""
+"""Many messages with duplicates, workers and servers killed in between: nothing lost, nothing twice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import aio_pika
 import psycopg
@@ -20,19 +20,38 @@ from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
-from tests.kill.harness import STORM, Event, Mill
+from tests.kill.harness import STORM_PATIENCE, Event, Mill
 from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivatePostgres, PrivateRabbitMQ
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.kill, pytest.mark.slow]
 
-UNIQUE = 5_000
-UNIQUE_IN_SQS = 2_000
 PARTITIONS = 4
 GROUPS = 20  # of the FIFO queue
 
 
-def messages(seed: int, unique: int = UNIQUE) -> list[bytes]:
+class Storm(NamedTuple):
+    """How many payments, and how often a worker and a launcher are killed while they are applied."""
+
+    unique: int
+    workers: int
+    launchers: int
+
+    def kills(self, running: Mill) -> list[Event]:
+        return [running.kill_child] * self.workers + [running.kill_launcher] * self.launchers
+
+    @property
+    def expected(self) -> set[str]:
+        return {f"p{number}" for number in range(self.unique)}
+
+
+SHORT = Storm(1_000, workers=2, launchers=1)
+LONG = Storm(5_000, workers=7, launchers=3)
+LONG_IN_SQS = Storm(2_000, workers=3, launchers=2)
+long = pytest.mark.long
+
+
+def messages(seed: int, unique: int) -> list[bytes]:
     """Each payment once, 30 % of them a second time somewhere later."""
     chance = random.Random(seed)
     ids = [f"p{number}" for number in range(unique)]
@@ -41,10 +60,6 @@ def messages(seed: int, unique: int = UNIQUE) -> list[bytes]:
         (chance.uniform(place, unique), ids[place]) for place in chance.sample(range(unique), unique * 3 // 10)
     ]
     return [json.dumps({"id": name}).encode() for _, name in sorted(arrivals)]
-
-
-EXPECTED = {f"p{number}" for number in range(UNIQUE)}
-EXPECTED_OF_SQS = {f"p{number}" for number in range(UNIQUE_IN_SQS)}
 
 
 @asynccontextmanager
@@ -60,11 +75,6 @@ async def mill(dsn: str, environment: dict[str, str], seed: int) -> AsyncIterato
         running.stop()
 
 
-def ten_kills(running: Mill) -> list[Event]:
-    kills: list[Event] = [running.kill_child] * 7
-    return [*kills, *[running.kill_launcher] * 3]
-
-
 def crash(kill: Callable[[], None], start: Callable[[], object]) -> Event:
     """SIGKILL a server and start it again."""
 
@@ -75,24 +85,25 @@ def crash(kill: Callable[[], None], start: Callable[[], object]) -> Event:
     return both
 
 
+@pytest.mark.parametrize("storm", [SHORT, pytest.param(LONG, marks=long)], ids=["short", "long"])
 async def test_kafka_loses_nothing_and_applies_nothing_twice(
-    private_kafka: PrivateKafka, private_postgres: PrivatePostgres
+    storm: Storm, private_kafka: PrivateKafka, private_postgres: PrivatePostgres
 ) -> None:
     kafka, postgres = private_kafka(), private_postgres()
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
     await admin.start()
     await admin.create_topics([NewTopic("payments", PARTITIONS, 1)])
     await admin.close()
-    await produce(kafka.address, messages(seed=1))
+    await produce(kafka.address, messages(1, storm.unique))
 
     environment = {"KILL_SOURCE": "kafka:payments", "IDEMCONSUMER_KAFKA": kafka.address}
     environment["IDEMCONSUMER_KAFKA_SESSION_TIMEOUT"] = "6"  # the least that Kafka allows
     async with mill(postgres.dsn, environment, seed=1) as running:
         servers = [crash(kafka.kill, kafka.start), crash(postgres.kill, postgres.start)]
-        await running.through([*ten_kills(running), *servers], UNIQUE)
-        await until(lambda: no_lag(kafka.address), "Kafka has no lag", STORM)
+        await running.through([*storm.kills(running), *servers], storm.unique)
+        await until(lambda: no_lag(kafka.address), "Kafka has no lag", STORM_PATIENCE)
         assert await running.drain() == 0
-        assert await running.verdict(EXPECTED) == (0, 0)
+        assert await running.verdict(storm.expected) == (0, 0)
         assert await no_lag(kafka.address)
 
 
@@ -121,15 +132,19 @@ async def no_lag(address: str) -> bool:
     return all(p in committed and committed[p].offset == ends[p] for p in partitions)
 
 
-@pytest.mark.parametrize("kind", ["quorum", "classic"])
+@pytest.mark.parametrize(
+    ("kind", "storm"),
+    [("quorum", SHORT), pytest.param("quorum", LONG, marks=long), pytest.param("classic", LONG, marks=long)],
+    ids=["quorum-short", "quorum-long", "classic-long"],
+)
 async def test_rabbitmq_loses_nothing_and_applies_nothing_twice(
-    kind: str, private_rabbitmq: PrivateRabbitMQ, private_postgres: PrivatePostgres
+    kind: str, storm: Storm, private_rabbitmq: PrivateRabbitMQ, private_postgres: PrivatePostgres
 ) -> None:
     rabbitmq, postgres = private_rabbitmq(), private_postgres()
     async with await aio_pika.connect(rabbitmq.address) as connection:
         channel = await connection.channel(publisher_confirms=True)
         await channel.declare_queue("payments", durable=True, arguments={"x-queue-type": kind})
-        for start in range(0, len(bodies := messages(seed=2)), 500):
+        for start in range(0, len(bodies := messages(2, storm.unique)), 500):
             await asyncio.gather(
                 *(
                     channel.default_exchange.publish(
@@ -142,10 +157,10 @@ async def test_rabbitmq_loses_nothing_and_applies_nothing_twice(
     environment = {"KILL_SOURCE": "rabbitmq:payments", "IDEMCONSUMER_RABBITMQ": rabbitmq.address}
     async with mill(postgres.dsn, environment, seed=2) as running:
         servers = [crash(rabbitmq.kill, rabbitmq.start), crash(postgres.kill, postgres.start)]
-        await running.through([*ten_kills(running), *servers], UNIQUE)
-        await until(lambda: asyncio.to_thread(nothing_left, rabbitmq.ctl), "RabbitMQ has nothing left", STORM)
+        await running.through([*storm.kills(running), *servers], storm.unique)
+        await until(lambda: asyncio.to_thread(nothing_left, rabbitmq.ctl), "RabbitMQ has nothing left", STORM_PATIENCE)
         assert await running.drain() == 0
-        assert await running.verdict(EXPECTED) == (0, 0)
+        assert await running.verdict(storm.expected) == (0, 0)
         assert nothing_left(rabbitmq.ctl)
     rabbitmq.close()
 
@@ -156,9 +171,17 @@ def nothing_left(ctl: Callable[..., str]) -> bool:
     return [line.split() for line in listed.splitlines() if line.strip()] == [["payments", "0", "0"]]
 
 
-@pytest.mark.parametrize("name", ["payments", "payments.fifo"])
+@pytest.mark.parametrize(
+    ("name", "storm"),
+    [
+        ("payments.fifo", SHORT),
+        pytest.param("payments.fifo", LONG_IN_SQS, marks=long),
+        pytest.param("payments", LONG_IN_SQS, marks=long),
+    ],
+    ids=["fifo-short", "fifo-long", "plain-long"],
+)
 async def test_sqs_loses_nothing_and_applies_nothing_twice(
-    name: str, private_elasticmq: PrivateElasticMQ, private_postgres: PrivatePostgres
+    name: str, storm: Storm, private_elasticmq: PrivateElasticMQ, private_postgres: PrivatePostgres
 ) -> None:
     """ElasticMQ keeps everything in memory, so it is the one server that is left alive."""
     sqs, postgres = private_elasticmq(), private_postgres()
@@ -166,7 +189,7 @@ async def test_sqs_loses_nothing_and_applies_nothing_twice(
     async with get_session().create_client("sqs", endpoint_url=sqs.address) as client:
         await client.create_queue(QueueName=name, Attributes={"VisibilityTimeout": "10", **fifo})
         broker = SqsBroker(Settings(sqs=sqs.address))
-        bodies = messages(seed=3, unique=UNIQUE_IN_SQS)
+        bodies = messages(3, storm.unique)
         await broker.publish(
             name, [Outgoing(body, {"MessageGroupId": group_of(body)} if fifo else {}) for body in bodies]
         )
@@ -174,11 +197,10 @@ async def test_sqs_loses_nothing_and_applies_nothing_twice(
 
         environment = {"KILL_SOURCE": f"sqs:{name}", "IDEMCONSUMER_SQS": sqs.address}
         async with mill(postgres.dsn, environment, seed=3) as running:
-            kills: list[Event] = [*[running.kill_child] * 3, *[running.kill_launcher] * 2]
-            await running.through([*kills, crash(postgres.kill, postgres.start)], UNIQUE_IN_SQS)
-            await until(lambda: nothing_kept(client, name), "SQS has nothing left", STORM)
+            await running.through([*storm.kills(running), crash(postgres.kill, postgres.start)], storm.unique)
+            await until(lambda: nothing_kept(client, name), "SQS has nothing left", STORM_PATIENCE)
             assert await running.drain() == 0
-            assert await running.verdict(EXPECTED_OF_SQS) == (0, 0)
+            assert await running.verdict(storm.expected) == (0, 0)
             if fifo:
                 effects = await running.effects()
                 for group in range(GROUPS):

@@ -94,11 +94,14 @@ async def test_a_worker_woken_while_another_one_is_at_its_saga_does_not_disturb_
     ("stop", "place"),
     [("SIGKILL", "between"), ("SIGKILL", "in tx"), ("SIGSTOP", "in tx")],
 )
-async def test_a_saga_goes_on_within_its_lease_and_one_second(deployment: Deployment, stop: str, place: Place) -> None:
-    """From the signal to the first effect of the other worker, by the database's clock, five times. The transaction of
-    a frozen worker ends with `idle_in_transaction_session_timeout`, which is the lease."""
+@pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.long)])
+async def test_a_saga_goes_on_within_its_lease_and_one_second(
+    deployment: Deployment, stop: str, place: Place, rounds: int
+) -> None:
+    """From the signal to the first effect of the other worker, by the database's clock. The transaction of a frozen
+    worker ends with `idle_in_transaction_session_timeout`, which is the lease."""
     times = []
-    for number in range(5):
+    for number in range(rounds):
         order = Order(f"r{number}", halt=place, how="freeze" if stop == "SIGSTOP" else "hang")
         stopped, other = await halted_worker(deployment, order)
         at = deployment.bench.run("select at from halted where saga = %s", (order.id,))

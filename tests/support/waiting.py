@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 PATIENCE: Final = 30.0  # seconds that anything expected may take
-_PAUSE: Final = 0.01
+_PAUSE: Final = 0.02
 
 
 async def until(

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from idemconsumer import App, Batch, Message, Reject, Tx
+from idemconsumer.brokers.sqs import client as sqs_client
 from idemconsumer.process.child import launch
 from idemconsumer.settings import load
 from idemconsumer.testing.crash import CrashAt
@@ -70,6 +71,9 @@ async def explode(payment: Payment, tx: Tx) -> None:
 
 
 def main() -> int:
+    if SOURCE.startswith("sqs:"):
+        # The next worker waits until what a dead one held is visible again.
+        sqs_client.LEAST_VISIBILITY = 3  # type: ignore[misc]
     crash = CrashAt.parse(sys.argv[1]) if len(sys.argv) > 1 else None
     return launch(lambda: app.worker(load(until_empty=True, concurrency=2), crash), drain_timeout=20.0)
 

@@ -37,7 +37,7 @@ async def test_a_crash_at(point: str, sqs: Server, database: str) -> None:
         db.execute("create table effect (id text, amount int)")
         name = f"crash-{uuid4().hex}"
         async with get_session().create_client("sqs", endpoint_url=sqs.address) as client:
-            await client.create_queue(QueueName=name, Attributes={"VisibilityTimeout": "10"})
+            await client.create_queue(QueueName=name, Attributes={"VisibilityTimeout": "3"})
         broker = SqsBroker(Settings(sqs=sqs.address))
         await broker.publish(name, [Outgoing(payment(each)) for each in [*NAMES, *NAMES[::3], "flaky-1"]])
         await broker.close()
