@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NoReturn, TypeVar
 
 import pytest
@@ -37,7 +38,7 @@ S = TypeVar("S")
 
 
 class FromEnvironment:
-    """A server that somebody else runs."""
+    """A server that is not ours."""
 
     def __init__(self, address: str) -> None:
         self.address = self.dsn = address
@@ -58,7 +59,7 @@ def _have(make: Callable[[], S]) -> S:
 
 def _ours_only(variable: str) -> None:
     if os.environ.get(variable):
-        pytest.skip(f"needs a server that it may kill or configure, and {variable} names somebody else's; unset it")
+        pytest.skip(f"needs a server that it may kill or configure, and {variable} names another one; unset it")
 
 
 def _started_postgres(stack: ExitStack, binaries: Path | None, settings: Mapping[str, str]) -> EmbeddedPostgres:
@@ -198,3 +199,11 @@ def logged() -> Iterator[LogCapture]:
     structlog.configure(processors=[capture])
     yield capture
     structlog.configure(**before)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Open to all, as `tmp_path` is not: for root, Postgres runs as another account."""
+    with TemporaryDirectory(prefix="test.") as made:
+        Path(made).chmod(0o755)
+        yield Path(made)

@@ -37,14 +37,6 @@ def server() -> Iterator[EmbeddedPostgres]:
         server.stop()
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    # Not tmp_path: its parent is closed to the account that Postgres runs as for root.
-    with tempfile.TemporaryDirectory(prefix="idemconsumer-test-") as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
 def test_start_gives_an_address_and_stop_leaves_nothing(server: EmbeddedPostgres) -> None:
     dsn = server.start()
     directory, pid = server.directory, server.pid

@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import psycopg
 import pytest
@@ -34,14 +32,6 @@ def processes_of(folder: Path) -> list[int]:
         if f"TMPDIR={folder}".encode() in environment:
             found.append(int(entry.parent.name))
     return found
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Open to all, since the server of a demo that root runs is not root."""
-    with TemporaryDirectory(prefix="demo.") as made:
-        Path(made).chmod(0o755)
-        yield Path(made)
 
 
 def environment(folder: Path) -> dict[str, str]:

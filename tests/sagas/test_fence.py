@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-import psycopg
 import pytest
 
 from idemconsumer import Outcome, OutcomeKind, Saga, Step, StoreUnavailable, Tx
@@ -16,7 +14,7 @@ from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import Holding
 from idemconsumer.rules.values import State, StepKind, StepState
-from tests.support.sagas import Bench, OpenStation, Remote, Station, order, put, saga
+from tests.support.sagas import Bench, OpenStation, Remote, Station, locked, order, put, saga
 from tests.support.waiting import until
 
 
@@ -264,15 +262,6 @@ async def test_a_token_grows_with_every_owner_even_if_the_sequence_lags(
 
 
 # ------------------------------------------------------------------------------------------------------------ takeover
-@asynccontextmanager
-async def locked(bench: Bench) -> AsyncIterator[None]:
-    """Somebody holds the saga's row, as a taker does until its commit."""
-    async with await psycopg.AsyncConnection.connect(bench.dsn) as rival:
-        await rival.execute("select 1 from idemconsumer.saga for update")
-        yield
-        await rival.rollback()
-
-
 async def test_a_taker_passes_over_what_another_is_taking_and_takes_the_rest(
     bench: Bench, one: Station, two: Station
 ) -> None:

@@ -21,7 +21,7 @@ from idemconsumer.rules.values import State
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.saga_lease import SagaLease
-from tests.support.sagas import SCHEMA, Bench, Remote, Station, order, put, saga
+from tests.support.sagas import SCHEMA, Bench, Remote, Station, hog, order, put, saga
 from tests.support.servers.proxy import Proxy
 from tests.support.waiting import until
 
@@ -65,13 +65,6 @@ def proxied(bench: Bench, proxy: Proxy) -> str:
 def workers(bench: Bench) -> dict[int, bool]:
     """Whose lease is valid."""
     return dict(bench.run("select id, until > clock_timestamp() from idemconsumer.worker order by id"))
-
-
-def hog(seconds: float) -> None:
-    """Computes, and lets neither the loop nor anybody who waits for it go on."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
 
 
 async def test_a_step_that_computes_for_longer_than_the_lease_keeps_its_saga(bench: Bench, two: Station) -> None:

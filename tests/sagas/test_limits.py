@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,18 +13,11 @@ from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unk
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.user_code.call import call_user_code
 from idemconsumer.user_code.time_limit import TimeLimit
-from tests.support.sagas import Bench, OpenStation, Remote, Station, lost, put, saga
+from tests.support.sagas import Bench, OpenStation, Remote, Station, hog, lost, put, saga
 from tests.support.waiting import until
 
 LEASE = 0.2
 Slow = Callable[[Tx], Awaitable[object]]
-
-
-def hog(seconds: float) -> None:
-    """Computes, and never lets the loop cancel it."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
 
 
 async def waits(tx: Tx) -> None:

@@ -25,7 +25,7 @@ from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State, StepKind, StepState
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.joined import PostgresClaims
-from tests.support.sagas import SCHEMA, Bench, OpenStation, Remote, Station, order, put, saga
+from tests.support.sagas import SCHEMA, Bench, OpenStation, Remote, Station, locked, order, put, saga
 from tests.support.servers.proxy import Proxy
 from tests.support.waiting import until
 
@@ -118,15 +118,6 @@ async def lined_up(*writes: Coroutine[Any, Any, T]) -> list[asyncio.Task[T]]:
         tasks.append(asyncio.create_task(write))
         await turn()
     return tasks
-
-
-@asynccontextmanager
-async def locked(bench: Bench, query: LiteralString, key: bytes) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-    """Somebody else holds a row."""
-    async with await psycopg.AsyncConnection.connect(bench.dsn) as rival:
-        await rival.execute(query, (key,))
-        yield rival
-        await rival.rollback()
 
 
 def busy(bench: Bench) -> int:

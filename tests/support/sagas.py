@@ -6,7 +6,9 @@ The witness table and the remote have no unique constraint, so that nothing hide
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, LiteralString, Protocol, Unpack
 from uuid import UUID
 
@@ -231,3 +233,21 @@ async def lost(bench: Bench, station: Station, handler: BoundHandler) -> Holding
     assert isinstance(holding, Holding)
     bench.expire(station)
     return holding
+
+
+@asynccontextmanager
+async def locked(
+    bench: Bench, query: LiteralString = "select 1 from idemconsumer.saga for update", *params: object
+) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+    """Another connection holds the rows that the query locks."""
+    async with await psycopg.AsyncConnection.connect(bench.dsn) as rival:
+        await rival.execute(query, params)
+        yield rival
+        await rival.rollback()
+
+
+def hog(seconds: float) -> None:
+    """Computes, and lets neither the loop nor what waits for it go on."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass

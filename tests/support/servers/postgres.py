@@ -25,7 +25,7 @@ def system_binaries() -> Path:
 
 @contextlib.contextmanager
 def fresh_database(dsn: str, options: LiteralString = "") -> Iterator[str]:
-    """An empty database on that server, dropped at the end even when somebody is still connected."""
+    """An empty database on that server, dropped at the end even while connections to it are open."""
     name = f"test_{secrets.token_hex(6)}"
     with psycopg.connect(dsn, autocommit=True) as admin:
         admin.execute(sql.SQL("CREATE DATABASE {} " + options).format(sql.Identifier(name)))
