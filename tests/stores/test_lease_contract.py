@@ -11,7 +11,7 @@ from idemconsumer.ports.handler import Tx
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.testing import LeaseHarness, LeaseStoreContract, LeaseWorker
-from tests.ledger import SCHEMA, Ledger
+from tests.support.ledger import SCHEMA, Ledger
 
 
 class Lease:
