@@ -1,0 +1,40 @@
+"""R3: what a claim does not insert is read in a second statement, which sees what was committed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import psycopg
+
+from idemconsumer.ports.store import Claim
+from idemconsumer.rules.values import Mark, Record, State
+from idemconsumer.stores.joined import PostgresStore
+from tests.ledger import Ledger
+from tests.stores.conftest import OpenStore
+
+FIRST = Claim(b"a" * 32, "shop/test", b"f" * 32, 3600.0)
+SECOND = Claim(b"b" * 32, "shop/test", b"f" * 32, 3600.0)
+BLOCKED: Final = "select 1 from pg_stat_activity where wait_event = 'transactionid' and query ~ 'claim'"
+
+
+async def test_a_record_that_is_committed_while_the_claim_is_under_way_is_found(
+    ledger: Ledger, store: PostgresStore, open_store: OpenStore
+) -> None:
+    # Only a writer that takes no advisory lock makes the claim wait, so that something can happen in the middle of it.
+    stranger = await psycopg.AsyncConnection.connect(ledger.dsn)
+    await stranger.execute("insert into idemconsumer.record values (%s, 1, 3, null, clock_timestamp())", [FIRST.key])
+    async with store.transaction(group=1) as claims:
+        claiming = asyncio.create_task(claims.claim([FIRST, SECOND]))
+        async with asyncio.timeout(5):
+            while not ledger.run(BLOCKED):
+                await asyncio.sleep(0.01)
+
+        rival = await open_store(ledger.dsn)
+        async with rival.transaction(group=1) as theirs:
+            assert await theirs.claim([SECOND]) == [Mark.CLAIMED]
+            await theirs.complete([], [])
+        await stranger.rollback()
+
+        assert await claiming == [Mark.CLAIMED, Record(State.COMPLETED, SECOND.fingerprint)]
+    await stranger.close()
