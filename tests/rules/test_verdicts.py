@@ -52,7 +52,7 @@ def test_numbers_of_states_are_stored_and_never_change() -> None:
 
 
 def test_the_docs_hold_the_diagram_and_it_shows_every_arrow() -> None:
-    docs = ROOT / "docs" / "guarantees.md"
+    docs = ROOT / "docs" / "protocol.md"
     assert f"```mermaid\n{diagram()}\n```" in docs.read_text("utf-8")
     lines = diagram().splitlines()
     assert lines[0] == "stateDiagram-v2"
