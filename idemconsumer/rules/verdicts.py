@@ -2,8 +2,8 @@
 
 Theory of operation. A claim finds a key in one of three conditions: nobody had it (now it is ours), a rival holds it
 uncommitted, or there is a record. `judge` turns that into a verdict; the engine acts on it and reports an outcome;
-`settle` says what the worker does with the delivery. TRANSITIONS is how workers move a record, for whoever reads the
-docs. In joined mode PROCESSING exists only inside a transaction, so nobody ever reads it.
+`settle` says what the worker does with the delivery. TRANSITIONS is documentation: no engine asks it. One test compares
+it with what workers write, another with the diagram in docs/protocol.md.
 """
 
 from __future__ import annotations
