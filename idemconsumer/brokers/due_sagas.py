@@ -92,7 +92,7 @@ class DueSagasSession:
         return [Delivery(holding.message, self._epoch, handle=holding) for holding in taken]
 
     async def _unheld(self) -> list[tuple[bytes, int]]:
-        """What is ours in the database, and not in hand here. Asked in this order: a saga that was begun in
+        """What is ours in the database, and not in hand here (L12). Asked in this order: a saga that was begun in
         between is not among those seen, and what the last fetch took has been handed over by now."""
         own = await self._leases.own()
         held = set(self._held())

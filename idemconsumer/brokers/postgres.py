@@ -2,7 +2,7 @@
 
 A delivery is a row made invisible until a deadline, which the session moves on while the delivery is held. Each
 delivery carries a token of its own, so that settling an expired one hits nothing. NOTIFY only wakes a fetch early;
-without it the queue is read once a second.
+without it the queue is read once a second (P5).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHANNEL: Final = "idemconsumer_queue"
 
 
 async def enqueue(connection: Connection, schema: str, name: str, messages: Sequence[Outgoing]) -> None:
-    """Insert into the queue on this connection, in whatever transaction is open there."""
+    """Insert into the queue on this connection, in whatever transaction is open there (P6)."""
     query = load(schema)["enqueue"]
     # A pipeline in a transaction that stays open disarms its idle time-out; publish(tx=) sends one message.
     async with connection.pipeline() if len(messages) > 1 else contextlib.nullcontext():
@@ -240,7 +240,7 @@ class PostgresSession:
             self._end(str(error).strip())
 
     async def _keep_visible(self) -> None:
-        """Move the deadline of everything outstanding, three times within it."""
+        """Move the deadline of everything outstanding, three times within it (P3)."""
         with contextlib.suppress(SessionEnded):
             while True:
                 await asyncio.sleep(VISIBILITY / 3)

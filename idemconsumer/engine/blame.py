@@ -33,7 +33,7 @@ def rejection_of(error: BaseException) -> tuple[str, object]:
 
 
 def describe(error: BaseException) -> str:
-    """For the database, where the payload lies as well; logs get the type and the place alone."""
+    """For the database, where the payload lies as well; logs get the type and the place alone (R13)."""
     return f"{''.join(traceback.format_exception_only(error)).strip()[:4000]} ({where(error)})"
 
 

@@ -26,7 +26,7 @@ log = structlog.get_logger("idemconsumer")
 
 @dataclass(slots=True)
 class FailedBehind:
-    """A message that failed behind a group, to be counted in the group's commit, which saves one of its own.
+    """A message that failed behind a group, to be counted in the group's commit, which saves one of its own (G9).
 
     `attempts` it has then. `in_doubt`: the answer to that commit was lost; `counted`: it was committed all the same.
     """
@@ -65,7 +65,7 @@ class Endings:
                 return Outcome(OutcomeKind.BUSY, attempt=work.attempt)
 
     async def failed(self, work: Work, error: Exception, behind: FailedBehind | None = None) -> Outcome:
-        """Count the failure, unless that was done with the group before it, and decide between another attempt, a
+        """Count the failure (B1), unless that was done with the group before it, and decide between another attempt, a
         rejection and a dead letter."""
         options = work.handler.options
         if isinstance(error, (Reject, *options.fail_on)):
@@ -99,7 +99,7 @@ class Endings:
         return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempts, reason="retry", error=type(error).__name__)
 
     def free_retry(self, work: Work, contention: Contention) -> Outcome:
-        """No message is at fault, so it costs no attempt; a random pause lets the rivals part."""
+        """No message is at fault, so it costs no attempt (B3); a random pause lets the rivals part."""
         log.debug(
             "contention, running again", handler=work.handler.name, key=work.key.hex()[:12], error=str(contention)
         )
@@ -110,6 +110,7 @@ class Endings:
         code, body = rejection_of(error)
         rejection = codecs.encode_rejection(code, body)
         self._at(Point.REJECTING, work.handler.name, (work.key,))
+        # In a new transaction, which judges the key again (B2).
         standing = await self._until_known(work, lambda: self._store.reject(work.claim, rejection))
         self._at(Point.REJECTED, work.handler.name, (work.key,))
         return standing or Outcome(
@@ -122,13 +123,13 @@ class Endings:
         )
 
     async def refuse(self, work: Work, refusal: BadMessage) -> Outcome:
-        """A message that can never be run."""
+        """A message that can never be run (R9)."""
         log.warning("bad message", handler=work.handler.name, source=work.message.source,
                     position=work.message.position, reason=refusal.reason, error=refusal.detail)  # fmt: skip
         return await self.bury(work, refusal.reason, refusal.detail)
 
     async def bury(self, work: Work, reason: str, error: str) -> Outcome:
-        """The dead letter is committed before the delivery may be settled. The record is DEAD too, if it is ours."""
+        """Committed before the delivery may be settled (B4). The record is DEAD too, if it is ours."""
         call = work.call
         claim = None if call is None or reason == "conflict" else call.claim
         letter = dead_letter(work, reason, error, work.attempts)

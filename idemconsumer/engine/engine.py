@@ -1,7 +1,7 @@
 """Deliveries to outcomes: the straight line, joined mode.
 
 A group is claimed with one statement, run on one transaction and committed once. `run` answers for a *prefix* of what
-it was given: a delivery that fails, or that a rival holds, ends the prefix, and the lane presents the rest again. So
+it was given (G8): a delivery that fails, or that a rival holds, ends the prefix; the lane presents the rest again. So
 order inside a lane is kept by construction, and every detour (rerun, count, reject, dead letter) starts from a
 rolled-back transaction.
 """
@@ -50,7 +50,7 @@ class _Cut(Exception):
 
 
 class _Abandoned(stop_base):
-    """Ends the waiting for a rival once the broker has taken the delivery back."""
+    """Ends the waiting for a rival once the broker has taken the delivery back (D10)."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -156,7 +156,7 @@ class Engine:
                 if failed.index is not None:
                     return await self._around(group, failed.index, failed, defer=defer)
                 self._at(Point.ROLLED_BACK, handler.name, [work.key for work in group])
-                # Smaller batches show whose it is, that of one at the latest.
+                # Smaller batches show which item it is, that of one at the latest (G10).
                 return await self._in_parts(group, (len(group) + 1) // 2, defer=defer)
             except Exception as error:  # noqa: BLE001 - any error of the database at the seal or at COMMIT
                 # Refused at the seal or at COMMIT, so nobody can be blamed yet: one by one shows whose it is.
@@ -256,7 +256,7 @@ class Engine:
             if items is not None and (failed := items.first_failed()):
                 index, error = failed
                 raise error
-            claims.check()
+            claims.check()  # J8
             return codecs.encode(value)
 
         try:
@@ -278,7 +278,7 @@ class Engine:
         final = isinstance(error, (Reject, *failed.handler.options.fail_on))
         behind = None if final or failed.suspicion is Suspicion.COUNTED else FailedBehind(failed.claim, describe(error))
         outcomes = await self._run_group(group[:index], defer=defer, behind=behind)
-        # What is final may have been decided by the effects of those before it, so these have to be there.
+        # G7: what is final may have been decided by the effects of those before it, so these have to be there.
         undone = final and any(outcomes[i].state is not State.COMPLETED for i in cause.ran if i < len(outcomes))
         if len(outcomes) < index or _stops(outcomes) or undone:
             return outcomes

@@ -23,7 +23,7 @@ class GroupSizes:
 
     def of(self, handler: BoundHandler) -> GroupSize:
         if (size := self._sizes.get(handler.name)) is None:
-            given = 1 if handler.leased else handler.options.group_size  # a saga shares no transaction
+            given = 1 if handler.leased else handler.options.group_size  # a saga shares no transaction (G6)
             size = GroupSize.start(given, lanes=self._lanes, most_locks=self._most_locks)
             self._sizes[handler.name] = size
         return size

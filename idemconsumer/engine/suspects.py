@@ -1,9 +1,9 @@
-"""What is on record about a suspect before it runs, so that a message that kills its worker is found out.
+"""What is on record about a suspect before it runs, so that a message that kills its worker is found out (B6).
 
 A suspect was delivered before, or may have been, so a worker may have died of it; most did not kill anybody. Those
-that nothing is known of are *marked*, all by one commit, and run as one group whose completion forgets the marks. A
+that nothing is known of are *marked*, by one commit, and run as one group whose completion forgets the marks (B7). A
 row that somebody else has left means that this message was begun before and came to no end: it is *counted*, in a
-commit of its own, and runs alone. A mark counts nothing, so beside a killer no other message loses an attempt; the
+commit of its own, and runs alone (B8). A mark counts nothing, so beside a killer no other message loses an attempt; the
 killer takes one more worker along for it.
 """
 
@@ -69,7 +69,7 @@ class Suspects:
         work.suspicion = Suspicion.COUNTED
 
     async def uncount(self, work: Work) -> None:
-        """For what did not run, or was cancelled."""
+        """For what did not run, or was cancelled (B9)."""
         if work.suspicion is Suspicion.COUNTED:
             work.suspicion = Suspicion.BEGUN
             await uninterrupted(self._store.uncount_attempt(work.claim))

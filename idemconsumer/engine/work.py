@@ -60,7 +60,7 @@ class Work:
             call = handler.call_for(message)
         except BadMessage as refusal:
             return cls(message, handler, refusal=refusal, holding=holding, resumed=resumed)
-        if holding is not None:  # under which key it is stored, whatever the key rule makes of the message now
+        if holding is not None:  # L17: the key it is stored under, whatever the key rule makes of the message now
             call.claim = msgspec.structs.replace(call.claim, key=holding.key, scope=holding.scope, fingerprint=None)
         work = cls(message, handler, call=call, holding=holding, resumed=resumed)
         if suspect:

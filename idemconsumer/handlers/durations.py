@@ -16,7 +16,7 @@ from idemconsumer.rules import verdicts
 log = structlog.get_logger("idemconsumer")
 
 Duration: TypeAlias = str | float | timedelta
-MAX_INLINE_DELAY = 30.0  # seconds; the lane stands still meanwhile
+MAX_INLINE_DELAY = 30.0  # seconds; the lane stands still meanwhile (D7)
 MIN_LEASE = 1.0  # seconds; it is renewed three times in that time
 MAX_INLINE_TOTAL = 15 * 60.0  # seconds; RabbitMQ closes a channel that leaves a delivery unacked for 30 minutes
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}

@@ -118,7 +118,7 @@ def uses_offset(spec: KeySpec) -> bool:
 
 # ------------------------------------------------------------------------------------------ stored identity
 def digest(app: str, tenant: str | None, handler: str, key: str) -> bytes:
-    """The 32 bytes under which the key is stored."""
+    """The 32 bytes under which the key is stored (R10)."""
     return sha256(_scope_prefix(app, tenant, handler) + _prefixed(key)).digest()
 
 

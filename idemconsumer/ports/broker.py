@@ -18,7 +18,7 @@ class Epoch:
     `retiring`: nothing new of it may start, what runs may finish and settle. `ended`: what finishes now is forgotten.
     `waiting` counts those of its deliveries that sit in the waiting room.
     `probation` is how many deliveries each lane treats as suspects first, since after an assignment the broker cannot
-    tell which message was running when the former owner died.
+    tell which message was running when the former owner died (K10).
     """
 
     __slots__ = ("_budget", "_probation", "_quiet", "_running", "ended", "retiring", "waiting")
@@ -61,7 +61,7 @@ class Delivery(msgspec.Struct, frozen=True, eq=False):
     """One arrival of a message. `handle` is how its broker settles it, opaque to everybody else.
 
     `suspect`: it was delivered before, so it may have killed a worker. `count` is the broker's delivery count, a hint.
-    `take_over`: its broker may soon drop it for having been delivered too often. The worker commits it to the handler's
+    `take_over` (Q2): its broker may soon drop it after too many deliveries. The worker commits it to the handler's
     own queue in Postgres, settles it, and runs it from there.
     """
 
@@ -84,9 +84,9 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much one session may have outstanding. `group` is the most messages that a group may ever hold. `in_flight` =
+    """What a session may have outstanding (D8). `group` is the most messages that a group may ever hold. `in_flight` =
     lanes x group + waiting room; times in seconds. `share` tells how much to take out of a queue that others work on
-    too: a few groups, so that they get theirs, and a crash hides few messages until their visibility time is over."""
+    too: a few groups (D12), so that they get theirs, and a crash hides few messages until their visibility ends."""
 
     lanes: int
     group: int
@@ -115,7 +115,7 @@ class Finding:
 
 
 class Session(Protocol):
-    """One connection with its epochs. It ends at the first sign of loss, and a new one is opened."""
+    """One connection with its epochs. It ends at the first sign of loss (D6), and a new one is opened."""
 
     async def fetch(self) -> Sequence[Delivery]:
         """The next deliveries; waits a short time (about a second at most) and may be empty.

@@ -60,7 +60,7 @@ class OpenTransaction(Protocol):
 
 
 class Claims(OpenTransaction, Protocol):
-    """One open transaction for one group."""
+    """One open transaction for one group: its effects, records and results are one commit (R4)."""
 
     async def claim(self, claims: Sequence[Claim]) -> list[Found]:
         """Claim all keys with one atomic insert, in order. Keys within one call must differ.

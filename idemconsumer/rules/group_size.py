@@ -29,7 +29,7 @@ _LEAST_OPEN = 4  # groups keep a database busy that is close by
 def open_groups(limit: int, lanes: int, busy: float) -> int:
     """How many of a worker's lanes may have a group open, up to now `limit`, when its CPU was `busy` for such a share.
 
-    While a worker waits for others, the database or what its handlers call, each lane is welcome. Once its own CPU is
+    G13. While a worker waits for the database or what its handlers call, each lane is welcome. Once its own CPU is
     what limits it, more open groups get nothing more done: they leave one message to each, and what a group costs is
     shared by nobody. With fewer, what arrives meanwhile goes along with a lane's next group: of RabbitMQ 2,800 messages
     a second with 8 lanes at once, and 5,000 with 4.
@@ -90,7 +90,7 @@ class GroupSize:
 
     @property
     def _timely(self) -> int:
-        """So that a slow handler runs alone."""
+        """So that a slow handler runs alone (G11)."""
         if self.seconds is None:
             return 1
         return max(1, int(min(MAX_GROUP, _GROUP_SECONDS / max(self.seconds, 1e-6))))
@@ -138,7 +138,7 @@ class GroupSize:
         return replace(self, failing=self.failing + (1 - self.failing) / _MESSAGES)
 
     def lost(self) -> GroupSize:
-        """The transaction came to an unknown end, or to none: perhaps for being too long."""
+        """The transaction came to an unknown end, or to none: perhaps for being too long (G14)."""
         return replace(self, level=max(1, self.size // 2), clean=0)
 
     def collided(self, now: float) -> GroupSize:

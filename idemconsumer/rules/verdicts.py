@@ -62,7 +62,7 @@ class Verdict(Enum):
 
 
 def judge(found: Found, fingerprint: bytes | None) -> Verdict:
-    """A final record wins; another fingerprint under the same key is a conflict, whatever the record's state."""
+    """A final record wins; another fingerprint under the same key is a conflict, whatever the record's state (R12)."""
     if found is Mark.CLAIMED:
         return Verdict.RUN
     if not isinstance(found, Record):
@@ -98,7 +98,7 @@ _SETTLEMENTS: Final = {
 
 
 def settle(outcome: Outcome) -> Settlement:
-    """Only a commit that is known finishes a delivery (R5); nothing is ever negatively acknowledged.
+    """Only a commit that is known finishes a delivery (R5); nothing is ever negatively acknowledged (D4).
 
     A saga's message is stored with its claim, so whatever has not ended it yet, the broker is done with it.
     """

@@ -91,7 +91,7 @@ class Attempt:
         holding, options, call = self._holding, self._options, self._work.call
         if call is None:
             raise SagaChanged(str(self._work.refusal or "it cannot be decoded any more"))
-        # What an undoing saga is to come to is known, so nothing is asked about it.
+        # What an undoing saga is to come to is known, so nothing is asked about it (L8).
         asks = holding.stale and holding.state is State.PROCESSING and self._handler.reconciles
         if holding.stale and options.on_stale == "review" and not asks:
             return await self._park("review", "its worker is gone, and on_stale says that a person decides")
@@ -194,7 +194,7 @@ class Attempt:
     async def _reconcile(self, call: Call) -> Outcome | None:
         """Ask the handler's `reconcile` what the lost worker has left behind. None: not done, so it is to run again.
 
-        Asked in the transaction that completes the saga, so that nobody else can go on with it meanwhile.
+        Asked in the transaction that completes the saga (L16), so that nobody else can go on with it meanwhile.
         """
         holding = self._holding
         try:

@@ -62,7 +62,7 @@ class LeasedEngine:
             task.cancel()
 
     def drain(self) -> None:
-        """Release every saga at once, so that other workers go on with them."""
+        """Release every saga at once, so that other workers go on with them (L21)."""
         for task in self._active:
             self._drained.add(task)
             task.cancel()
@@ -72,7 +72,7 @@ class LeasedEngine:
     ) -> Outcome:
         """Claim the saga or go on with one that was taken over, and run it to an end of this attempt.
 
-        `claimed` is awaited as soon as the message is ours, committed: the broker may be told then. When
+        `claimed` is awaited as soon as the message is ours, committed (L1): the broker may be told then. When
         StoreUnavailable is raised afterwards, `work` remembers what it holds, and may be presented again. With `defer`
         a saga that has begun is not taken over here. `unfed`: no source of this process goes on with what an earlier
         call left behind, so this call does.
@@ -84,7 +84,7 @@ class LeasedEngine:
         try:
             outcome = await self._go(work, claimed, defer=defer, unfed=unfed)
         except (StoreUnavailable, CommitUnknown, Contention) as error:
-            work.doubt = work.holding is not None
+            work.doubt = work.holding is not None  # L11
             if isinstance(error, StoreUnavailable):
                 raise
             raise StoreUnavailable(f"not decided: {error}") from error
@@ -108,7 +108,7 @@ class LeasedEngine:
                     task.uncancel()
         if outcome.kind in _STORED and work.handler.options.settle == "finished" and not work.resumed:
             work.holding = None
-            return msgspec.structs.replace(outcome, state=None)  # the broker keeps it: held until there is an end
+            return msgspec.structs.replace(outcome, state=None)  # L20: held until there is an end
         return outcome
 
     def _fenced(self, work: Work) -> Outcome:

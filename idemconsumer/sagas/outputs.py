@@ -1,6 +1,6 @@
 """What a step's function is declared to return, and what is stored of it.
 
-An output is decoded as soon as it is encoded, before it is committed. So the run that made it goes on with what a
+An output is decoded as soon as it is encoded, before it is committed (L14). So the run that made it goes on with what a
 resume will get, and what a resume could not read fails at once.
 """
 

@@ -348,7 +348,7 @@ class SagaRun:
 
     # ------------------------------------------------------------------------------------------------ the engine
     async def main(self, handler: Callable[[], Awaitable[object]]) -> object:
-        """Run the handler in this task. What it asks for here has a place among the steps; other tasks are branches,
+        """Run the handler in this task. What it asks for has a place among the steps; other tasks are branches (L13),
         which come to theirs in any order."""
         self._main = asyncio.current_task()
         return await handler()

@@ -88,7 +88,7 @@ returning id
 select pg_relation_size('{schema}.record') / current_setting('block_size')::bigint
 
 -- name: prune
--- Final records of a range of blocks that are past their scope's retention. DEAD ones wait for a person.
+-- R11: final records of a range of blocks, past their scope's retention. DEAD ones wait for a person.
 delete from {schema}.record as r using {schema}.scope as s
 where r.ctid >= %(low)s::tid and r.ctid < %(high)s::tid
   and s.id = r.scope_id and r.state in (3, 4) and r.changed_at < clock_timestamp() - s.retain
@@ -111,7 +111,8 @@ where s.id = a.scope_id and a.changed_at < clock_timestamp() - s.retain
 select {schema}.publish_bytes(%(name)s, %(body)s, %(key)s, %(headers)s)
 
 -- name: take
--- The next visible messages. The token makes each delivery one of a kind: settling an expired one hits nothing.
+-- The next visible messages; what others are taking is passed over (P2).
+-- The token makes each delivery one of a kind: settling an expired one hits nothing (P1).
 with next as materialized (
     select id from {schema}.queue
     where name = %(name)s and visible_at <= clock_timestamp()
@@ -132,7 +133,7 @@ update {schema}.queue set visible_at = clock_timestamp() + make_interval(secs =>
 where id = any(%(ids)s) and token = any(%(tokens)s)
 
 -- name: give_back
--- Never started: visible at once, and as if it had not been delivered.
+-- Never started: visible at once, and as if it had not been delivered (P4).
 update {schema}.queue set visible_at = clock_timestamp(), deliveries = greatest(deliveries - 1, 0), token = null
 where id = any(%(ids)s) and token = any(%(tokens)s)
 
@@ -161,7 +162,7 @@ values (%(name)s, make_interval(secs => %(lease)s), clock_timestamp() + make_int
 returning id
 
 -- name: renew_worker
--- Zero rows: the lease was lost, and with it every saga (L5).
+-- Zero rows: the lease was lost, and with it every saga (L5). By the server's clock (R2).
 update {schema}.worker set until = clock_timestamp() + lease where id = %(worker)s and until > clock_timestamp()
 returning id
 
@@ -186,7 +187,7 @@ returning key, '', token
 -- it by now has another one. It costs no attempt, since none was lost. SKIP LOCKED passes over sagas with an open step,
 -- whose owner may still be alive (L2). The deadline is read by a subquery: when a rival has just taken the row, Postgres
 -- checks the conditions again on its new version, and a join would then still offer the old owner's lease, which does
--- not match, so that the rival's saga looked like nobody's. Handlers of other apps may have the same name.
+-- not match, so that the rival's saga looked like nobody's. Handlers of other apps may have the same name (L18).
 with candidate as materialized (
     select s.key, s.worker, s.token, s.attempt, s.stale or coalesce(s.worker <> %(worker)s, false) as stale
     from {schema}.saga as s
@@ -202,7 +203,7 @@ with candidate as materialized (
 ), taken as (
     update {schema}.saga as s
     set worker = %(worker)s, stale = c.stale, token = greatest(s.token + 1, nextval('{schema}.saga_token')),
-        -- A step that finished under the last token makes this the first attempt again; an undo that only began (4)
+        -- L10: a step that finished under the last token makes this the first attempt again; an undo that only began (4)
         -- does not.
         attempt = case when exists (select from {schema}.step
                                     where key = s.key and finished_at is not null and state <> 4 and token = s.token)
@@ -435,7 +436,7 @@ from {schema}.step where key = %(key)s order by started_at, position nulls last
 select at, what, owner, token, attempt, detail from {schema}.history where key = %(key)s order by id
 
 -- name: lock_saga
--- Waits for open steps; from here on nobody takes it.
+-- Waits for open steps; from here on it cannot be taken (L19).
 select 1 from {schema}.saga where key = %(key)s for update
 
 -- name: locked_saga

@@ -56,7 +56,7 @@ Connection = psycopg.AsyncConnection[Any]
 
 
 async def check_database(dsn: str, schema: str) -> int:
-    """Refuse a database that would break the promise; returns how many locks are ours to take.
+    """Refuse a database that would break the promise (R7); returns how many locks are ours to take.
 
     Raises StoreUnavailable, or ConfigurationError with what to do: no address, too old, a standby, synchronous_commit
     off, not in UTF-8, not migrated or not wholly, rights that are lacking.

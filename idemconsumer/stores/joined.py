@@ -48,7 +48,7 @@ _SERVER_TROUBLE: Final = ("53100", "58030")
 # Of our own statements also: too much in use, cancelled, read-only or in recovery after a failover, broken.
 _OUR_TROUBLE: Final = ("53", "57", "58", "0A000", "25006")
 _ACQUIRE_SECONDS: Final = 3.0  # an outage is noticed, and its end too, within this time
-_GROUP_LOCK_TIMEOUT: Final = "50ms"  # G3: a group that waits for another lane's rows is better rerun smaller
+_GROUP_LOCK_TIMEOUT: Final = "50ms"  # G12: a group that waits for another lane's rows is better rerun smaller
 _LOCK_TIMEOUT: Final = "10s"  # backstop only: the advisory lock means that a claim never waits
 
 
@@ -58,7 +58,7 @@ def clean(text: str) -> str:
 
 
 class PostgresStore:
-    """See `ports.JoinedStore`. `open` refuses a database that would lose what it acknowledges."""
+    """See `ports.JoinedStore`. `open` refuses a database that would lose what it acknowledges (R6)."""
 
     def __init__(
         self, dsn: str, schema: str, *, connections: int, longest_run: float, lease: float | None, most_locks: int
@@ -132,8 +132,8 @@ class PostgresStore:
                 claims.end()
 
     async def scope_ids(self, connection: Connection, claims: Sequence[Claim]) -> list[int]:
-        """Ids of the scopes; new ones are committed on the spot, on this same connection (a second could be waited for
-        by every lane at once)."""
+        """Ids of the scopes; new ones are committed on the spot, on this same connection (J16: a second could be waited
+        for by every lane at once)."""
         for claim in claims:
             if claim.scope not in self._scopes:
                 rows = await self._run(connection, "scope", {"name": claim.scope, "retain": claim.retain})
@@ -262,7 +262,7 @@ class PostgresClaims:
         """Several statements as one simple query, and the last one's result.
 
         One round trip, as a pipeline would be. But psycopg ends a pipeline with a Flush after its Sync, which makes
-        the server forget idle_in_transaction_session_timeout (J6).
+        the server forget idle_in_transaction_session_timeout (J6, J11).
         """
         cursor = await self.connection.execute(statements, prepare=False)
         while cursor.nextset():
@@ -412,6 +412,7 @@ class PostgresClaims:
             if error.sqlstate == "IC002" and not await _durable(connection):
                 raise ConfigurationError(f"database: {error.diag.message_primary}; set it to on") from error
             raise translate(connection, error) from error
+        # Postgres answers COMMIT of a failed transaction with ROLLBACK, and no error (J9).
         if (tag := answers[-1].command_status) != b"COMMIT":
             raise GuardViolated(f"COMMIT was answered by {tag!r}: the transaction had failed before")
         return 0 if failed is None else int(answers[0].get_value(0, 0) or 0)
@@ -423,7 +424,7 @@ def _sqlstate(error: BaseException | None) -> str:
 
 
 def translate(connection: Connection, error: psycopg.Error, *, ours: bool = False) -> Exception:
-    """A driver's error as one of ours: by the connection's state first, since a dead one says nothing reliable.
+    """A driver's error as one of ours (B5): by the connection's state first, since a dead one says nothing reliable.
 
     `ours`: it came from a statement of the engine, for which no message can be blamed.
     """
@@ -463,7 +464,7 @@ def connection_options(dsn: str, longest_run: float, lease: float | None = None)
 
 
 async def _configure(connection: Connection) -> None:
-    # The engine alone sends BEGIN. What a handler runs after a ROLLBACK of its own is by itself, and read-only.
+    # J7: the engine alone sends BEGIN. What a handler runs after a ROLLBACK of its own is by itself, and read-only.
     await connection.set_autocommit(True)
     connection.prepare_threshold = 2  # earlier than psycopg does: a rollback drops all that was prepared
 
@@ -476,7 +477,7 @@ async def _durable(connection: Connection) -> bool:
 
 
 async def _leave(connection: Connection) -> None:
-    """Roll back whatever is open. A connection on which that does not work is closed, and the pool drops it."""
+    """Roll back what is open (J15). A connection on which that does not work is closed, and the pool drops it."""
     if connection.closed or connection.info.transaction_status == pq.TransactionStatus.IDLE:
         return
     try:

@@ -3,7 +3,7 @@
 psycopg's cursor converts a statement anew for each run, chooses how rows are made and keeps what came of it: as much
 work as the exchange with the server, and a third of what a message costs a worker. Here a statement that psycopg has
 prepared, and that returns no rows, is sent by its name, with parameters as psycopg's conversion for its first run makes
-them. Which names there are is asked of psycopg each time, since a rollback of its own drops them all.
+them. Which names there are is asked of psycopg each time, since a rollback of its own drops them all (J12).
 """
 
 from __future__ import annotations

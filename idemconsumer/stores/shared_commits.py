@@ -1,4 +1,4 @@
-"""Group commit for sagas: what has piled up while one shared commit was under way goes into the next one (L4).
+"""Group commit for sagas: what has piled up while one shared commit was under way goes into the next one (L9).
 
 Most of a saga's commits are small and ready at once: claims, intents, outputs, completions. One transaction at a time
 takes those of all sagas of the process, by one set-based statement a kind; each row is fenced by itself. Nothing waits

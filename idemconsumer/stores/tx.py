@@ -23,7 +23,7 @@ _CONTROL: Final = re.compile(
 
 @lru_cache(maxsize=1024)
 def controls_transaction(query: str) -> bool:
-    """Whether the first keyword begins or ends a transaction. Savepoints do not."""
+    """Whether the first keyword begins or ends a transaction (J10). Savepoints do not."""
     start = _LEADING.match(query)
     return _CONTROL.match(query, start.end() if start else 0) is not None
 

@@ -16,10 +16,10 @@ R = TypeVar("R")
 
 
 async def call_user_code(run: Awaitable[T], limit: TimeLimit) -> T:
-    """Await a user's function within `limit`. What it returns is returned even when it is late: `limit.check` tells.
+    """Await a user's function within `limit`. What is late is returned too: `limit.check` tells (J14).
 
     Raises what the function raises, except:
-    * CancelledError if this task was cancelled from outside, whatever the function made of that;
+    * CancelledError if this task was cancelled from outside, whatever the function made of that (J13);
     * the limit's TimeoutError if it was cut off: how far it got is not known then;
     * SelfCancelled for a CancelledError of its own making.
     """

@@ -64,8 +64,8 @@ async def uninterrupted(act: Coroutine[Any, Any, T]) -> T:
 async def run_isolated(run: Awaitable[Any]) -> tuple[Any, BaseException | None]:
     """Run user code in a task of its own: what it returned, or what it raised.
 
-    What it does to its task ends with it. A cancellation of the caller is passed on, and is raised whatever the user
-    code makes of it. A CancelledError that came from inside is returned as SelfCancelled.
+    What it does to its task ends with it (B10). A cancellation of the caller is passed on, and is raised whatever the
+    user code makes of it. A CancelledError that came from inside is returned as SelfCancelled.
     """
     task = asyncio.ensure_future(run)
     cancelled: asyncio.CancelledError | None = None

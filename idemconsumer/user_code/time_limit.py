@@ -1,4 +1,4 @@
-"""How long a user's function may take, and the error when it took longer."""
+"""How long a user's function may take, and the error when it took longer (L15)."""
 
 from __future__ import annotations
 

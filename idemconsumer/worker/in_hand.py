@@ -60,7 +60,7 @@ class Place(Protocol):
 
 
 class Outage:
-    """The database is away: logged once, and waited for with backoff by all that need it."""
+    """The database is away (R8): logged once, and waited for with backoff by all that need it."""
 
     def __init__(self) -> None:
         self._failures = 0

@@ -1,4 +1,4 @@
-"""A lane: one group at a time, in order of arrival."""
+"""A lane: one group at a time, in order of arrival (D3)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """All lanes of a worker and the waiting room: which delivery goes where, and how they end.
 
-A delivery is decoded and keyed before it has a lane. If its key is in flight in this process, it follows that
-delivery; otherwise its lane is a hash of its order key. So two deliveries of one key never meet as rivals here, and
+A delivery is decoded and keyed before it has a lane (D1). If its key is in flight in this process, it follows that
+delivery; else its lane is a hash of its order key (D2). So two deliveries of one key never meet as rivals here, and
 what belongs to one order key runs in order.
 """
 
@@ -71,7 +71,7 @@ class Lanes:
             self.finished.set()
 
     async def _work_in(self, place: Place) -> None:
-        """A TaskGroup forgets a task that was cancelled, and the other lanes would go on without this one."""
+        """A TaskGroup forgets a task that was cancelled, and the other lanes would go on without this one (D9)."""
         _, error = await run_isolated(lane := asyncio.create_task(place.work()))
         if lane.cancelled():
             raise RuntimeError("a lane was cancelled by what it ran, and the worker cannot go on without it") from error

@@ -1,4 +1,4 @@
-"""The waiting room: deliveries with a key that a rival holds, put here so that their lanes can go on."""
+"""The waiting room: deliveries with a key that a rival holds, put here so that their lanes can go on (D5)."""
 
 from __future__ import annotations
 

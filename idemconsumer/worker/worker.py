@@ -61,7 +61,7 @@ class Worker:
         return {} if self._lanes is None else {str(kind): n for kind, n in self._lanes.in_hand.counts.items()}
 
     def drain(self) -> None:
-        """Stop fetching, finish what runs, commit, settle, leave. Call it from the loop's thread."""
+        """Stop fetching, finish what runs, commit, settle, leave (D11). Call it from the loop's thread."""
         self._drain.set()
 
     def abort(self) -> None:

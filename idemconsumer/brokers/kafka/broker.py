@@ -72,6 +72,7 @@ class KafkaBroker:
             **self._connection,
             group_id=group,
             group_instance_id=_instance(self._settings.kafka_group_instance_id),
+            # By default it commits what still runs, skips what came before it joined, reads what was aborted (K9).
             enable_auto_commit=False,
             auto_offset_reset="earliest",
             isolation_level="read_committed",

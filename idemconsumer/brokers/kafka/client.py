@@ -33,7 +33,7 @@ async def position_of(consumer: AIOKafkaConsumer, at: TopicPartition) -> int | N
 
 
 async def stop(consumer: AIOKafkaConsumer) -> None:
-    """Leave the group and close the connections, within `STOP_TIMEOUT` and a few seconds.
+    """Leave the group and close the connections, within `STOP_TIMEOUT` and a few seconds (K8).
 
     `stop()` waits for a join under way, and a join waits for the slowest member. Cut off there, this member
     would be given partitions that nobody reads until its session times out; and it cannot say goodbye on the

@@ -1,4 +1,4 @@
-"""Asking Kafka something at intervals: a dead broker or a missing topic is as silent as an empty one."""
+"""Asking Kafka something at intervals: a dead broker or a missing topic is as silent as an empty one (K7)."""
 
 from __future__ import annotations
 

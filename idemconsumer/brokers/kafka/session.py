@@ -4,12 +4,12 @@ What the client does that shapes this file (aiokafka 0.14):
 
 * `getmany` blocks through a whole rebalance, and a cancelled one leaks its fetch count, after which
   `max_poll_interval` is never enforced again. So it runs in a task of its own that outlives a `fetch()`, is
-  never cancelled while the consumer lives, and registers what it got before any await: a dropped result would
+  never cancelled while the consumer lives, and registers what it got before any await (K1): a dropped result would
   look like a hole in the offsets, and be committed over.
-* Assignments are eager: each rebalance revokes everything. An epoch is one partition in one assignment.
+* Assignments are eager: each rebalance revokes everything. An epoch is one partition in one assignment (K4).
 * The coordinator retries a commit across rebalances and then sends it with the *new* generation, which Kafka
   accepts, backwards too. So the revoke callback waits for the commit under way, makes the last one, and ends
-  the epochs before it lets the group go on.
+  the epochs before it lets the group go on (K5).
 * Whatever the revoke callback raises is swallowed; `stop()` does not call it; pauses are forgotten by a
   rebalance.
 """
@@ -261,7 +261,7 @@ class KafkaSession:
         self._pause()
 
     def _pause(self) -> None:
-        """Bring the client's pauses to what they should be; compared anew, since a rebalance forgets them."""
+        """Bring the client's pauses to what they should be; compared anew, since a rebalance forgets them (K6)."""
         ours = self._consumer.assignment()
         if self._held or self._draining:
             wanted = set(ours)

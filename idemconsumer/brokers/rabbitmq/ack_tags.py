@@ -2,7 +2,7 @@
 
 A channel numbers its deliveries 1, 2, 3, … without holes. RabbitMQ closes the channel when an ack names a tag
 that is not outstanding, also one that an earlier `multiple` covered; and a `multiple` takes everything up to
-its tag, finished or not. So `multiple` is used only over a finished prefix, and a tag is never named twice.
+its tag, finished or not. So `multiple` is used only over a finished prefix, and a tag is never named twice (Q3).
 """
 
 from __future__ import annotations

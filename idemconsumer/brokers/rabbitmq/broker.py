@@ -94,7 +94,7 @@ class RabbitmqBroker:
 
 
 class _Publisher:
-    """One connection for all publishing: the broker may block it for hours, and no ack would pass there.
+    """One connection for all publishing (Q5): the broker may block it for hours, and no ack would pass there.
 
     A channel serves one publish at a time: the client tells returned messages apart by message id alone, so
     the same id in two publishes would let one of them count a returned message as confirmed.

@@ -1,4 +1,4 @@
-"""Property and header values that the client refuses to read, so that one message cannot cost the others.
+"""Property and header values that the client refuses to read, so that one message cannot cost the others (Q7).
 
 pamqp raises for a timestamp beyond the year 9999 (microseconds, a common slip), for a name or short string that is
 not UTF-8, and for headers nested some hundred deep. The broker checks none of these. The error ends aiormq's reader,

@@ -1,4 +1,4 @@
-"""What a RabbitMQ queue's own limits would do to messages, read from the management API."""
+"""What a RabbitMQ queue's own limits would do to messages, read from the management API (Q9)."""
 
 from __future__ import annotations
 

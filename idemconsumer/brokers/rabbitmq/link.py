@@ -66,7 +66,7 @@ class Link:
                 logger.setLevel(logging.CRITICAL)
 
     async def connect(self, purpose: str) -> AbstractConnection:
-        """A plain connection: one that reconnected by itself would ack old tags on a new channel.
+        """A plain connection (Q4): one that reconnected by itself would ack old tags on a new channel.
 
         Raises BrokerUnavailable.
         """

@@ -37,7 +37,7 @@ HANDING_ON = 0.4
 class RabbitmqSession:
     """See `ports.Session`. The broker itself keeps at most `bounds.in_flight` deliveries unacked.
 
-    Nothing is ever nacked or rejected: on a quorum queue each return counts towards the delivery limit,
+    Nothing is ever nacked or rejected (Q1): on a quorum queue each return counts towards the delivery limit,
     beyond which the broker deletes the message. So `release` gives nothing back; what was released, and what
     is unsettled at `close`, comes again when the channel is closed, which costs one delivery count.
     """
@@ -142,7 +142,7 @@ class RabbitmqSession:
                 self._end(f"acks cannot be sent: {said(error)}")
 
     async def _hand_on(self) -> None:
-        """Keep the channel busy until its acks are with the queue.
+        """Keep the channel busy until its acks are with the queue (Q6).
 
         A channel that is closed at once forgets those that it kept: of 300 single acks up to 267 were lost,
         and their messages delivered again (RabbitMQ 3.10, quorum queue). It hands them on while it serves us.
@@ -185,7 +185,7 @@ class RabbitmqSession:
 def delivery_of(delivered: DeliveredMessage, queue: str, epoch: Epoch) -> Delivery:
     """Translate one arrival. Headers that are neither text nor bytes become JSON text (`x-death` is a list).
 
-    `x-delivery-count` (quorum queues) is believed only on a redelivery: a message that was dead-lettered or
+    `x-delivery-count` (quorum queues) is believed only on a redelivery (Q8): a message that was dead-lettered or
     shovelled from another queue may carry the count of its former life. A classic queue only says that it is
     not the first time.
     """

@@ -4,7 +4,7 @@ A message may arrive again while an earlier arrival of it is still in hand (its 
 queue doubled it). Only its latest receipt handle is sure to delete it: with an older one the service may say yes and
 delete nothing. So messages are known by their id, and the handle is looked up when it is used.
 
-In a FIFO queue the messages of a group are deleted only as a finished prefix. Deleting the third while the second is
+The messages of a FIFO group are deleted only as a finished prefix (A5). Deleting the third while the second is
 given back would let the second come after what the queue has forgotten.
 """
 

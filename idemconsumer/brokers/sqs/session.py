@@ -19,7 +19,7 @@ from idemconsumer.ports.broker import Bounds, Delivery, Epoch
 
 log = structlog.get_logger("idemconsumer")
 
-# Seconds that a poll waits at the broker. A drain waits for it too, since a poll that is cancelled swallows what it was
+# Seconds that a poll waits at the broker. A drain waits for it too (A1), since a cancelled poll swallows what it was
 # about to bring for its whole visibility time.
 WAIT: Final = 1
 POLLS: Final = 8  # at a time, while each brings a full batch; one when the queue is empty
@@ -37,10 +37,10 @@ Operation = Callable[..., Awaitable[Answer]]
 
 
 class SqsSession:
-    """See `ports.Session`. Deliveries are known by their message id; the latest receipt handle settles them.
+    """See `ports.Session`. Deliveries are known by their message id; the latest receipt handle settles them (A2).
 
     `settle` returns at once; deletions go out ten at a time, or fewer when none is under way. A deletion that the
-    broker refuses is tried once more and then left: the message comes again, as a duplicate. So is one that stays
+    broker refuses is tried once more and then left (A3): the message comes again, as a duplicate. So is one that stays
     throttled.
     """
 
@@ -132,7 +132,7 @@ class SqsSession:
         return len(arrivals)
 
     def _delivery(self, raw: Answer, until: float) -> Delivery:
-        message, count = message_of(self._queue, raw), receives(raw)
+        message, count = message_of(self._queue, raw), receives(raw)  # the count is a hint (A6)
         group = message.order_hint if isinstance(message.order_hint, str) else None
         self._held.arrive(raw["MessageId"], raw["ReceiptHandle"], group, until)
         return Delivery(message, self._epoch, handle=raw["MessageId"], suspect=count > 1, count=count)
@@ -198,7 +198,7 @@ class SqsSession:
 
     # ------------------------------------------------------------------------------------------------------- visibility
     async def _keep_invisible(self) -> None:
-        """Extend whatever has less than half of its time left."""
+        """Extend whatever has less than half of its time left (A4)."""
         loop, visibility = asyncio.get_running_loop(), self._queue.visibility
         while True:
             await asyncio.sleep(visibility / 6)

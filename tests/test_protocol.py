@@ -1,0 +1,90 @@
+"""docs/protocol.md is the contract: what cites it, what it cites, and its tables hold."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from idemconsumer.rules.values import Outcome, OutcomeKind
+from idemconsumer.rules.verdicts import settle
+
+ROOT = Path(__file__).parent.parent
+PROTOCOL = ROOT / "docs" / "protocol.md"
+HEADING = re.compile(r"^### ([A-Z]\d+) — .+$", re.MULTILINE)
+RULE = re.compile(r"\b[RJGBLDKQAP][1-9]\d?\b")
+TEST = re.compile(r"`(tests/[\w/]+\.py)((?:::\w+)+)`")
+
+
+def rules() -> dict[str, str]:
+    """Each rule and its text."""
+    parts = HEADING.split(PROTOCOL.read_text("utf-8"))[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def cited(folder: str) -> Iterator[tuple[str, Path]]:
+    """Each rule that a file of the folder names, and the file."""
+    for path in sorted((ROOT / folder).rglob("*")):
+        if path.suffix in (".py", ".sql", ".md") and path != PROTOCOL:
+            for rule in RULE.findall(path.read_text("utf-8")):
+                yield rule, path.relative_to(ROOT)
+
+
+def defined(path: Path) -> Iterator[str]:
+    """The tests of a file as pytest names them, those of the shipped contract suites among them."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            yield from (f"::{node.name}::{name}" for name in _methods(node))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"::{node.name}"
+
+
+def _methods(node: ast.ClassDef) -> Iterator[str]:
+    yield from (each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in CONTRACTS:
+            yield from _methods(CONTRACTS[base.id])
+
+
+CONTRACTS = {
+    node.name: node
+    for path in (ROOT / "idemconsumer" / "testing").glob("*_contract.py")
+    for node in ast.parse(path.read_text("utf-8")).body
+    if isinstance(node, ast.ClassDef)
+}
+
+
+def test_each_rule_has_one_heading_and_says_what_it_says() -> None:
+    headings = HEADING.findall(PROTOCOL.read_text("utf-8"))
+    assert len(headings) == len(set(headings)) > 90
+    for rule, text in rules().items():
+        assert "**What it says.**" in text, rule
+        assert "**What breaks without it.**" in text, rule
+
+
+@pytest.mark.parametrize("folder", ["idemconsumer", "migrations", "tests", "docs"])
+def test_each_rule_that_is_cited_is_in_the_protocol(folder: str) -> None:
+    known = rules()
+    assert not [f"{path}: {rule}" for rule, path in cited(folder) if rule not in known]
+
+
+def test_each_rule_is_cited_where_it_lives() -> None:
+    lived = {rule for folder in ("idemconsumer", "migrations") for rule, _ in cited(folder)}
+    assert not [rule for rule in rules() if rule not in lived]
+
+
+def test_each_rule_names_tests_that_exist_or_says_why_there_is_none() -> None:
+    for rule, text in rules().items():
+        named = TEST.findall(text)
+        assert named or re.search(r"^Not tested: \S", text, re.MULTILINE), rule
+        for file, name in named:
+            assert (ROOT / file).is_file(), f"{rule}: {file}"
+            assert name in set(defined(ROOT / file)), f"{rule}: {file}{name}"
+
+
+def test_the_settlement_table_is_what_the_worker_does() -> None:
+    rows = re.findall(r"^\| ([a-z]+) \| ([A-Z_]+) \|", PROTOCOL.read_text("utf-8"), re.MULTILINE)
+    assert dict(rows) == {str(kind): settle(Outcome(kind)).name for kind in OutcomeKind}
