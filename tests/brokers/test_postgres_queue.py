@@ -14,7 +14,7 @@ from idemconsumer.brokers.postgres import PostgresBroker, PostgresSession
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
-from tests.ledger import Ledger
+from tests.support.ledger import Ledger
 
 Opens = Callable[[], Awaitable[PostgresSession]]
 

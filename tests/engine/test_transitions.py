@@ -13,7 +13,7 @@ import pytest
 from idemconsumer import App, Message, OutcomeKind, Reject, Saga, Tx
 from idemconsumer.rules.values import State
 from idemconsumer.rules.verdicts import TRANSITIONS, Event
-from tests.ledger import Ledger
+from tests.support.ledger import Ledger
 
 WATCH = """
 create table move (before smallint, after smallint);

@@ -10,8 +10,7 @@ import psycopg
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.joined import PostgresStore
-from tests.ledger import Ledger
-from tests.stores.conftest import OpenStore
+from tests.support.ledger import Ledger, OpenStore
 
 FIRST = Claim(b"a" * 32, "shop/test", b"f" * 32, 3600.0)
 SECOND = Claim(b"b" * 32, "shop/test", b"f" * 32, 3600.0)

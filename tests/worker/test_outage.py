@@ -62,7 +62,7 @@ async def test_while_the_database_is_away_nothing_is_settled_and_then_it_goes_on
         # Long enough for every lane to have tried again.
         failed = running.points.seen.copy()
         assert running.worker.counts == {}
-        assert not running.watch.count(Point.SETTLING)
+        assert not running.points.count(Point.SETTLING)
         await asyncio.to_thread(server.start)
         await running.until_count(applied=60)
         assert len(running.points.seen) > len(failed)
