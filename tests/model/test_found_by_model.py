@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psycopg
@@ -70,6 +71,10 @@ class _Script:
         return replace(held, token=2)
 
 
+# Nothing of these tests reaches it.
+NO_STORE = cast(JoinedStore, SimpleNamespace(most_locks=1))
+
+
 async def _told() -> None:
     return
 
@@ -77,7 +82,7 @@ async def _told() -> None:
 async def test_a_lost_commit_is_still_in_doubt_after_the_database_was_away() -> None:
     """Presented again with the old token, it read the steps beside a COMMIT in flight, and ran one twice."""
     script, work = _Script(), _work()
-    engine = LeasedEngine(Engine(cast(JoinedStore, None)), cast(LeaseStore, script))
+    engine = LeasedEngine(Engine(NO_STORE), cast(LeaseStore, script))
     with pytest.raises(StoreUnavailable):
         await engine.run(work, _told)
     script.away = False
@@ -90,7 +95,7 @@ async def test_a_lease_lost_during_the_claim_leaves_the_message_with_the_broker(
     """It was settled as fenced, though nothing had been stored: the message was gone."""
     script, work = _Script(), _work()
     script.answer.clear()
-    engine = LeasedEngine(Engine(cast(JoinedStore, None)), cast(LeaseStore, script))
+    engine = LeasedEngine(Engine(NO_STORE), cast(LeaseStore, script))
     running = asyncio.create_task(engine.run(work, _told))
     await script.begun.wait()
     engine.lose()
