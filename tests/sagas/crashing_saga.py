@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
 
 import psycopg
 
 from idemconsumer import App, Reject, Saga, Step, Tx
-from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.settings import load
+from idemconsumer.testing.crash import CrashAt
 
 QUEUE = "rides"
 
@@ -72,19 +71,5 @@ async def ride(order: dict[str, str], saga: Saga) -> str:
     return "done"
 
 
-class CrashAt:
-    """Observer: the process ends, without a word to anybody, at the `nth` time that `point` is reached."""
-
-    def __init__(self, text: str) -> None:
-        point, _, nth = text.partition(":")
-        self._point, self._left = point, int(nth or 1)
-
-    def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
-        if point == self._point:
-            self._left -= 1
-            if self._left == 0:
-                os._exit(9)
-
-
 if __name__ == "__main__":
-    asyncio.run(app.worker(load(concurrency=2), CrashAt(sys.argv[1])).run())
+    asyncio.run(app.worker(load(concurrency=2), CrashAt.parse(sys.argv[1])).run())

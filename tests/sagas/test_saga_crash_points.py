@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,7 +103,7 @@ async def test_another_worker_ends_what_a_dead_one_began(
         timeout=30,
         check=False,
     )
-    assert died.returncode == 9, died.stdout + died.stderr
+    assert died.returncode == -signal.SIGKILL, died.stdout + died.stderr
     scene.run("update idemconsumer.worker set until = clock_timestamp() - interval '1 s'")
     scene.run("update idemconsumer.queue set visible_at = clock_timestamp()")
 
