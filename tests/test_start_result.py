@@ -27,7 +27,7 @@ from idemconsumer import (
     Tx,
 )
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules.values import Record, State
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
@@ -355,7 +355,7 @@ async def test_the_next_call_goes_on_with_what_a_lost_answer_left(
 ) -> None:
     complete = PostgresLeases.complete
 
-    async def lost(self: PostgresLeases, holding: Holding, state: State, result: StoredResult | None) -> None:
+    async def lost(self: PostgresLeases, holding: LeasedSaga, state: State, result: StoredResult | None) -> None:
         monkeypatch.setattr(PostgresLeases, "complete", complete)
         raise StoreUnavailable("away")
 

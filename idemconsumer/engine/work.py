@@ -13,7 +13,7 @@ from idemconsumer.errors import BadMessage
 from idemconsumer.handlers.handler import BoundHandler, Call
 from idemconsumer.message import keys
 from idemconsumer.message.message import Message
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.store import Claim, DeadLetter
 
 
@@ -45,7 +45,7 @@ class Work:
     suspicion: Suspicion = Suspicion.NONE
     attempts: int = 0
     collisions: int = 0
-    holding: Holding | None = None
+    holding: LeasedSaga | None = None
     resumed: bool = False
     doubt: bool = False
     known: bool = False
@@ -53,7 +53,7 @@ class Work:
 
     @classmethod
     def of(
-        cls, handler: BoundHandler, message: Message, *, suspect: bool = False, holding: Holding | None = None
+        cls, handler: BoundHandler, message: Message, *, suspect: bool = False, holding: LeasedSaga | None = None
     ) -> Work:
         resumed = holding is not None
         try:

@@ -14,12 +14,12 @@ from idemconsumer.rules.values import Found, State, StepKind, StepState
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class LeasedSaga:
     """A saga that this worker holds: with which token, in which phase, and the message that began it.
 
     `attempt` counts takeovers without a finished step in between. `stale`: it was taken from a worker that is gone, and
-    nobody has decided yet what follows from that; a release keeps it. `new`: claimed a moment ago, so that no step
-    of it can be recorded yet.
+    what follows from that is not decided yet; a release keeps it. `new`: claimed a moment ago, so that no step of it
+    can be recorded yet.
     """
 
     key: bytes
@@ -81,7 +81,7 @@ class LeaseStore(Protocol):
     reading again with the old token. Every method raises StoreUnavailable when the database is away.
     """
 
-    async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | Holding:
+    async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | LeasedSaga:
         """Claim the key and store the message with it, committed on return; else what is there."""
         ...
 
@@ -101,7 +101,7 @@ class LeaseStore(Protocol):
         *,
         unheld: Sequence[tuple[bytes, int]] = (),
         key: bytes | None = None,
-    ) -> list[Holding]:
+    ) -> list[LeasedSaga]:
         """Take over sagas that are due or stale, each with a new token. Skips those that somebody is writing to.
 
         `unheld` are those of `own` that nobody here has in hand: they are taken too, at the cost of no attempt, unless
@@ -109,7 +109,7 @@ class LeaseStore(Protocol):
         """
         ...
 
-    async def retake(self, key: bytes, token: int | None) -> Holding | None:
+    async def retake(self, key: bytes, token: int | None) -> LeasedSaga | None:
         """After CommitUnknown: a new token for what we hold, once whatever is in flight has ended. None: not ours.
 
         `token` None: that of the claim is not known, since its answer was lost.
@@ -118,38 +118,38 @@ class LeaseStore(Protocol):
 
     async def steps(self, key: bytes) -> list[StepRow]: ...
 
-    def step(self, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> AbstractAsyncContextManager[OpenStep]:
+    def step(self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool) -> AbstractAsyncContextManager[OpenStep]:
         """A `tx` step, or its undo: fence and checkpoint come before the function's first statement (L3)."""
         ...
 
-    async def intend(self, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> int:
+    async def intend(self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool) -> int:
         """Commit that the remote is about to be called; returns how many times it will have been."""
         ...
 
     async def record(
-        self, holding: Holding, name: str, kind: StepKind, state: StepState, output: StoredResult | None,
+        self, saga: LeasedSaga, name: str, kind: StepKind, state: StepState, output: StoredResult | None,
         *, has_undo: bool, overlapped: bool,
     ) -> None:  # fmt: skip
         """Commit a call's output, a step's rejection, or that a call was undone."""
         ...
 
-    async def complete(self, holding: Holding, state: State, result: StoredResult | None) -> None:
+    async def complete(self, saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
         """COMPLETED or FAILED, its result, and the end of the saga's row, in one commit."""
         ...
 
-    async def undo(self, holding: Holding, rejection: StoredResult) -> Holding | None:
+    async def undo(self, saga: LeasedSaga, rejection: StoredResult) -> LeasedSaga | None:
         """Commit UNDOING; None when an intent is open, so that nobody knows yet what there is to undo (L7)."""
         ...
 
-    async def release(self, holding: Holding, delay: float, error: str | None, *, count: bool) -> None:
+    async def release(self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool) -> None:
         """Nobody's, free after `delay` seconds. `count=False` gives the attempt back (a drain)."""
         ...
 
-    async def park(self, holding: Holding, letter: DeadLetter) -> None:
+    async def park(self, saga: LeasedSaga, letter: DeadLetter) -> None:
         """Record DEAD, dead letter, and the saga's row put aside for a person, in one commit."""
         ...
 
-    def completion(self, holding: Holding) -> AbstractAsyncContextManager[OpenCompletion]:
+    def completion(self, saga: LeasedSaga) -> AbstractAsyncContextManager[OpenCompletion]:
         """A transaction in which to find out whether the saga is done. Leaving without `finish` rolls back."""
         ...
 

@@ -31,7 +31,7 @@ from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone
-from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore, StepRow
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, OutcomeKind, State, StepKind, StepState
 from idemconsumer.sagas.run import (
@@ -83,7 +83,7 @@ class Attempt:
             return await self._again(collision, self._pause(1), count=False)
 
     @property
-    def _holding(self) -> Holding:
+    def _holding(self) -> LeasedSaga:
         assert self._work.holding is not None
         return self._work.holding
 
@@ -348,7 +348,7 @@ def _told(error: BaseException, what: str | None) -> str:
     return describe(error) if what is None else f"{what}: {describe(error)}"
 
 
-def _outcome(kind: OutcomeKind, holding: Holding, state: State, result: StoredResult | None) -> Outcome:
+def _outcome(kind: OutcomeKind, holding: LeasedSaga, state: State, result: StoredResult | None) -> Outcome:
     return Outcome(
         kind,
         result=None if result is None else result.body,

@@ -19,7 +19,7 @@ import structlog
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Contention, Fenced, StoreUnavailable
-from idemconsumer.ports.leases import Holding, LeaseStore
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import NullObserver, Observer, Point
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
@@ -141,7 +141,7 @@ class LeasedEngine:
                 return end
             work.holding = end
 
-    async def _begin(self, work: Work, *, defer: bool, unfed: bool) -> Holding | Outcome:
+    async def _begin(self, work: Work, *, defer: bool, unfed: bool) -> LeasedSaga | Outcome:
         call = work.call
         assert call is not None
         options = work.handler.options
@@ -153,7 +153,7 @@ class LeasedEngine:
                     work.known = True
                     return ours
                 continue
-            if isinstance(found, Holding):
+            if isinstance(found, LeasedSaga):
                 work.known = True
                 self._at(Point.CLAIMED, work.handler.name, (work.key,))
                 return found
@@ -175,8 +175,8 @@ class LeasedEngine:
         own = await self._leases.own(work.key)
         return () if any(other.key == work.key for other in self._works if other is not work) else own
 
-    async def _attempt(self, work: Work, holding: Holding) -> Outcome | Holding:
-        """One run of the handler; a Holding when a COMMIT's answer was lost and it must be run anew with that token."""
+    async def _attempt(self, work: Work, holding: LeasedSaga) -> Outcome | LeasedSaga:
+        """One run of the handler; the saga with a new token when a COMMIT's answer was lost, to be run again."""
         attempt = Attempt(work, self._leases, self._at, self._lease, self._chance)
         task = asyncio.current_task()
         assert task is not None
@@ -187,7 +187,7 @@ class LeasedEngine:
             log.warning("commit unknown, taking over from oneself", handler=work.handler.name, error=str(unknown))
             return await self._retake(work, work.holding or holding)
 
-    async def _retake(self, work: Work, holding: Holding) -> Outcome | Holding:
+    async def _retake(self, work: Work, holding: LeasedSaga) -> Outcome | LeasedSaga:
         """A new token for what is ours, once everything under the old one has ended; else what has become of it."""
         retaken = await self._leases.retake(holding.key, holding.token)
         if retaken is not None:

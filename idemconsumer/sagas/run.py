@@ -30,7 +30,7 @@ from idemconsumer.errors import (
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone, Step, Tx, Unknown
-from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore, StepRow
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State, StepKind, StepState
 from idemconsumer.sagas import outputs
@@ -81,7 +81,7 @@ class SagaRun:
     def __init__(
         self,
         store: LeaseStore,
-        holding: Holding,
+        holding: LeasedSaga,
         rows: Sequence[StepRow],
         *,
         timeout: float,

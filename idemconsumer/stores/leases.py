@@ -17,7 +17,7 @@ from idemconsumer.errors import Fenced
 from idemconsumer.message import keys
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, StoredResult
-from idemconsumer.ports.leases import Holding, StepRow
+from idemconsumer.ports.leases import LeasedSaga, StepRow
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.values import Found, Mark, State, StepKind, StepState
 from idemconsumer.stores.joined import PostgresClaims, PostgresStore, clean
@@ -51,7 +51,7 @@ class PostgresLeases:
         self._shared = SharedCommits(store)
 
     # -------------------------------------------------------------------------------------------------- who holds what
-    async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | Holding:
+    async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | LeasedSaga:
         worker = self._lease.worker
         row = {
             "key": claim.key,
@@ -76,7 +76,7 @@ class PostgresLeases:
                 await claims.complete([], [])
         if not isinstance(answer, int):
             return answer
-        return Holding(
+        return LeasedSaga(
             key=claim.key, scope=claim.scope, handler=handler, token=answer, worker=worker, state=State.PROCESSING,
             attempt=1, version=version, rejection=None, stale=False, message=message, new=True,
         )  # fmt: skip
@@ -93,91 +93,91 @@ class PostgresLeases:
         *,
         unheld: Sequence[tuple[bytes, int]] = (),
         key: bytes | None = None,
-    ) -> list[Holding]:
+    ) -> list[LeasedSaga]:
         worker = self._lease.worker
         params = {
             "scopes": keys.scopes_of(app), "handlers": list(handlers), "limit": limit, "key": key, "worker": worker,
             "unheld": [key for key, _ in unheld], "tokens": [token for _, token in unheld],
         }  # fmt: skip
-        return [_holding(row, worker) for row in await self._store.alone("take_sagas", params)]
+        return [_leased_saga(row, worker) for row in await self._store.alone("take_sagas", params)]
 
-    async def retake(self, key: bytes, token: int | None) -> Holding | None:
+    async def retake(self, key: bytes, token: int | None) -> LeasedSaga | None:
         worker = self._lease.worker
         await self._store.alone("await_saga", {"key": key, "worker": worker})
         rows = await self._store.alone("retake_saga", {"key": key, "token": token, "worker": worker})
-        return _holding(rows[0], worker) if rows else None
+        return _leased_saga(rows[0], worker) if rows else None
 
     async def steps(self, key: bytes) -> list[StepRow]:
         return [_step_row(*row) for row in await self._store.alone("steps", {"key": key})]
 
     # ------------------------------------------------------------------------------------------------- fenced writes
     @asynccontextmanager
-    async def _own(self, holding: Holding) -> AsyncIterator[PostgresClaims]:
+    async def _own(self, saga: LeasedSaga) -> AsyncIterator[PostgresClaims]:
         """A transaction that begins by locking the saga's row FOR UPDATE. Fenced when it is not ours any more."""
         async with self._store.transaction(group=1) as claims:
             await claims.begin()
-            await _lock(claims, "own", holding)
+            await _lock(claims, "own", saga)
             yield claims
 
     @asynccontextmanager
-    async def step(self, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> AsyncIterator[PostgresStep]:
+    async def step(self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool) -> AsyncIterator[PostgresStep]:
         async with self._store.transaction(group=1) as claims:
             state = StepState.UNDO_INTENT if undo else StepState.DONE
-            attempt = await claims.begin_step(_step(holding, name, StepKind.TX, state, has_undo))
+            attempt = await claims.begin_step(_step(saga, name, StepKind.TX, state, has_undo))
             if attempt is None:
                 raise Fenced(_NOT_OURS)
             if not attempt:
                 raise Fenced(_ENDED)
-            yield PostgresStep(claims, holding, name, undo=undo)
+            yield PostgresStep(claims, saga, name, undo=undo)
 
-    async def intend(self, holding: Holding, name: str, *, has_undo: bool, undo: bool) -> int:
+    async def intend(self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool) -> int:
         state = StepState.UNDO_INTENT if undo else StepState.INTENT
-        return await self._commit(holding, Write(BEGIN_STEPS, _step(holding, name, StepKind.CALL, state, has_undo)))
+        return await self._commit(saga, Write(BEGIN_STEPS, _step(saga, name, StepKind.CALL, state, has_undo)))
 
     async def record(
-        self, holding: Holding, name: str, kind: StepKind, state: StepState, output: StoredResult | None,
+        self, saga: LeasedSaga, name: str, kind: StepKind, state: StepState, output: StoredResult | None,
         *, has_undo: bool, overlapped: bool,
     ) -> None:  # fmt: skip
-        row = _step(holding, name, kind, state, has_undo) | _finished(output, overlapped)
-        await self._commit(holding, Write(FINISH_STEPS, row))
+        row = _step(saga, name, kind, state, has_undo) | _finished(output, overlapped)
+        await self._commit(saga, Write(FINISH_STEPS, row))
 
-    async def complete(self, holding: Holding, state: State, result: StoredResult | None) -> None:
-        write = Write(END_SAGAS, _owned(holding) | {"final": int(state)}, result=result)
-        await self._commit(holding, write)
+    async def complete(self, saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
+        write = Write(END_SAGAS, _owned(saga) | {"final": int(state)}, result=result)
+        await self._commit(saga, write)
 
-    async def _commit(self, holding: Holding, write: Write) -> int:
+    async def _commit(self, saga: LeasedSaga, write: Write) -> int:
         """Together with other sagas' writes, or alone if that did not write it."""
         answer = await self._shared.write(write)
         if answer is None:
             async with self._store.transaction(group=1) as claims:
-                answer = await _alone(claims, holding, write)
-                await claims.complete([] if write.result is None else [(holding.key, write.result)], [])
+                answer = await _alone(claims, saga, write)
+                await claims.complete([] if write.result is None else [(saga.key, write.result)], [])
         assert isinstance(answer, int)
         return answer
 
-    async def undo(self, holding: Holding, rejection: StoredResult) -> Holding | None:
-        async with self._own(holding) as claims:
-            ((open_intents,),) = await claims.send("open_intents", {"key": holding.key})
+    async def undo(self, saga: LeasedSaga, rejection: StoredResult) -> LeasedSaga | None:
+        async with self._own(saga) as claims:
+            ((open_intents,),) = await claims.send("open_intents", {"key": saga.key})
             if open_intents:
                 return None
-            await claims.send("set_undoing", {"key": holding.key, "rejection": rejection.body})
-            await claims.send("set_record", {"key": holding.key, "state": int(State.UNDOING)})
+            await claims.send("set_undoing", {"key": saga.key, "rejection": rejection.body})
+            await claims.send("set_record", {"key": saga.key, "state": int(State.UNDOING)})
             await claims.complete([], [])
-        return replace(holding, state=State.UNDOING, rejection=rejection.body, attempt=1)
+        return replace(saga, state=State.UNDOING, rejection=rejection.body, attempt=1)
 
-    async def release(self, holding: Holding, delay: float, error: str | None, *, count: bool) -> None:
-        async with self._own(holding) as claims:
+    async def release(self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool) -> None:
+        async with self._own(saga) as claims:
             error = None if error is None else clean(error)
-            params = {"key": holding.key, "delay": delay, "error": error, "back": 0 if count else 1}
-            await claims.send("release_saga", params | {"worker": holding.worker, "stale": holding.stale})
+            params = {"key": saga.key, "delay": delay, "error": error, "back": 0 if count else 1}
+            await claims.send("release_saga", params | {"worker": saga.worker, "stale": saga.stale})
             await claims.complete([], [])
 
-    async def park(self, holding: Holding, letter: DeadLetter) -> None:
-        async with self._own(holding) as claims:
-            params = {"key": holding.key, "reason": letter.reason, "error": clean(letter.error)}
-            await claims.send("park_saga", params | {"worker": holding.worker})
-            await claims.send("set_record", {"key": holding.key, "state": int(State.DEAD)})
-            await claims.write_letter(letter, holding.key)
+    async def park(self, saga: LeasedSaga, letter: DeadLetter) -> None:
+        async with self._own(saga) as claims:
+            params = {"key": saga.key, "reason": letter.reason, "error": clean(letter.error)}
+            await claims.send("park_saga", params | {"worker": saga.worker})
+            await claims.send("set_record", {"key": saga.key, "state": int(State.DEAD)})
+            await claims.write_letter(letter, saga.key)
             await claims.complete([], [])
 
     async def note(self, key: bytes, what: str, detail: str | None) -> None:
@@ -185,19 +185,19 @@ class PostgresLeases:
         await self._store.alone("note", {"key": key, "what": what, "detail": detail})
 
     @asynccontextmanager
-    async def completion(self, holding: Holding) -> AsyncIterator[PostgresCompletion]:
-        async with self._own(holding) as claims:
+    async def completion(self, saga: LeasedSaga) -> AsyncIterator[PostgresCompletion]:
+        async with self._own(saga) as claims:
             # First, so that a COMMIT inside the function meets the guard.
-            await claims.send("set_record", {"key": holding.key, "state": int(State.COMPLETED)})
-            yield PostgresCompletion(claims, holding)
+            await claims.send("set_record", {"key": saga.key, "state": int(State.COMPLETED)})
+            yield PostgresCompletion(claims, saga)
 
 
 class PostgresCompletion:
     """See `ports_sagas.OpenCompletion`."""
 
-    def __init__(self, claims: PostgresClaims, holding: Holding) -> None:
+    def __init__(self, claims: PostgresClaims, saga: LeasedSaga) -> None:
         self._claims = claims
-        self._key = holding.key
+        self._key = saga.key
         self.tx = claims.tx
         self.check = claims.check
         self.diagnose = claims.diagnose
@@ -212,9 +212,9 @@ class PostgresCompletion:
 class PostgresStep:
     """See `ports_sagas.OpenStep`."""
 
-    def __init__(self, claims: PostgresClaims, holding: Holding, name: str, *, undo: bool) -> None:
+    def __init__(self, claims: PostgresClaims, saga: LeasedSaga, name: str, *, undo: bool) -> None:
         self._claims = claims
-        self._holding = holding
+        self._saga = saga
         self._name = name
         self._undo = undo
         self.tx = claims.tx
@@ -223,33 +223,33 @@ class PostgresStep:
 
     async def finish(self, output: StoredResult | None, *, overlapped: bool) -> None:
         state = StepState.UNDONE if self._undo else StepState.DONE
-        whose = {"key": self._holding.key, "token": self._holding.token, "name": self._name, "state": int(state)}
+        whose = {"key": self._saga.key, "token": self._saga.token, "name": self._name, "state": int(state)}
         await self._claims.complete([], [], last=("finish_step", whose | _finished(output, overlapped)))
 
 
-async def _alone(claims: PostgresClaims, holding: Holding, write: Write) -> int:
+async def _alone(claims: PostgresClaims, saga: LeasedSaga, write: Write) -> int:
     """The first statement of its transaction. Waits for the saga's row if it has to, and tells what is wrong."""
     await claims.begin()
     answer = (await send(claims, [write])).get(write)
     if answer is None:
-        await _lock(claims, "own" if write.statement == END_SAGAS else "fence", holding)
+        await _lock(claims, "own" if write.statement == END_SAGAS else "fence", saga)
         answer = (await send(claims, [write])).get(write)
     if answer is None:
         raise Fenced(_ENDED)
     return answer
 
 
-async def _lock(claims: PostgresClaims, lock: str, holding: Holding) -> None:
-    if not await claims.send(lock, _owned(holding)):
+async def _lock(claims: PostgresClaims, lock: str, saga: LeasedSaga) -> None:
+    if not await claims.send(lock, _owned(saga)):
         raise Fenced(_NOT_OURS)
 
 
-def _owned(holding: Holding) -> dict[str, Any]:
-    return {"key": holding.key, "token": holding.token, "worker": holding.worker, "phase": int(holding.state)}
+def _owned(saga: LeasedSaga) -> dict[str, Any]:
+    return {"key": saga.key, "token": saga.token, "worker": saga.worker, "phase": int(saga.state)}
 
 
-def _step(holding: Holding, name: str, kind: StepKind, state: StepState, has_undo: bool) -> dict[str, Any]:
-    return _owned(holding) | {"name": name, "kind": int(kind), "state": int(state), "has_undo": has_undo}
+def _step(saga: LeasedSaga, name: str, kind: StepKind, state: StepState, has_undo: bool) -> dict[str, Any]:
+    return _owned(saga) | {"name": name, "kind": int(kind), "state": int(state), "has_undo": has_undo}
 
 
 def _finished(output: StoredResult | None, overlapped: bool) -> dict[str, Any]:
@@ -268,11 +268,11 @@ def _step_row(
     return StepRow(name, StepKind(kind), StepState(state), has_undo, overlapped, position, attempt, stored)
 
 
-def _holding(row: tuple[Any, ...], worker: int) -> Holding:
+def _leased_saga(row: tuple[Any, ...], worker: int) -> LeasedSaga:
     (key, handler, token, state, attempt, version, rejection, source, position, message_id, body, headers, scope,
      stale) = row  # fmt: skip
     message = Message(source, body, decode_headers(headers), message_id=message_id, position=position)
-    return Holding(
+    return LeasedSaga(
         key=key, scope=scope, handler=handler, token=token, worker=worker, state=State(state), attempt=attempt,
         version=version, rejection=rejection, stale=stale, message=message,
     )  # fmt: skip

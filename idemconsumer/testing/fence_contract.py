@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from idemconsumer.errors import Fenced
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules.values import State, StepKind, StepState
 from idemconsumer.testing.lease_harness import (
     APP,
@@ -28,48 +28,48 @@ from idemconsumer.testing.lease_harness import (
 )
 from idemconsumer.testing.store_contract import letter_of
 
-Write = Callable[[LeaseHarness, LeaseWorker, Holding], Awaitable[object]]
+Write = Callable[[LeaseHarness, LeaseWorker, LeasedSaga], Awaitable[object]]
 
 
-async def _step(harness: LeaseHarness, worker: LeaseWorker, saga: Holding) -> None:
+async def _step(harness: LeaseHarness, worker: LeaseWorker, saga: LeasedSaga) -> None:
     async with worker.leases.step(saga, "s", has_undo=False, undo=False) as step:
         await harness.write(step.tx(), "step")
         await step.finish(None, overlapped=False)
 
 
-async def _undo_step(harness: LeaseHarness, worker: LeaseWorker, saga: Holding) -> None:
+async def _undo_step(harness: LeaseHarness, worker: LeaseWorker, saga: LeasedSaga) -> None:
     async with worker.leases.step(saga, "before", has_undo=True, undo=True) as step:
         await harness.write(step.tx(), "undo")
         await step.finish(None, overlapped=False)
 
 
-async def _intend(harness: LeaseHarness, worker: LeaseWorker, saga: Holding) -> None:
+async def _intend(harness: LeaseHarness, worker: LeaseWorker, saga: LeasedSaga) -> None:
     await worker.leases.intend(saga, "s", has_undo=False, undo=False)
 
 
-async def _record(harness: LeaseHarness, worker: LeaseWorker, saga: Holding) -> None:
+async def _record(harness: LeaseHarness, worker: LeaseWorker, saga: LeasedSaga) -> None:
     await worker.leases.record(saga, "s", StepKind.CALL, StepState.DONE, OUTPUT, has_undo=False, overlapped=False)
 
 
-async def _complete(harness: LeaseHarness, worker: LeaseWorker, saga: Holding) -> None:
+async def _complete(harness: LeaseHarness, worker: LeaseWorker, saga: LeasedSaga) -> None:
     await worker.leases.complete(saga, State.COMPLETED, OUTPUT)
 
 
-async def _completion(harness: LeaseHarness, worker: LeaseWorker, saga: Holding) -> None:
+async def _completion(harness: LeaseHarness, worker: LeaseWorker, saga: LeasedSaga) -> None:
     async with worker.leases.completion(saga) as completion:
         await harness.write(completion.tx(), "completion")
         await completion.finish(OUTPUT)
 
 
-async def _undo(harness: LeaseHarness, worker: LeaseWorker, saga: Holding) -> None:
+async def _undo(harness: LeaseHarness, worker: LeaseWorker, saga: LeasedSaga) -> None:
     await worker.leases.undo(saga, REJECTION)
 
 
-async def _release(harness: LeaseHarness, worker: LeaseWorker, saga: Holding) -> None:
+async def _release(harness: LeaseHarness, worker: LeaseWorker, saga: LeasedSaga) -> None:
     await worker.leases.release(saga, 0.0, None, count=True)
 
 
-async def _park(harness: LeaseHarness, worker: LeaseWorker, saga: Holding) -> None:
+async def _park(harness: LeaseHarness, worker: LeaseWorker, saga: LeasedSaga) -> None:
     await worker.leases.park(saga, letter_of("a"))
 
 
@@ -83,13 +83,13 @@ every_write = _each(_step, _undo_step, _intend, _record, _complete, _completion,
 @pytest.mark.asyncio
 class FenceContract(LeaseFixtures):
     @pytest.fixture
-    async def saga(self, one: LeaseWorker) -> Holding:
+    async def saga(self, one: LeaseWorker) -> LeasedSaga:
         """Held by the first worker, with a finished step."""
         saga = await begin(one, "a")
         await finish_step(one, saga, "before", has_undo=True)
         return saga
 
-    async def refused(self, harness: LeaseHarness, worker: LeaseWorker, saga: Holding, write: Write) -> None:
+    async def refused(self, harness: LeaseHarness, worker: LeaseWorker, saga: LeasedSaga, write: Write) -> None:
         """The write is fenced, and nothing of it stays."""
 
         async def contents() -> list[object]:
@@ -104,7 +104,7 @@ class FenceContract(LeaseFixtures):
 
     @every_write
     async def test_no_write_passes_after_a_takeover(
-        self, harness: LeaseHarness, one: LeaseWorker, two: LeaseWorker, saga: Holding, write: Write
+        self, harness: LeaseHarness, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga, write: Write
     ) -> None:
         await one.expire()
         taken = await take_one(two)
@@ -113,7 +113,7 @@ class FenceContract(LeaseFixtures):
 
     @every_write
     async def test_no_write_passes_after_what_was_left_is_taken_again(
-        self, harness: LeaseHarness, one: LeaseWorker, saga: Holding, write: Write
+        self, harness: LeaseHarness, one: LeaseWorker, saga: LeasedSaga, write: Write
     ) -> None:
         """A run that was thought to be gone, by its own worker."""
         (taken,) = await one.leases.take(APP, [HANDLER], 1, unheld=await one.leases.own())
@@ -122,7 +122,7 @@ class FenceContract(LeaseFixtures):
 
     @every_write
     async def test_no_write_passes_with_the_token_of_before_a_retake(
-        self, harness: LeaseHarness, one: LeaseWorker, saga: Holding, write: Write
+        self, harness: LeaseHarness, one: LeaseWorker, saga: LeasedSaga, write: Write
     ) -> None:
         """After an unknown COMMIT: same worker, same phase, and only the token tells the two runs apart."""
         retaken = await one.leases.retake(saga.key, saga.token)
@@ -132,7 +132,7 @@ class FenceContract(LeaseFixtures):
 
     @every_write
     async def test_no_write_of_the_phase_before_the_undos_passes(
-        self, harness: LeaseHarness, one: LeaseWorker, saga: Holding, write: Write
+        self, harness: LeaseHarness, one: LeaseWorker, saga: LeasedSaga, write: Write
     ) -> None:
         """Same worker and same token: a branch that did not notice that its saga is being undone."""
         undoing = await one.leases.undo(saga, REJECTION)
@@ -143,14 +143,14 @@ class FenceContract(LeaseFixtures):
     @every_write
     @pytest.mark.parametrize("end", [_complete, _park, _release], ids=["complete", "park", "release"])
     async def test_no_write_passes_once_the_saga_was_given_away(
-        self, harness: LeaseHarness, one: LeaseWorker, saga: Holding, end: Write, write: Write
+        self, harness: LeaseHarness, one: LeaseWorker, saga: LeasedSaga, end: Write, write: Write
     ) -> None:
         await end(harness, one, saga)
         await self.refused(harness, one, saga, write)
 
     @_each(_complete, _completion, _undo, _release, _park)
     async def test_what_ends_a_phase_waits_for_an_open_step(
-        self, harness: LeaseHarness, one: LeaseWorker, saga: Holding, write: Write
+        self, harness: LeaseHarness, one: LeaseWorker, saga: LeasedSaga, write: Write
     ) -> None:
         async with one.leases.step(saga, "open", has_undo=False, undo=False) as step:
             ending = asyncio.ensure_future(write(harness, one, saga))

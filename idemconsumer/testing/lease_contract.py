@@ -20,7 +20,7 @@ import pytest
 
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.testing.fence_contract import FenceContract
@@ -52,7 +52,7 @@ class LeaseStoreContract(StepContract, FenceContract):
     # ------------------------------------------------------------------------------------------------------ the claim
     async def test_a_saga_is_begun_in_one_commit_with_its_record(self, one: LeaseWorker, two: LeaseWorker) -> None:
         saga = await one.leases.begin(A, message_of("a"), HANDLER, "v1")
-        assert isinstance(saga, Holding)
+        assert isinstance(saga, LeasedSaga)
         assert (saga.key, saga.scope, saga.handler, saga.version) == (A.key, A.scope, HANDLER, "v1")
         assert (saga.state, saga.attempt, saga.rejection) == (State.PROCESSING, 1, None)
         assert (saga.new, saga.stale) == (True, False)
@@ -102,7 +102,7 @@ class LeaseStoreContract(StepContract, FenceContract):
         found = await asyncio.gather(
             *(worker.leases.begin(A, message_of("a"), HANDLER, None) for worker in (one, two) * 4)
         )
-        (saga,) = [each for each in found if isinstance(each, Holding)]
+        (saga,) = [each for each in found if isinstance(each, LeasedSaga)]
         rest = [each for each in found if each is not saga]
         assert all(each in (Mark.BUSY, Record(State.PROCESSING, A.fingerprint)) for each in rest)
         assert sorted([*await one.leases.own(), *await two.leases.own()]) == [(A.key, saga.token)]

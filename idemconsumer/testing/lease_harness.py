@@ -12,7 +12,7 @@ import pytest
 
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.handler import Tx
-from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore, StepRow
 from idemconsumer.ports.store import Claim, JoinedStore
 from idemconsumer.rules.values import Record, StepKind, StepState
 from idemconsumer.testing.store_contract import claim_of
@@ -96,23 +96,23 @@ def message_of(text: str) -> Message:
     )
 
 
-async def begin(worker: LeaseWorker, text: str, *, scope: str | None = None, handler: str = HANDLER) -> Holding:
+async def begin(worker: LeaseWorker, text: str, *, scope: str | None = None, handler: str = HANDLER) -> LeasedSaga:
     """A saga that this worker holds, of a key that is new."""
     claim = claim_of(text)
     if scope is not None:
         claim = Claim(claim.key, scope, claim.fingerprint)
     saga = await worker.leases.begin(claim, message_of(text), handler, "v1")
-    assert isinstance(saga, Holding)
+    assert isinstance(saga, LeasedSaga)
     return saga
 
 
-async def take(worker: LeaseWorker, limit: int = 10, *, key: bytes | None = None) -> list[Holding]:
+async def take(worker: LeaseWorker, limit: int = 10, *, key: bytes | None = None) -> list[LeasedSaga]:
     """What of the sagas of `HANDLER` this worker may take over, at once."""
     async with asyncio.timeout(PATIENCE):
         return await worker.leases.take(APP, [HANDLER], limit, key=key)
 
 
-async def take_one(worker: LeaseWorker) -> Holding:
+async def take_one(worker: LeaseWorker) -> LeasedSaga:
     (saga,) = await take(worker)
     return saga
 
@@ -124,7 +124,7 @@ async def record(worker: LeaseWorker, key: bytes) -> Record | None:
 
 async def record_call(
     worker: LeaseWorker,
-    saga: Holding,
+    saga: LeasedSaga,
     name: str,
     state: StepState = StepState.DONE,
     output: StoredResult | None = None,
@@ -136,7 +136,7 @@ async def record_call(
 
 
 async def finish_call(
-    worker: LeaseWorker, saga: Holding, name: str, output: StoredResult | None = None, *, has_undo: bool = False
+    worker: LeaseWorker, saga: LeasedSaga, name: str, output: StoredResult | None = None, *, has_undo: bool = False
 ) -> None:
     """Intend and record, as for a call that succeeds."""
     await worker.leases.intend(saga, name, has_undo=has_undo, undo=False)
@@ -144,14 +144,14 @@ async def finish_call(
 
 
 async def finish_step(
-    worker: LeaseWorker, saga: Holding, name: str, output: StoredResult | None = None, *, has_undo: bool = False
+    worker: LeaseWorker, saga: LeasedSaga, name: str, output: StoredResult | None = None, *, has_undo: bool = False
 ) -> None:
     """A `tx` step whose function does nothing."""
     async with worker.leases.step(saga, name, has_undo=has_undo, undo=False) as step:
         await step.finish(output, overlapped=False)
 
 
-async def step_row(worker: LeaseWorker, saga: Holding, name: str) -> StepRow:
+async def step_row(worker: LeaseWorker, saga: LeasedSaga, name: str) -> StepRow:
     (row,) = [row for row in await worker.leases.steps(saga.key) if row.name == name]
     return row
 

@@ -9,7 +9,7 @@ import pytest
 
 from idemconsumer.errors import CommitUnknown, Contention, Fenced, HandlerFault, StoreUnavailable
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import Holding, StepRow
+from idemconsumer.ports.leases import LeasedSaga, StepRow
 from idemconsumer.rules.values import Record, State, StepKind, StepState
 from idemconsumer.testing.lease_harness import (
     OUTPUT,
@@ -38,12 +38,12 @@ OUTPUTS = pytest.mark.parametrize(
 @pytest.mark.asyncio
 class StepContract(LeaseFixtures):
     @pytest.fixture
-    async def saga(self, one: LeaseWorker) -> Holding:
+    async def saga(self, one: LeaseWorker) -> LeasedSaga:
         return await begin(one, "a")
 
     # -------------------------------------------------------------------------------------------------------- tx steps
     async def test_a_steps_effect_output_and_checkpoint_are_one_commit(
-        self, harness: LeaseHarness, one: LeaseWorker, two: LeaseWorker, saga: Holding
+        self, harness: LeaseHarness, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga
     ) -> None:
         assert await one.leases.steps(saga.key) == []
         async with one.leases.step(saga, "reserved", has_undo=True, undo=False) as step:
@@ -58,7 +58,7 @@ class StepContract(LeaseFixtures):
         assert row.position is not None
 
     async def test_a_step_that_is_left_leaves_nothing(
-        self, harness: LeaseHarness, one: LeaseWorker, saga: Holding
+        self, harness: LeaseHarness, one: LeaseWorker, saga: LeasedSaga
     ) -> None:
         with suppress(ZeroDivisionError):
             async with one.leases.step(saga, "s", has_undo=False, undo=False) as step:
@@ -71,7 +71,7 @@ class StepContract(LeaseFixtures):
         assert (await step_row(one, saga, "s")).attempt == 1
 
     async def test_the_fence_comes_before_the_functions_first_statement(
-        self, one: LeaseWorker, two: LeaseWorker, saga: Holding
+        self, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga
     ) -> None:
         await one.expire()
         await take_one(two)
@@ -80,7 +80,7 @@ class StepContract(LeaseFixtures):
                 pytest.fail("the function was run")
 
     async def test_the_checkpoint_comes_before_the_functions_first_statement(
-        self, harness: LeaseHarness, one: LeaseWorker, saga: Holding
+        self, harness: LeaseHarness, one: LeaseWorker, saga: LeasedSaga
     ) -> None:
         """So a COMMIT of the function's own can make no effect last without it (L3)."""
         async with one.leases.step(saga, "s", has_undo=False, undo=False) as step:
@@ -92,7 +92,7 @@ class StepContract(LeaseFixtures):
         await finish_step(one, saga, "s")
 
     async def test_a_swallowed_database_error_is_found_and_cannot_be_committed(
-        self, harness: LeaseHarness, one: LeaseWorker, saga: Holding
+        self, harness: LeaseHarness, one: LeaseWorker, saga: LeasedSaga
     ) -> None:
         async with one.leases.step(saga, "s", has_undo=False, undo=False) as step:
             await harness.write(step.tx(), "lost")
@@ -105,7 +105,7 @@ class StepContract(LeaseFixtures):
         assert not isinstance(refused.value, (CommitUnknown, Contention, StoreUnavailable))
         assert (await one.leases.steps(saga.key), await harness.effects()) == ([], [])
 
-    async def test_a_steps_tx_ends_with_it(self, harness: LeaseHarness, one: LeaseWorker, saga: Holding) -> None:
+    async def test_a_steps_tx_ends_with_it(self, harness: LeaseHarness, one: LeaseWorker, saga: LeasedSaga) -> None:
         async with one.leases.step(saga, "s", has_undo=False, undo=False) as step:
             tx = step.tx()
             await step.finish(None, overlapped=False)
@@ -114,7 +114,7 @@ class StepContract(LeaseFixtures):
         assert await harness.effects() == []
 
     async def test_what_has_ended_is_not_begun_again(
-        self, harness: LeaseHarness, one: LeaseWorker, saga: Holding
+        self, harness: LeaseHarness, one: LeaseWorker, saga: LeasedSaga
     ) -> None:
         await finish_step(one, saga, "tx")
         await finish_call(one, saga, "call")
@@ -127,7 +127,7 @@ class StepContract(LeaseFixtures):
         assert {row.name: row.attempt for row in await one.leases.steps(saga.key)} == {"tx": 1, "call": 1}
 
     async def test_steps_of_one_saga_may_be_open_at_once_and_stand_in_the_order_of_their_ends(
-        self, one: LeaseWorker, saga: Holding
+        self, one: LeaseWorker, saga: LeasedSaga
     ) -> None:
         async with asyncio.timeout(PATIENCE):
             await one.leases.intend(saga, "unfinished", has_undo=False, undo=False)
@@ -145,7 +145,7 @@ class StepContract(LeaseFixtures):
 
     @OUTPUTS
     async def test_an_output_is_given_back_byte_for_byte(
-        self, one: LeaseWorker, two: LeaseWorker, saga: Holding, output: StoredResult | None
+        self, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga, output: StoredResult | None
     ) -> None:
         await finish_step(one, saga, "tx", output)
         await finish_call(one, saga, "call", output)
@@ -153,7 +153,7 @@ class StepContract(LeaseFixtures):
 
     # ----------------------------------------------------------------------------------------------------------- calls
     async def test_an_intent_is_committed_and_counts_how_often_the_remote_will_have_been_called(
-        self, one: LeaseWorker, two: LeaseWorker, saga: Holding
+        self, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga
     ) -> None:
         for attempt in (1, 2, 3):
             assert await one.leases.intend(saga, "charged", has_undo=True, undo=False) == attempt
@@ -165,7 +165,7 @@ class StepContract(LeaseFixtures):
         assert row.position is not None
 
     async def test_intents_of_the_owners_before_are_counted_too(
-        self, one: LeaseWorker, two: LeaseWorker, saga: Holding
+        self, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga
     ) -> None:
         await one.leases.intend(saga, "charged", has_undo=False, undo=False)
         await one.expire()
@@ -173,7 +173,7 @@ class StepContract(LeaseFixtures):
 
     @pytest.mark.parametrize("kind", [StepKind.TX, StepKind.CALL])
     async def test_a_rejection_is_recorded_whether_its_step_was_begun_or_rolled_back(
-        self, one: LeaseWorker, saga: Holding, kind: StepKind
+        self, one: LeaseWorker, saga: LeasedSaga, kind: StepKind
     ) -> None:
         if kind is StepKind.CALL:
             await one.leases.intend(saga, "s", has_undo=True, undo=False)
@@ -194,7 +194,7 @@ class StepContract(LeaseFixtures):
 
     # ----------------------------------------------------------------------------------------------------------- undos
     async def test_undoing_is_committed_with_its_rejection(
-        self, one: LeaseWorker, two: LeaseWorker, saga: Holding
+        self, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga
     ) -> None:
         await finish_step(one, saga, "s")
         undoing = await one.leases.undo(saga, REJECTION)
@@ -208,7 +208,7 @@ class StepContract(LeaseFixtures):
         assert await record(two, saga.key) == Record(State.FAILED, A.fingerprint, REJECTION)
 
     async def test_nothing_is_undone_while_the_end_of_a_call_is_not_known(
-        self, one: LeaseWorker, two: LeaseWorker, saga: Holding
+        self, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga
     ) -> None:
         await finish_step(one, saga, "s")
         await one.leases.intend(saga, "charged", has_undo=True, undo=False)
@@ -222,7 +222,7 @@ class StepContract(LeaseFixtures):
         for n in range(20):
             saga = await begin(one, f"{n}")
 
-            async def intend(saga: Holding = saga) -> bool:
+            async def intend(saga: LeasedSaga = saga) -> bool:
                 try:
                     return bool(await one.leases.intend(saga, "charged", has_undo=True, undo=False))
                 except Fenced:
@@ -232,7 +232,7 @@ class StepContract(LeaseFixtures):
             assert begun is (undoing is None)
 
     async def test_a_step_is_undone_in_one_commit_and_keeps_its_output_and_its_place(
-        self, harness: LeaseHarness, one: LeaseWorker, two: LeaseWorker, saga: Holding
+        self, harness: LeaseHarness, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga
     ) -> None:
         await finish_step(one, saga, "s", OUTPUT, has_undo=True)
         before = await step_row(one, saga, "s")
@@ -253,7 +253,7 @@ class StepContract(LeaseFixtures):
                 pytest.fail("it was undone twice")
 
     async def test_a_call_is_undone_between_an_intent_and_its_record(
-        self, one: LeaseWorker, two: LeaseWorker, saga: Holding
+        self, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga
     ) -> None:
         await finish_call(one, saga, "charged", OUTPUT, has_undo=True)
         before = await step_row(one, saga, "charged")
@@ -273,7 +273,7 @@ class StepContract(LeaseFixtures):
 
     # ------------------------------------------------------------------------------------------------- the completion
     async def test_a_completion_is_one_commit_with_what_was_done_to_find_out(
-        self, harness: LeaseHarness, one: LeaseWorker, two: LeaseWorker, saga: Holding
+        self, harness: LeaseHarness, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga
     ) -> None:
         async with one.leases.completion(saga) as completion:
             await harness.write(completion.tx(), "repaired")
@@ -285,7 +285,7 @@ class StepContract(LeaseFixtures):
         assert await one.leases.own() == []
 
     async def test_a_completion_that_is_left_leaves_nothing_and_the_saga_goes_on(
-        self, harness: LeaseHarness, one: LeaseWorker, two: LeaseWorker, saga: Holding
+        self, harness: LeaseHarness, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga
     ) -> None:
         async with one.leases.completion(saga) as completion:
             await harness.write(completion.tx(), "looked")
@@ -294,7 +294,7 @@ class StepContract(LeaseFixtures):
         await finish_step(one, saga, "s")
 
     async def test_a_commit_inside_a_completion_fails(
-        self, harness: LeaseHarness, one: LeaseWorker, two: LeaseWorker, saga: Holding
+        self, harness: LeaseHarness, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga
     ) -> None:
         async with one.leases.completion(saga) as completion:
             await harness.write(completion.tx(), "effect")

@@ -15,7 +15,7 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.headers import restored
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, Session
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.ports.store import JoinedStore
 from idemconsumer.worker.lanes import Lanes
@@ -96,7 +96,7 @@ class Feed:
 
     async def _dispatch(self, delivery: Delivery, session: Session) -> None:
         message, suspect = delivery.message, delivery.suspect
-        if isinstance(delivery.handle, Holding):
+        if isinstance(delivery.handle, LeasedSaga):
             handler = self._handlers[f"{SCHEME}:{delivery.handle.handler}"]
             self._lanes.dispatch(Work.of(handler, message, holding=delivery.handle), delivery, session)
             return

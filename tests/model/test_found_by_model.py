@@ -15,7 +15,7 @@ from idemconsumer import Message, Saga, StoreUnavailable, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown
-from idemconsumer.ports.leases import Holding, LeaseStore, StepRow
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore, StepRow
 from idemconsumer.ports.store import Claim, JoinedStore
 from idemconsumer.rules.values import OutcomeKind, State
 from idemconsumer.rules.verdicts import Settlement, settle
@@ -43,10 +43,10 @@ class _Script:
         self.answer = asyncio.Event()
         self.answer.set()
 
-    async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Holding:
+    async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> LeasedSaga:
         self.begun.set()
         await self.answer.wait()
-        return Holding(
+        return LeasedSaga(
             key=claim.key, scope=claim.scope, handler=handler, token=1, worker=1, state=State.PROCESSING, attempt=1,
             version=version, rejection=None, stale=False, message=message,
         )  # fmt: skip
@@ -55,13 +55,13 @@ class _Script:
         self.asked.append("steps")
         return []
 
-    async def complete(self, holding: Holding, state: State, result: object) -> None:
+    async def complete(self, holding: LeasedSaga, state: State, result: object) -> None:
         self.asked.append(f"complete with {holding.token}")
         if holding.token == 1:
             self.away = True
             raise CommitUnknown("lost")
 
-    async def retake(self, key: bytes, token: int | None) -> Holding:
+    async def retake(self, key: bytes, token: int | None) -> LeasedSaga:
         self.asked.append(f"retake {token}")
         if self.away:
             raise StoreUnavailable("away")

@@ -10,7 +10,7 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx, idempotent_handler
 from idemconsumer.errors import CommitUnknown
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.store import DeadLetter
 from idemconsumer.rules.values import State
 from tests.support.sagas import Bench, Remote, SagaFn, Station, put, saga, take_back
@@ -229,8 +229,8 @@ async def test_a_lost_answer_when_an_unreadable_message_is_put_aside_is_found_ou
 
     park = two.leases.park
 
-    async def losing(holding: Holding, letter: DeadLetter) -> None:
-        await park(holding, letter)
+    async def losing(saga: LeasedSaga, letter: DeadLetter) -> None:
+        await park(saga, letter)
         raise CommitUnknown("lost")
 
     two.leases.park = losing  # type: ignore[method-assign]

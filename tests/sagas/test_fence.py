@@ -12,7 +12,7 @@ from idemconsumer import Outcome, OutcomeKind, Saga, Step, StoreUnavailable, Tx
 from idemconsumer.engine.work import Work, dead_letter
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules.values import State, StepKind, StepState
 from tests.support.sagas import Bench, OpenStation, Remote, Station, locked, order, put, saga
 from tests.support.waiting import until
@@ -158,37 +158,37 @@ async def test_a_zombie_in_a_call_is_fenced_and_the_remote_has_one_key(
 
 
 # ------------------------------------------------------------------------------------------------------- every write
-async def _step(station: Station, holding: Holding) -> None:
+async def _step(station: Station, holding: LeasedSaga) -> None:
     async with station.leases.step(holding, "s", has_undo=False, undo=False) as step:
         await put(step.tx(), "zombie")
         await step.finish(None, overlapped=False)
 
 
-async def _intend(station: Station, holding: Holding) -> None:
+async def _intend(station: Station, holding: LeasedSaga) -> None:
     await station.leases.intend(holding, "s", has_undo=False, undo=False)
 
 
-async def _record(station: Station, holding: Holding) -> None:
+async def _record(station: Station, holding: LeasedSaga) -> None:
     await station.leases.record(holding, "s", StepKind.CALL, StepState.DONE, None, has_undo=False, overlapped=False)
 
 
-async def _complete(station: Station, holding: Holding) -> None:
+async def _complete(station: Station, holding: LeasedSaga) -> None:
     await station.leases.complete(holding, State.COMPLETED, None)
 
 
-async def _undo(station: Station, holding: Holding) -> None:
+async def _undo(station: Station, holding: LeasedSaga) -> None:
     await station.leases.undo(holding, StoredResult(b"{}"))
 
 
-async def _release(station: Station, holding: Holding) -> None:
+async def _release(station: Station, holding: LeasedSaga) -> None:
     await station.leases.release(holding, 0.0, None, count=True)
 
 
-async def _park(station: Station, holding: Holding) -> None:
+async def _park(station: Station, holding: LeasedSaga) -> None:
     await station.leases.park(holding, dead_letter(Work.of(saga(book), order()), "review", "", 1))
 
 
-Write = Callable[[Station, Holding], Coroutine[Any, Any, None]]
+Write = Callable[[Station, LeasedSaga], Coroutine[Any, Any, None]]
 WRITES: list[Write] = [_step, _intend, _record, _complete, _undo, _release, _park]
 every_write = pytest.mark.parametrize("write", WRITES, ids=lambda fn: fn.__name__.strip("_"))
 
@@ -203,11 +203,11 @@ def contents(bench: Bench) -> list[object]:
     ]
 
 
-async def begin(station: Station) -> Holding:
+async def begin(station: Station) -> LeasedSaga:
     call = Work.of(saga(book), order()).call
     assert call is not None
     holding = await station.leases.begin(call.claim, order(), "book", None)
-    assert isinstance(holding, Holding)
+    assert isinstance(holding, LeasedSaga)
     return holding
 
 

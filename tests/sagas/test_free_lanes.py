@@ -20,7 +20,7 @@ from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.settings import Settings
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker.worker import Worker
@@ -149,7 +149,7 @@ async def test_sagas_that_were_taken_by_a_lost_answer_are_run_while_their_messag
 ) -> None:
     take = PostgresLeases.take
 
-    async def lost(leases: PostgresLeases, *args: Any, **more: Any) -> list[Holding]:
+    async def lost(leases: PostgresLeases, *args: Any, **more: Any) -> list[LeasedSaga]:
         if taken := await take(leases, *args, **more):
             monkeypatch.setattr(PostgresLeases, "take", take)
             raise StoreUnavailable("lost")
@@ -172,7 +172,7 @@ async def test_a_saga_that_is_being_begun_among_those_that_wait_is_not_taken_fro
 ) -> None:
     begin, take, looks = PostgresLeases.begin, PostgresLeases.take, 0
 
-    async def counted(leases: PostgresLeases, *args: Any, **more: Any) -> list[Holding]:
+    async def counted(leases: PostgresLeases, *args: Any, **more: Any) -> list[LeasedSaga]:
         nonlocal looks
         looks += 1
         return await take(leases, *args, **more)
@@ -180,7 +180,7 @@ async def test_a_saga_that_is_being_begun_among_those_that_wait_is_not_taken_fro
     async def slowly(leases: PostgresLeases, *args: Any) -> object:
         begun = await begin(leases, *args)
         before = looks
-        if isinstance(begun, Holding):
+        if isinstance(begun, LeasedSaga):
             await until(lambda: looks >= before + 3, "what is in nobody's hands was looked for since the commit")
         return begun
 

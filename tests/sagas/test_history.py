@@ -14,7 +14,7 @@ from idemconsumer.admin.timeline import timeline
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules.values import State
 from idemconsumer.worker.retention import prune_once
 from tests.support.sagas import SCHEMA, Bench, Remote, SagaFn, Station, order, put, saga, take_back
@@ -112,10 +112,10 @@ async def test_a_drain_is_told_without_an_error(bench: Bench, one: Station) -> N
 async def test_a_worker_that_takes_over_from_itself_is_told(bench: Bench, one: Station) -> None:
     complete, lost = one.leases.complete, [True]
 
-    async def losing(holding: Holding, state: State, result: StoredResult | None) -> None:
+    async def losing(saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
         if lost.pop() if lost else False:
             raise CommitUnknown("lost")
-        await complete(holding, state, result)
+        await complete(saga, state, result)
 
     one.leases.complete = losing  # type: ignore[method-assign]
     assert (await one.deliver(saga(failing()))).kind is OutcomeKind.APPLIED
@@ -163,11 +163,11 @@ async def test_whoever_was_fenced_adds_nothing(bench: Bench, one: Station, two: 
     assert [what for what, *_ in history(bench)] == ["lost", "taken"]
 
 
-async def _begun(station: Station) -> Holding:
+async def _begun(station: Station) -> LeasedSaga:
     call = Work.of(saga(failing()), order()).call
     assert call is not None
     holding = await station.leases.begin(call.claim, order(), "book", None)
-    assert isinstance(holding, Holding)
+    assert isinstance(holding, LeasedSaga)
     return holding
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules.values import State
 from idemconsumer.sagas.run import SagaRun
 from tests.sagas.swallowers import SWALLOWERS, Boom, Swallower, explode, hang
@@ -64,10 +64,10 @@ async def test_a_task_that_outlives_its_handler_gets_no_step_any_more(bench: Ben
     tasks: list[asyncio.Task[None]] = []
     complete = one.leases.complete
 
-    async def slowly(holding: Holding, state: State, result: StoredResult | None) -> None:
+    async def slowly(saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
         over.set()
         await asyncio.wait(tasks)
-        await complete(holding, state, result)
+        await complete(saga, state, result)
 
     one.leases.complete = slowly  # type: ignore[method-assign]
 

@@ -16,7 +16,7 @@ from idemconsumer.engine.work import Work, dead_letter
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Session
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import NullObserver
 from idemconsumer.worker.in_hand import InHand
 from idemconsumer.worker.lanes import Lanes
@@ -28,11 +28,11 @@ async def book(order: dict[str, Any], saga: Saga) -> str:
     return "done"
 
 
-async def begin(station: Station, handler: BoundHandler, message: Message | None = None) -> Holding:
+async def begin(station: Station, handler: BoundHandler, message: Message | None = None) -> LeasedSaga:
     call = Work.of(handler, message or order()).call
     assert call is not None
     holding = await station.leases.begin(call.claim, message or order(), handler.name, None)
-    assert isinstance(holding, Holding)
+    assert isinstance(holding, LeasedSaga)
     return holding
 
 

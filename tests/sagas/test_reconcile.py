@@ -18,7 +18,7 @@ from idemconsumer.errors import CommitUnknown
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.broker import Bounds
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings
 from tests.support.sagas import Bench, Station, lost, order, put, saga, take_back
@@ -281,19 +281,19 @@ async def test_a_lost_answer_to_its_commit_is_found_out(
 ) -> None:
     asked = Asked(DONE)
     handler = asked.handler(on_stale="review")
-    completion: Callable[[Holding], Any] = two.leases.completion
+    completion: Callable[[LeasedSaga], Any] = two.leases.completion
     loses = [True]
 
     @asynccontextmanager
-    async def losing(holding: Holding) -> AsyncIterator[Any]:
-        async with completion(holding) as opened:
+    async def losing(saga: LeasedSaga) -> AsyncIterator[Any]:
+        async with completion(saga) as opened:
             yield opened
             if loses.pop() if loses else False:
                 raise CommitUnknown("lost")
 
     @asynccontextmanager
-    async def dropping(holding: Holding) -> AsyncIterator[Any]:
-        async with completion(holding) as opened:
+    async def dropping(saga: LeasedSaga) -> AsyncIterator[Any]:
+        async with completion(saga) as opened:
             if loses.pop() if loses else False:
                 raise CommitUnknown("lost")
             yield opened

@@ -20,7 +20,7 @@ from idemconsumer import OutcomeKind, Saga, Step, StoreUnavailable
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Fenced
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State, StepKind, StepState
 from idemconsumer.sql.queries import load
@@ -43,28 +43,33 @@ def claim_of(key: str) -> Claim:
     return call.claim
 
 
-async def begin(station: Station, key: str) -> Holding:
+async def begin(station: Station, key: str) -> LeasedSaga:
     holding = await station.leases.begin(claim_of(key), order(key), "book", None)
-    assert isinstance(holding, Holding)
+    assert isinstance(holding, LeasedSaga)
     return holding
 
 
-async def begin_all(station: Station, count: int) -> list[Holding]:
+async def begin_all(station: Station, count: int) -> list[LeasedSaga]:
     return await asyncio.gather(*(begin(station, str(n)) for n in range(count)))
 
 
-async def intend(station: Station, holding: Holding, name: str = "s") -> int:
+async def intend(station: Station, holding: LeasedSaga, name: str = "s") -> int:
     return await station.leases.intend(holding, name, has_undo=True, undo=False)
 
 
 async def record(
-    station: Station, holding: Holding, name: str = "s", *, state: StepState = StepState.DONE, body: bytes = OUTPUT.body
+    station: Station,
+    holding: LeasedSaga,
+    name: str = "s",
+    *,
+    state: StepState = StepState.DONE,
+    body: bytes = OUTPUT.body,
 ) -> None:
     output = StoredResult(body)
     await station.leases.record(holding, name, StepKind.CALL, state, output, has_undo=True, overlapped=False)
 
 
-async def complete(station: Station, holding: Holding) -> None:
+async def complete(station: Station, holding: LeasedSaga) -> None:
     await station.leases.complete(holding, State.COMPLETED, OUTPUT)
 
 
@@ -77,7 +82,7 @@ STEPS: Final[LiteralString] = "select xmin::text from idemconsumer.step"
 RECORDS: Final[LiteralString] = "select xmin::text from idemconsumer.record"
 
 
-Write = Callable[[Station, Holding], Coroutine[Any, Any, object]]
+Write = Callable[[Station, LeasedSaga], Coroutine[Any, Any, object]]
 
 
 async def either(*writes: Awaitable[object]) -> list[object]:
@@ -214,13 +219,13 @@ async def test_a_claim_that_a_rival_holds_or_has_made_costs_the_others_nothing(
         await rival.rollback()
     assert ends[0] is Mark.BUSY
     assert isinstance(ends[1], Record)
-    assert kinds(ends[2:]) == [Holding, Holding]
+    assert kinds(ends[2:]) == [LeasedSaga, LeasedSaga]
     assert opened == [4], "each was answered by the one transaction"
 
 
 async def test_of_two_claims_of_one_key_at_once_one_is_made(bench: Bench, one: Station) -> None:
     ends = await either(*(one.leases.begin(claim_of("k"), order("k"), "book", None) for _ in range(2)))
-    assert sorted(kind.__name__ for kind in kinds(ends)) == ["Holding", "Record"]
+    assert sorted(kind.__name__ for kind in kinds(ends)) == ["LeasedSaga", "Record"]
     assert bench.run("select count(*) from idemconsumer.saga") == [(1,)]
 
 
@@ -453,12 +458,12 @@ async def test_a_takeover_that_commits_during_the_statement_is_seen_by_its_fence
         await zombie.rollback()
 
 
-async def _tx(station: Station, holding: Holding, *, undo: bool) -> None:
+async def _tx(station: Station, holding: LeasedSaga, *, undo: bool) -> None:
     async with station.leases.step(holding, "s", has_undo=True, undo=undo) as step:
         await step.finish(None if undo else OUTPUT, overlapped=False)
 
 
-def forward(station: Station, holding: Holding) -> dict[str, Callable[[], Awaitable[object]]]:
+def forward(station: Station, holding: LeasedSaga) -> dict[str, Callable[[], Awaitable[object]]]:
     return {
         "tx": lambda: _tx(station, holding, undo=False),
         "intent": lambda: intend(station, holding),
@@ -467,7 +472,7 @@ def forward(station: Station, holding: Holding) -> dict[str, Callable[[], Awaita
     }
 
 
-def backward(station: Station, holding: Holding) -> dict[str, Callable[[], Awaitable[object]]]:
+def backward(station: Station, holding: LeasedSaga) -> dict[str, Callable[[], Awaitable[object]]]:
     return {
         "undo of a tx": lambda: _tx(station, holding, undo=True),
         "undo intent": lambda: station.leases.intend(holding, "s", has_undo=True, undo=True),

@@ -14,7 +14,7 @@ from idemconsumer import OutcomeKind, Saga
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.sql.queries import load
 from tests.support.sagas import SCHEMA, Bench, OpenStation, Station, order, put, saga
 from tests.support.servers.made import PostgresServer
@@ -41,13 +41,13 @@ def _one_database(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 
 @pytest.fixture
-async def stale(bench: Bench, open_station: OpenStation) -> Holding:
+async def stale(bench: Bench, open_station: OpenStation) -> LeasedSaga:
     """A saga whose owner's lease is over."""
     owner = await open_station()
     call = Work.of(HANDLER, order()).call
     assert call is not None
     holding = await owner.leases.begin(call.claim, order(), HANDLER.name, None)
-    assert isinstance(holding, Holding)
+    assert isinstance(holding, LeasedSaga)
     bench.expire(owner)
     return holding
 
@@ -68,7 +68,7 @@ async def late(bench: Bench, open_station: OpenStation) -> Station:
 
 
 @asynccontextmanager
-async def late_taker(bench: Bench, station: Station) -> AsyncIterator[asyncio.Task[Holding | None]]:
+async def late_taker(bench: Bench, station: Station) -> AsyncIterator[asyncio.Task[LeasedSaga | None]]:
     """Its take has its snapshot, and comes to the rows when the block ends."""
     async with await psycopg.AsyncConnection.connect(bench.dsn, autocommit=True) as keeper:
         await keeper.execute("select pg_advisory_lock(%s)", (_DOOR,))
@@ -105,7 +105,7 @@ async def test_a_taker_gets_nothing_and_does_not_wait_while_another_is_taking(
 
 @pytest.mark.parametrize("seen", ["stale", "due"])
 async def test_a_taker_that_saw_the_saga_free_gets_nothing_when_another_has_taken_it_since(
-    bench: Bench, stale: Holding, one: Station, late: Station, seen: str
+    bench: Bench, stale: LeasedSaga, one: Station, late: Station, seen: str
 ) -> None:
     if seen == "due":
         bench.run("update idemconsumer.saga set worker = null")
@@ -118,7 +118,7 @@ async def test_a_taker_that_saw_the_saga_free_gets_nothing_when_another_has_take
 
 
 async def test_a_taker_that_saw_the_saga_stale_gets_nothing_while_another_is_taking(
-    bench: Bench, stale: Holding, one: Station, late: Station
+    bench: Bench, stale: LeasedSaga, one: Station, late: Station
 ) -> None:
     async with AsyncExitStack() as rival:
         async with late_taker(bench, late) as behind:
@@ -139,7 +139,7 @@ async def test_a_taker_that_saw_the_saga_stale_gets_nothing_when_it_has_ended_si
 
 
 async def test_a_taker_that_saw_the_saga_stale_gets_it_with_a_later_token_when_it_was_released_since(
-    bench: Bench, stale: Holding, one: Station, late: Station
+    bench: Bench, stale: LeasedSaga, one: Station, late: Station
 ) -> None:
     async with late_taker(bench, late) as behind:
         taken = await one.take(HANDLER)
@@ -151,12 +151,12 @@ async def test_a_taker_that_saw_the_saga_stale_gets_it_with_a_later_token_when_i
 
 
 # --------------------------------------------------------------------------------------------------- a person decides
-def decide(bench: Bench, saga: Holding) -> asyncio.Task[None]:
+def decide(bench: Bench, saga: LeasedSaga) -> asyncio.Task[None]:
     return asyncio.create_task(SagaAdmin(bench.dsn, SCHEMA).resume(saga.key))
 
 
 async def test_nobody_decides_upon_a_saga_that_a_worker_took_while_the_decision_waited(
-    bench: Bench, stale: Holding, one: Station
+    bench: Bench, stale: LeasedSaga, one: Station
 ) -> None:
     async with taking(bench, one):
         decision = decide(bench, stale)
@@ -166,7 +166,7 @@ async def test_nobody_decides_upon_a_saga_that_a_worker_took_while_the_decision_
 
 
 async def test_nobody_decides_upon_a_saga_whose_worker_renewed_its_lease_while_the_decision_waited(
-    bench: Bench, stale: Holding
+    bench: Bench, stale: LeasedSaga
 ) -> None:
     """As it does while its open step is waited for."""
     async with await psycopg.AsyncConnection.connect(bench.dsn) as owner:

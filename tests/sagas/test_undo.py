@@ -13,7 +13,7 @@ from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unk
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import SagaPoint
 from idemconsumer.rules.values import State, StepKind, StepState
 from idemconsumer.stores.leases import _step
@@ -354,13 +354,13 @@ async def test_an_undo_that_kills_its_workers_is_put_aside(
     assert (outcome.kind, outcome.reason) == (OutcomeKind.DEAD, "killed_worker")
 
 
-async def _undoing(station: Station, remote: Remote) -> Holding:
+async def _undoing(station: Station, remote: Remote) -> LeasedSaga:
     """A saga whose UNDOING is committed and whose worker did nothing after it."""
-    kept: list[Holding] = []
+    kept: list[LeasedSaga] = []
     undo = station.leases.undo
 
-    async def committed(holding: Holding, rejection: StoredResult) -> Holding | None:
-        undoing = await undo(holding, rejection)
+    async def committed(saga: LeasedSaga, rejection: StoredResult) -> LeasedSaga | None:
+        undoing = await undo(saga, rejection)
         assert undoing is not None
         kept.append(undoing)
         raise asyncio.CancelledError
@@ -421,14 +421,14 @@ async def test_undoing_waits_for_a_siblings_intent_that_is_being_committed_and_t
     assert bench.state is State.PROCESSING
 
 
-async def _begin(station: Station) -> Holding:
+async def _begin(station: Station) -> LeasedSaga:
     async def book(order: dict[str, Any], saga: Saga) -> None:
         return
 
     call = Work.of(saga(book), order()).call
     assert call is not None
     holding = await station.leases.begin(call.claim, order(), "book", None)
-    assert isinstance(holding, Holding)
+    assert isinstance(holding, LeasedSaga)
     return holding
 
 

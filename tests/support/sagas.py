@@ -20,7 +20,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.handlers.options import Options
 from idemconsumer.ports.handler import Saga, Step
-from idemconsumer.ports.leases import Holding
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Observer
 from idemconsumer.rules.values import State
 from idemconsumer.sagas.engine import LeasedEngine
@@ -105,13 +105,13 @@ class Station:
     async def deliver(self, handler: BoundHandler, message: Message | None = None) -> Outcome:
         return await self.run(Work.of(handler, message or order()))
 
-    async def take(self, handler: BoundHandler) -> Holding | None:
+    async def take(self, handler: BoundHandler) -> LeasedSaga | None:
         taken = await self.leases.take(handler.app, [handler.name], 1)
         return taken[0] if taken else None
 
     async def resume(self, handler: BoundHandler) -> Outcome:
         """Take the saga over as soon as it is free, and run it once."""
-        holding: Holding | None = None
+        holding: LeasedSaga | None = None
 
         async def taken() -> bool:
             nonlocal holding
@@ -225,12 +225,12 @@ class Bench:
         )
 
 
-async def lost(bench: Bench, station: Station, handler: BoundHandler) -> Holding:
+async def lost(bench: Bench, station: Station, handler: BoundHandler) -> LeasedSaga:
     """A saga that was claimed by a worker which is gone since."""
     call = Work.of(handler, order()).call
     assert call is not None
     holding = await station.leases.begin(call.claim, order(), handler.name, handler.options.version)
-    assert isinstance(holding, Holding)
+    assert isinstance(holding, LeasedSaga)
     bench.expire(station)
     return holding
 
