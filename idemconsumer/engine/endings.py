@@ -19,7 +19,7 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, JoinedStore
 from idemconsumer.rules.values import Found, Outcome, OutcomeKind, Record, State
-from idemconsumer.rules.verdicts import Failure, Verdict, after_failure, judge
+from idemconsumer.rules.verdicts import Failure, Verdict, after_failure, judge, retryable
 
 log = structlog.get_logger("idemconsumer")
 
@@ -81,7 +81,7 @@ class Endings:
         else:
             work.failed(await self._store.count_attempt(work.claim, text))
         self._at(Point.ATTEMPT_COUNTED, work.handler.name, (work.key,))
-        retryable = isinstance(error, Retry) or options.retry_on is None or isinstance(error, options.retry_on)
+        again = retryable(error, options.retry_on)
         log.warning(
             "handler failed",
             handler=work.handler.name,
@@ -90,9 +90,9 @@ class Endings:
             error=type(error).__name__,
             where=where(error),
         )
-        next_step = after_failure(retryable=retryable, attempts=work.attempts, max_attempts=options.max_attempts)
+        next_step = after_failure(retryable=again, attempts=work.attempts, max_attempts=options.max_attempts)
         if next_step is Failure.DEAD:
-            return await self.bury(work, "attempts_exhausted" if retryable else "not_retryable", text)
+            return await self.bury(work, "attempts_exhausted" if again else "not_retryable", text)
         due = options.backoff.delay(work.attempts, self._chance())
         if isinstance(error, Retry) and error.after is not None:
             due = retry_delay(error.after, work.handler.name)

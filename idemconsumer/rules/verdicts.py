@@ -11,6 +11,7 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 from typing import Final
 
+from idemconsumer.errors import Retry
 from idemconsumer.rules.values import Found, Mark, Outcome, OutcomeKind, Record, State
 
 
@@ -105,6 +106,11 @@ def settle(outcome: Outcome) -> Settlement:
     if outcome.state in (State.PROCESSING, State.UNDOING):
         return Settlement.FINISH
     return _SETTLEMENTS[outcome.kind]
+
+
+def retryable(error: BaseException, retry_on: tuple[type[Exception], ...] | None) -> bool:
+    """Whether another attempt may follow `error`. Retry asks for one, whatever `retry_on` names; None is everything."""
+    return isinstance(error, Retry) or retry_on is None or isinstance(error, retry_on)
 
 
 class Failure(Enum):

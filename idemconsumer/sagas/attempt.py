@@ -34,6 +34,7 @@ from idemconsumer.ports.handler import Done, NotDone
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore, StepRow
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, OutcomeKind, State, StepKind, StepState
+from idemconsumer.rules.verdicts import retryable
 from idemconsumer.sagas.run import (
     Asked,
     Replayed,
@@ -159,8 +160,7 @@ class Attempt:
         step = run.step_of(error)
         told = _told(error, step and f"step {step!r}")
         self._warn("saga failed", error, recovery_point=run.recovery_point, step=step)
-        retryable = isinstance(error, Retry) or options.retry_on is None or isinstance(error, options.retry_on)
-        if retryable and (run.progressed or attempt < options.max_attempts):
+        if retryable(error, options.retry_on) and (run.progressed or attempt < options.max_attempts):
             return await self._again(error, self._pause(1 if run.progressed else attempt), told)
         rows = await self._leases.steps(self._holding.key)
         if any(row.state is StepState.INTENT for row in rows):
