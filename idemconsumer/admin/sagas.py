@@ -16,8 +16,8 @@ from idemconsumer.admin.dead_letters import connected
 from idemconsumer.admin.timeline import Event, timeline
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import codecs, keys
+from idemconsumer.rules.saga import ANY_VERSION
 from idemconsumer.rules.values import State, StepKind, StepState
-from idemconsumer.sagas.attempt import ANY_VERSION
 from idemconsumer.sql.queries import load
 
 ABANDONED: Final = "abandoned"  # the rejection's code

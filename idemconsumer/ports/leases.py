@@ -10,7 +10,7 @@ from typing import Protocol
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.store import Claim, DeadLetter
-from idemconsumer.rules.values import Found, State, StepKind, StepState
+from idemconsumer.rules.values import Found, State, StepKind, StepRow, StepState
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,6 @@ class LeasedSaga:
     stale: bool
     message: Message
     new: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """A checkpointed step. `position` orders by finishing; `overlapped`: it has no fixed place among the
-    others, since another one ran at the same time, or another task than the handler's own asked for it."""
-
-    name: str
-    kind: StepKind
-    state: StepState
-    has_undo: bool
-    overlapped: bool
-    position: int | None
-    attempt: int
-    output: StoredResult | None
 
 
 class OpenStep(Protocol):

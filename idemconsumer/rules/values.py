@@ -53,11 +53,27 @@ class StepKind(IntEnum):
 class StepState(IntEnum):
     """What is known of a step. Stored in `step.state`."""
 
-    INTENT = 1  # about to be called, or called with nobody knowing how it ended
+    INTENT = 1  # about to be called, or called with an unknown outcome
     DONE = 2
     REJECTED = 3
     UNDO_INTENT = 4
     UNDONE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A checkpointed step. `position` orders by finishing, None before that; `overlapped`: it has no fixed place among
+    the others, since another one ran at the same time, or another task than the handler's own asked for it. `attempt`:
+    how many times it was begun."""
+
+    name: str
+    kind: StepKind
+    state: StepState
+    has_undo: bool
+    overlapped: bool
+    position: int | None
+    attempt: int
+    output: StoredResult | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,10 @@ from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore, StepRow
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point, SagaPoint
-from idemconsumer.rules.values import Outcome, OutcomeKind, State, StepKind, StepState
+from idemconsumer.rules.saga import ANY_VERSION
+from idemconsumer.rules.values import Outcome, OutcomeKind, State, StepKind, StepRow, StepState
 from idemconsumer.rules.verdicts import retryable
 from idemconsumer.sagas.run import (
     Asked,
@@ -51,7 +52,6 @@ from idemconsumer.user_code.time_limit import TimeLimit
 
 log = structlog.get_logger("idemconsumer")
 
-ANY_VERSION: Final = "*"  # a person has decided that the saga may go on with whatever the handler is now
 _UNDECIDED: Final = (Fenced, StoreUnavailable, CommitUnknown, Contention)
 _MOST_NAMES: Final = 50  # in the error of a dead letter
 At = Callable[[Point | SagaPoint, str, Sequence[bytes]], None]

@@ -30,9 +30,9 @@ from idemconsumer.errors import (
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone, Step, Tx, Unknown
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore, StepRow
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point, SagaPoint
-from idemconsumer.rules.values import State, StepKind, StepState
+from idemconsumer.rules.values import State, StepKind, StepRow, StepState
 from idemconsumer.sagas import outputs
 from idemconsumer.sagas.injection import injected
 from idemconsumer.user_code.call import call_user_code

@@ -17,9 +17,9 @@ from idemconsumer.errors import Fenced
 from idemconsumer.message import keys
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, StoredResult
-from idemconsumer.ports.leases import LeasedSaga, StepRow
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.store import Claim, DeadLetter
-from idemconsumer.rules.values import Found, Mark, State, StepKind, StepState
+from idemconsumer.rules.values import Found, Mark, State, StepKind, StepRow, StepState
 from idemconsumer.stores.joined import PostgresClaims, PostgresStore, clean
 from idemconsumer.stores.shared_commits import (
     BEGIN_SAGAS,

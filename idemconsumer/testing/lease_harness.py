@@ -12,9 +12,9 @@ import pytest
 
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.handler import Tx
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore, StepRow
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.store import Claim, JoinedStore
-from idemconsumer.rules.values import Record, StepKind, StepState
+from idemconsumer.rules.values import Record, StepKind, StepRow, StepState
 from idemconsumer.testing.store_contract import claim_of
 
 PATIENCE = 5.0  # seconds that anything may take that must not wait for a rival

@@ -9,8 +9,8 @@ import pytest
 
 from idemconsumer.errors import CommitUnknown, Contention, Fenced, HandlerFault, StoreUnavailable
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.leases import LeasedSaga, StepRow
-from idemconsumer.rules.values import Record, State, StepKind, StepState
+from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.rules.values import Record, State, StepKind, StepRow, StepState
 from idemconsumer.testing.lease_harness import (
     OUTPUT,
     PATIENCE,

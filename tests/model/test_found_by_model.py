@@ -15,9 +15,9 @@ from idemconsumer import Message, Saga, StoreUnavailable, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore, StepRow
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.store import Claim, JoinedStore
-from idemconsumer.rules.values import OutcomeKind, State
+from idemconsumer.rules.values import OutcomeKind, State, StepRow
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.sql.queries import load
