@@ -36,7 +36,7 @@ def answer(row: StepRow | None, phase: State) -> Answer:
 def passed_over(rows: Iterable[StepRow], asked: Collection[str], *, at_end: bool) -> StepRow | None:
     """A recorded step that the handler should have asked for by now (L6).
 
-    What overlapped another step, or has no known outcome, has no fixed place before the end.
+    What overlapped another step, or has no known outcome, has no fixed place before the end (L13).
     """
     for row in rows:
         movable = row.overlapped or row.state is StepState.INTENT
@@ -46,7 +46,7 @@ def passed_over(rows: Iterable[StepRow], asked: Collection[str], *, at_end: bool
 
 
 def asked_by_branches(rows: Iterable[StepRow], reached: StepRow | None, *, in_branch: bool) -> set[str]:
-    """The steps to undo that branches of the handler may still ask for when its replay ends at `reached`.
+    """The steps to undo that branches of the handler may still ask for when its replay ends at `reached` (L13).
 
     What finished before `reached` does not depend on it, so it is asked for unless the handler has changed. `reached`
     None: the step has no record. `in_branch`: a branch asked for it, and the handler's own task may be behind.

@@ -19,6 +19,7 @@ from idemconsumer.errors import (
     Interrupted,
     Reject,
     SagaParked,
+    SelfCancelled,
     StoreUnavailable,
     Unavailable,
 )
@@ -49,7 +50,7 @@ def start(
     begun_with: str | None,
     version: str | None,
 ) -> Start:
-    """`stale`: its worker was lost; `review`: of such a saga a person decides, unless its handler `reconciles`.
+    """`stale`: its worker was lost; `review`: of such a saga a person decides, unless its handler `reconciles` (L8).
 
     `begun_with` and `version` are the handler's version when the saga began and now. What an undoing saga leads to is
     decided, so its handler is not asked.
@@ -65,7 +66,7 @@ def start(
 
 
 def may_try_again(*, attempt: int, max_attempts: int, progressed: bool = False) -> bool:
-    """`attempt` is the one that failed. A step that it finished makes the next attempt the first again."""
+    """`attempt` is the one that failed. A step that it finished makes the next attempt the first again (L10)."""
     return progressed or attempt < max_attempts
 
 
@@ -96,11 +97,12 @@ def to_undo(rows: Iterable[StepRow]) -> list[StepRow]:
 def refusal(error: Exception, fail_on: tuple[type[Exception], ...]) -> Reject | None:
     """The final refusal that an error of a step is, if it is one. One of `fail_on` becomes what a resume will raise.
 
-    What tells nothing of the step (a server that is away, an interruption) is none, even where `fail_on` names it.
+    What tells nothing of the step (a server that is away, an interruption, a cancellation) is none, even where
+    `fail_on` names it.
     """
     if isinstance(error, Reject):
         return error
-    if not isinstance(error, fail_on) or isinstance(error, (Unavailable, Interrupted, SagaParked)):
+    if not isinstance(error, fail_on) or isinstance(error, (Unavailable, Interrupted, SagaParked, SelfCancelled)):
         return None
     final = Reject(type(error).__name__)
     final.__cause__ = error

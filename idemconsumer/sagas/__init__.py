@@ -1,4 +1,5 @@
-"""Sagas: multi-step handlers that resume at their last recovery point, on any worker.
+"""Sagas, leased mode: multi-step handlers that resume at their last recovery point, on any worker.
 
-Leased mode: the claim commits first, steps are checkpointed one by one, and every write is fenced by a token.
+A step goes from the handler down: `run`, `steps`, the store. An attempt: `engine`, `attempt`, `undo`, `endings`. No SQL
+and no broker here; what can be decided without a clock, a task or the store is in `rules`.
 """

@@ -2,7 +2,7 @@
 
 The claim commits first, with the message, so that any worker can go on with it. This file owns what the process holds:
 it claims, takes over, answers an unknown COMMIT with a new token, and lets go at a drain or when the lease is lost.
-What a held saga comes to is the business of `_attempt`.
+What becomes of a held saga is decided in `attempt`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LeasedEngine:
         self._lease = lease
         self._chance = chance
         self._active: dict[asyncio.Task[object], Attempt | None] = {}
-        self._works: set[Work] = set()
+        self._in_hand: set[Work] = set()
         self._lost: set[asyncio.Task[object]] = set()
         self._drained: set[asyncio.Task[object]] = set()
 
@@ -72,7 +72,7 @@ class LeasedEngine:
     ) -> Outcome:
         """Claim the saga or go on with one that was taken over, and run it to an end of this attempt.
 
-        `claimed` is awaited as soon as the message is ours, committed (L1): the broker may be told then. When
+        `claimed` is awaited as soon as the message is ours, committed (L1): it may be settled then. When
         StoreUnavailable is raised afterwards, `work` remembers what it holds, and may be presented again. With `defer`
         a saga that has begun is not taken over here. `unfed`: no source of this process goes on with what an earlier
         call left behind, so this call does.
@@ -80,7 +80,7 @@ class LeasedEngine:
         task = asyncio.current_task()
         assert task is not None
         self._active[task] = None
-        self._works.add(work)
+        self._in_hand.add(work)
         try:
             outcome = await self._go(work, claimed, defer=defer, unfed=unfed)
         except (StoreUnavailable, CommitUnknown, Contention) as error:
@@ -94,17 +94,17 @@ class LeasedEngine:
             if task in self._lost:
                 outcome = self._fenced(work)
             else:
-                self._active.pop(task, None)  # nobody cancels what gives the saga back
+                self._active.pop(task, None)  # what gives the saga back is not to be cancelled
                 await self._release(work)
                 if task not in self._drained:
                     raise
                 outcome = Outcome(OutcomeKind.CANCELLED, state=None if work.holding is None else work.holding.state)
         finally:
             self._active.pop(task, None)
-            self._works.discard(work)
-            for asked_to in (self._lost, self._drained):
-                if task in asked_to:
-                    asked_to.discard(task)
+            self._in_hand.discard(work)
+            for cancelled in (self._lost, self._drained):
+                if task in cancelled:
+                    cancelled.discard(task)
                     task.uncancel()
         if outcome.kind in _STORED and work.handler.options.settle == "finished" and not work.resumed:
             work.holding = None
@@ -171,11 +171,11 @@ class LeasedEngine:
             return Outcome(OutcomeKind.BUSY) if found is Mark.BUSY else await self._engine.endings.replay(work, found)
 
     async def _unheld(self, work: Work) -> Sequence[tuple[bytes, int]]:
-        """This saga, if it is ours and no other call has it, or may be getting it: each is among `_works` before."""
+        """This saga, if it is ours and no other call has it, or may be getting it: each is among `_in_hand` before."""
         own = await self._leases.own(work.key)
-        return () if any(other.key == work.key for other in self._works if other is not work) else own
+        return () if any(other.key == work.key for other in self._in_hand if other is not work) else own
 
-    async def _attempt(self, work: Work, holding: LeasedSaga) -> Outcome | LeasedSaga:
+    async def _attempt(self, work: Work, saga: LeasedSaga) -> Outcome | LeasedSaga:
         """One run of the handler; the saga with a new token when a COMMIT's answer was lost, to be run again."""
         attempt = Attempt(work, self._leases, self._at, self._lease, self._chance)
         task = asyncio.current_task()
@@ -185,16 +185,16 @@ class LeasedEngine:
             return await attempt.go()
         except CommitUnknown as unknown:
             log.warning("commit unknown, taking over from oneself", handler=work.handler.name, error=str(unknown))
-            return await self._retake(work, work.holding or holding)
+            return await self._retake(work, work.holding or saga)
 
-    async def _retake(self, work: Work, holding: LeasedSaga) -> Outcome | LeasedSaga:
-        """A new token for what is ours, once everything under the old one has ended; else what has become of it."""
-        retaken = await self._leases.retake(holding.key, holding.token)
+    async def _retake(self, work: Work, saga: LeasedSaga) -> Outcome | LeasedSaga:
+        """A new token for what is ours, once everything under the old one has ended; else its outcome."""
+        retaken = await self._leases.retake(saga.key, saga.token)
         if retaken is not None:
-            return replace(retaken, stale=holding.stale)  # what follows from that may have been decided meanwhile
-        (record,) = await self._engine.peek([holding.key])
+            return replace(retaken, stale=saga.stale)  # what follows from that may have been decided meanwhile
+        (record,) = await self._engine.peek([saga.key])
         if record is not None and judge(record, None) is not Verdict.BUSY:
-            if work.call is None:  # unreadable, so it can only have been put aside, now or by whoever came between
+            if work.call is None:  # unreadable, so it can only have been put aside, now or by a worker in between
                 return Outcome(OutcomeKind.DEAD, state=record.state)
             return await self._engine.endings.replay(work, record)
         raise Fenced("the saga has another owner")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from idemconsumer.errors import BrokerUnavailable, Contention, Reject, StoreUnavailable, UnknownEffect
+from idemconsumer.errors import BrokerUnavailable, Contention, Reject, SelfCancelled, StoreUnavailable, UnknownEffect
 from idemconsumer.rules.saga import (
     ANY_VERSION,
     LastResort,
@@ -144,7 +144,9 @@ def test_another_error_is_no_refusal() -> None:
     assert refusal(ValueError(), ()) is None
 
 
-@pytest.mark.parametrize("error", [StoreUnavailable(), BrokerUnavailable(), Contention(""), UnknownEffect()])
+@pytest.mark.parametrize(
+    "error", [StoreUnavailable(), BrokerUnavailable(), Contention(""), UnknownEffect(), SelfCancelled()]
+)
 def test_what_tells_nothing_of_the_step_is_never_a_refusal(error: Exception) -> None:
     assert refusal(error, (Exception,)) is None
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Saga
-from idemconsumer.sagas.run import step_key
+from idemconsumer.sagas.step import step_key
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
 
 NAMES: dict[str, tuple[Any, str]] = {

@@ -1,0 +1,78 @@
+"""How the functions of a saga are called: with the app's resources, in their time, and blamed for what they did.
+
+A step, its undo and its reconcile all pass through `StepFunctions.call`; what runs in a transaction of the store passes
+through `in_transaction` too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from idemconsumer.ports.store import OpenTransaction
+from idemconsumer.sagas.injection import injected
+from idemconsumer.user_code.call import call_user_code
+from idemconsumer.user_code.time_limit import TimeLimit
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StepFunctions:
+    """`timeout` and `lease` in seconds; the lease bounds what runs in a transaction (L5)."""
+
+    resources: Mapping[type, object]
+    timeout: float
+    lease: float
+
+    def limit(self) -> TimeLimit:
+        """Outside any transaction."""
+        return TimeLimit(self.timeout)
+
+    def limit_in_transaction(self) -> TimeLimit:
+        return TimeLimit(self.timeout, self.lease)
+
+    async def call(self, limit: TimeLimit, fn: Callable[..., Awaitable[Any]], *args: object, gets: str) -> Any:
+        """Call the function of a step with `args` and the resources that it asks for, and say what to write where it
+        cannot be called like that. `gets`: what it is given before the step's own arguments, in words."""
+        return await call_user_code(self._begin(fn, args, gets), limit)
+
+    def _begin(self, fn: Callable[..., Awaitable[Any]], args: tuple[object, ...], gets: str) -> Awaitable[Any]:
+        more = injected(fn, len(args), self.resources)
+        try:
+            running: object = fn(*args, **more)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            raise TypeError(
+                f"{error}; it is called with {gets}, and then with the arguments of the step, "
+                "and by name with the app's resources (@app.resource) whose types its other parameters have"
+            ) from None
+        if not inspect.isawaitable(running):
+            name = getattr(fn, "__qualname__", type(fn).__name__)
+            raise TypeError(f"{name} is not async, it returned {type(running).__name__}; write async def")
+        return running
+
+
+async def in_transaction(
+    opened: OpenTransaction,
+    run: Awaitable[T],
+    limit: TimeLimit,
+    *,
+    stands: tuple[type[Exception], ...] = (),
+) -> T:
+    """What `run` returns, a function that runs on the transaction that is open.
+
+    Its error is raised as what it really is: StoreUnavailable, Contention, the limit's TimeoutError, or its own. One of
+    `stands` is raised as it is, whatever became of the connection.
+    """
+    try:
+        value = await run
+        opened.check()
+        return value
+    except stands:
+        raise
+    except Exception as error:
+        raise limit.blame(opened.diagnose(error)) from error

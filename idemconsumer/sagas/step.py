@@ -1,0 +1,87 @@
+"""One step, as a run's handler asks for it: its name, its functions, its key, and what is stored of its output."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from idemconsumer.errors import BadMessage, SagaChanged, SagaMisused
+from idemconsumer.message.message import StoredResult
+from idemconsumer.rules.values import StepKind
+from idemconsumer.sagas import outputs
+
+_LONGEST_NAME: Final = 200  # characters
+_UNDO: Final = "undo:"
+_NAMESPACE: Final = uuid.UUID("6f6a0f8e-6f0f-5d1b-9a57-3b1f0a7f7c11")
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """What a `call` step's function is given; see `ports.handler.Step`."""
+
+    key: uuid.UUID
+    attempt: int
+
+
+@dataclass(slots=True, eq=False)
+class StepSpec:
+    """A step as this run's handler asks for it, and how far this run is with it.
+
+    `overlapped`: another step ran at the same time, or another task than the handler's own asked for it, so that it has
+    no fixed place among the others. `finished`: this run has committed its output or its refusal.
+    """
+
+    name: str
+    kind: StepKind
+    fn: Callable[..., Awaitable[Any]]
+    args: tuple[Any, ...]
+    undo: Callable[..., Awaitable[object]] | None
+    reconcile: Callable[..., Awaitable[Any]] | None = None
+    overlapped: bool = False
+    finished: bool = False
+
+    @property
+    def has_undo(self) -> bool:
+        return self.undo is not None
+
+    def check_name(self) -> None:
+        """Raises SagaMisused for a name that could not be stored or shown, or could be taken for an undo's."""
+        name: object = self.name
+        if not isinstance(name, str):
+            raise SagaMisused(f'a step\'s name is {name!r}; write a text, such as saga.tx("ride_created", …)')
+        if not name or not name.isprintable() or name != name.strip() or len(name) > _LONGEST_NAME:
+            shown = repr(name if len(name) <= _LONGEST_NAME else f"{name[:40]}…")
+            raise SagaMisused(f"a step's name is {shown}; write a printable text of 1 to {_LONGEST_NAME} characters")
+        if name.startswith(_UNDO):
+            raise SagaMisused(
+                f"step {name!r}: names that start with {_UNDO!r} are reserved, since undos have their keys by them; "
+                f"choose another, such as {name.replace(':', '_')!r}"
+            )
+
+    def check_output_type(self) -> None:
+        """Before the remote has done what could not be stored. Raises SagaMisused."""
+        try:
+            outputs.check(self.fn)
+        except TypeError as error:
+            raise SagaMisused(f"step {self.name!r} returns what cannot be stored: {error}") from None
+
+    def encode(self, value: object) -> tuple[StoredResult | None, Any]:
+        """What is stored of an output, and what a resume will make of that. Raises SagaMisused."""
+        try:
+            return outputs.encode(self.fn, value)
+        except TypeError as error:
+            raise SagaMisused(f"step {self.name!r}: {error}") from error
+
+    def decode(self, output: StoredResult | None) -> Any:
+        """Raises SagaChanged."""
+        try:
+            return outputs.decode(self.fn, output)
+        except (BadMessage, TypeError) as error:
+            raise SagaChanged(f"the stored output of step {self.name!r} no longer decodes: {error}") from error
+
+
+def step_key(scope: str, key: bytes, name: str, *, undo: bool = False) -> uuid.UUID:
+    """The key that a remote is given: the same for every attempt of a step, another one for its undo."""
+    return uuid.uuid5(_NAMESPACE, f"{len(scope)}:{scope}:{key.hex()}:{_UNDO if undo else ''}{name}")

@@ -1,0 +1,110 @@
+"""What runs a step that has to be run: its function, and the commits around it.
+
+A `tx` step is one transaction with its checkpoint; a `call` step runs between an intent and its outcome. Both end with
+a fenced write to the store, and return the output as a resume would get it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from idemconsumer.errors import Reject, UnknownEffect
+from idemconsumer.message import codecs
+from idemconsumer.message.message import StoredResult
+from idemconsumer.ports.handler import Done, NotDone
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore
+from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.rules.saga import refusal
+from idemconsumer.rules.values import StepKind, StepRow, StepState
+from idemconsumer.sagas.functions import StepFunctions, in_transaction
+from idemconsumer.sagas.reconcile import ask_remote
+from idemconsumer.sagas.step import StepCall, StepSpec, step_key
+
+
+class Steps:
+    """The steps of one held saga. A Reject that leaves here is recorded."""
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        saga: LeasedSaga,
+        functions: StepFunctions,
+        *,
+        fail_on: tuple[type[Exception], ...],
+        at: Callable[[Point | SagaPoint, str, Sequence[bytes]], None],
+    ) -> None:
+        self._store = store
+        self._saga = saga
+        self._functions = functions
+        self._fail_on = fail_on
+        self._tell = at
+
+    def run(self, spec: StepSpec, row: StepRow | None) -> Coroutine[Any, Any, Any]:
+        """Run a step that has no recorded outcome. `row` is its open intent, if there is one. Marks it as finished."""
+        return self._transaction(spec) if spec.kind is StepKind.TX else self._call(spec, row)
+
+    async def _transaction(self, spec: StepSpec) -> Any:
+        functions = self._functions
+        self._at(SagaPoint.STEP_OPENING)
+        async with self._store.step(self._saga, spec.name, has_undo=spec.has_undo, undo=False) as opened:
+            limit = functions.limit_in_transaction()
+            try:
+                running = functions.call(limit, spec.fn, opened.tx(), *spec.args, gets="tx")
+                value = await in_transaction(opened, running, limit, stands=(Reject,))
+                output, value = spec.encode(value)
+                limit.check()
+            except Exception as error:
+                refused = refusal(error, self._fail_on)
+                if refused is None:
+                    raise
+            else:
+                self._at(SagaPoint.STEP_COMMITTING)
+                await opened.finish(output, overlapped=spec.overlapped)
+                spec.finished = True
+                self._at(SagaPoint.STEP_COMMITTED)
+                return value
+        await self._record_refusal(spec, refused)
+        raise refused
+
+    async def _call(self, spec: StepSpec, row: StepRow | None) -> Any:
+        saga, functions = self._saga, self._functions
+        key = step_key(saga.scope, saga.key, spec.name)
+        if row is not None and spec.reconcile is not None:  # an intent without outcome: the remote may have done it
+            found = await ask_remote(functions, spec, StepCall(key, row.attempt), self._fail_on)
+            if isinstance(found, Done):
+                return await self._record_output(spec, found.result)
+            if not isinstance(found, NotDone):
+                raise UnknownEffect(f"step {spec.name!r}: the remote cannot say whether it was done")
+        self._at(SagaPoint.INTENDING)
+        attempt = await self._store.intend(saga, spec.name, has_undo=spec.has_undo, undo=False)
+        self._at(SagaPoint.INTENDED)
+        limit = functions.limit()
+        try:
+            value = await functions.call(limit, spec.fn, StepCall(key, attempt), *spec.args, gets="step")
+        except Exception as error:
+            refused = None if limit.caused(error) else refusal(error, self._fail_on)
+            if refused is None:
+                raise
+            await self._record_refusal(spec, refused)
+            raise refused from refused.__cause__
+        self._at(SagaPoint.CALLED)
+        return await self._record_output(spec, value)
+
+    async def _record_output(self, spec: StepSpec, value: object) -> Any:
+        output, value = spec.encode(value)
+        await self._record(spec, StepState.DONE, output)
+        return value
+
+    async def _record_refusal(self, spec: StepSpec, refused: Reject) -> None:
+        await self._record(spec, StepState.REJECTED, codecs.encode_rejection(refused.code, refused.body))
+
+    async def _record(self, spec: StepSpec, state: StepState, output: StoredResult | None) -> None:
+        await self._store.record(
+            self._saga, spec.name, spec.kind, state, output, has_undo=spec.has_undo, overlapped=spec.overlapped
+        )
+        spec.finished = True
+        self._at(SagaPoint.STEP_RECORDED)
+
+    def _at(self, point: SagaPoint) -> None:
+        self._tell(point, self._saga.handler, (self._saga.key,))
