@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from idemconsumer.message.message import Message, StoredResult
-from idemconsumer.ports.handler import Tx
-from idemconsumer.ports.store import Claim, DeadLetter
+from idemconsumer.ports.store import Claim, DeadLetter, OpenTransaction
 from idemconsumer.rules.values import Found, State, StepKind, StepRow, StepState
 
 
@@ -36,23 +35,17 @@ class LeasedSaga:
     new: bool = False
 
 
-class OpenStep(Protocol):
+class OpenStep(OpenTransaction, Protocol):
     """The transaction of a `tx` step: fenced, its checkpoint inserted, not sealed yet."""
 
-    def tx(self) -> Tx: ...
-    def check(self) -> None: ...
-    def diagnose(self, error: Exception) -> Exception: ...
     async def finish(self, output: StoredResult | None, *, overlapped: bool) -> None:
         """Output, position, seal and COMMIT as one act. Raises as `Claims.complete`."""
         ...
 
 
-class OpenCompletion(Protocol):
+class OpenCompletion(OpenTransaction, Protocol):
     """A transaction that completes the saga if it is finished; fenced, its record already COMPLETED, not sealed yet."""
 
-    def tx(self) -> Tx: ...
-    def check(self) -> None: ...
-    def diagnose(self, error: Exception) -> Exception: ...
     async def finish(self, result: StoredResult | None) -> None:
         """Result, the end of the saga's row, seal and COMMIT as one act. Raises as `Claims.complete`."""
         ...
