@@ -28,14 +28,26 @@ class Suspicion(Enum):
 
 
 @dataclass(slots=True, eq=False)
+class SagaWork:
+    """What is known of a delivery that is a saga's.
+
+    `leased` is the saga, while this worker holds it. `resumed`: it came from the store, and no broker waits for its
+    settlement. `in_doubt`: a write under the saga's token may still be in flight. `noted`: the saga's history has this
+    delivery already.
+    """
+
+    leased: LeasedSaga | None = None
+    resumed: bool = False
+    in_doubt: bool = False
+    noted: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Work:
     """One delivery on its way through the engine: decoded, or refused before it could be.
 
-    `attempts` were counted so far; `collisions` cost none.
+    `attempts` were counted so far; `collisions` cost none. `saga` is there if the handler is a saga's.
     `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
-    `holding` is the saga that this worker holds for it; `resumed`: it came from the store, not from a broker that waits
-    for its settlement; `doubt`: a write under the holding's token may still be in flight; `known`: the saga's history
-    need not be told of this delivery.
     """
 
     message: Message
@@ -45,24 +57,22 @@ class Work:
     suspicion: Suspicion = Suspicion.NONE
     attempts: int = 0
     collisions: int = 0
-    holding: LeasedSaga | None = None
-    resumed: bool = False
-    doubt: bool = False
-    known: bool = False
+    saga: SagaWork | None = None
     abandoned: Callable[[], bool] = bool
 
     @classmethod
     def of(
-        cls, handler: BoundHandler, message: Message, *, suspect: bool = False, holding: LeasedSaga | None = None
+        cls, handler: BoundHandler, message: Message, *, suspect: bool = False, leased: LeasedSaga | None = None
     ) -> Work:
-        resumed = holding is not None
+        """`leased`: the saga that this message began, taken from the store."""
+        saga = SagaWork(leased, resumed=leased is not None) if handler.leased else None
         try:
             call = handler.call_for(message)
         except BadMessage as refusal:
-            return cls(message, handler, refusal=refusal, holding=holding, resumed=resumed)
-        if holding is not None:  # L17: the key it is stored under, whatever the key rule makes of the message now
-            call.claim = msgspec.structs.replace(call.claim, key=holding.key, scope=holding.scope, fingerprint=None)
-        work = cls(message, handler, call=call, holding=holding, resumed=resumed)
+            return cls(message, handler, refusal=refusal, saga=saga)
+        if leased is not None:  # under which key it is stored, whatever the key rule makes of the message now
+            call.claim = msgspec.structs.replace(call.claim, key=leased.key, scope=leased.scope, fingerprint=None)
+        work = cls(message, handler, call=call, saga=saga)
         if suspect:
             work.suspect()
         return work
@@ -85,7 +95,18 @@ class Work:
     def key(self) -> bytes:
         if self.call is not None:
             return self.call.claim.key
-        return b"" if self.holding is None else self.holding.key
+        return b"" if self.leased is None else self.leased.key
+
+    @property
+    def of_saga(self) -> SagaWork:
+        """What is known of a delivery of a saga's handler."""
+        assert self.saga is not None
+        return self.saga
+
+    @property
+    def leased(self) -> LeasedSaga | None:
+        """The saga that this worker holds for it."""
+        return None if self.saga is None else self.saga.leased
 
     @property
     def claim(self) -> Claim:
@@ -105,7 +126,7 @@ class Work:
 
 
 def dead_letter(work: Work, reason: str, error: str, attempts: int) -> DeadLetter:
-    stored = work.holding or (None if work.call is None else work.call.claim)
+    stored = work.leased or (None if work.call is None else work.call.claim)
     return DeadLetter(
         identity=_identity(work, reason),
         handler=work.handler.name,

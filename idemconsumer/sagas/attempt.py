@@ -37,7 +37,7 @@ _MOST_NAMES: Final = 50  # in the error of a dead letter
 
 
 class Attempt:
-    """Owns what `work` holds until `go` ends. `work.holding` follows the saga's phase meanwhile; `run` is there once
+    """Owns what `work` holds until `go` ends. `work.leased` follows the saga's phase meanwhile; `run` is there once
     the handler runs."""
 
     def __init__(self, work: Work, leases: LeaseStore, at: At, lease: float, chance: Callable[[], float]) -> None:
@@ -64,8 +64,9 @@ class Attempt:
 
     @property
     def _saga(self) -> LeasedSaga:
-        assert self._work.holding is not None
-        return self._work.holding
+        leased = self._work.leased
+        assert leased is not None
+        return leased
 
     async def _go(self) -> Outcome:
         call, saga = self._work.call, self._saga
@@ -105,7 +106,7 @@ class Attempt:
     # ------------------------------------------------------------------------------------------------------- one run
     async def _open_run(self) -> SagaRun:
         rows = [] if self._saga.new else await self._leases.steps(self._saga.key)
-        saga = self._work.holding = replace(self._saga, stale=False, new=False)
+        saga = self._work.of_saga.leased = replace(self._saga, stale=False, new=False)
         steps = Steps(self._leases, saga, self._functions, fail_on=self._options.fail_on, at=self._tell)
         accepted = saga.version == ANY_VERSION
         self.run = SagaRun(steps, saga, rows, patience=self._options.timeout, accepted=accepted)
@@ -182,7 +183,7 @@ class Attempt:
         self._endings.at(Point.REJECTED)
         if undoing is None:
             raise UnknownEffect("it was rejected while a call's outcome is unknown")
-        self._work.holding = undoing
+        self._work.of_saga.leased = undoing
         return await self._undo(run, cause, fresh=True)
 
     async def _undo(self, run: SagaRun, cause: BaseException | None, *, fresh: bool = False) -> Outcome:

@@ -36,8 +36,9 @@ class Endings:
 
     @property
     def _saga(self) -> LeasedSaga:
-        assert self._work.holding is not None
-        return self._work.holding
+        leased = self._work.leased
+        assert leased is not None
+        return leased
 
     async def finish(self, kind: OutcomeKind, state: State, result: StoredResult | None) -> Outcome:
         """COMPLETED or FAILED, with what is stored for duplicates."""

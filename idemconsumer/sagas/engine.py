@@ -84,7 +84,7 @@ class LeasedEngine:
         try:
             outcome = await self._go(work, claimed, defer=defer, unfed=unfed)
         except (StoreUnavailable, CommitUnknown, Contention) as error:
-            work.doubt = work.holding is not None  # L11
+            work.of_saga.in_doubt = work.leased is not None  # L11
             if isinstance(error, StoreUnavailable):
                 raise
             raise StoreUnavailable(f"not decided: {error}") from error
@@ -98,7 +98,7 @@ class LeasedEngine:
                 await self._release(work)
                 if task not in self._drained:
                     raise
-                outcome = Outcome(OutcomeKind.CANCELLED, state=None if work.holding is None else work.holding.state)
+                outcome = Outcome(OutcomeKind.CANCELLED, state=None if work.leased is None else work.leased.state)
         finally:
             self._active.pop(task, None)
             self._in_hand.discard(work)
@@ -106,40 +106,41 @@ class LeasedEngine:
                 if task in cancelled:
                     cancelled.discard(task)
                     task.uncancel()
-        if outcome.kind in _STORED and work.handler.options.settle == "finished" and not work.resumed:
-            work.holding = None
+        if outcome.kind in _STORED and work.handler.options.settle == "finished" and not work.of_saga.resumed:
+            work.of_saga.leased = None
             return msgspec.structs.replace(outcome, state=None)  # L20: held until there is an end
         return outcome
 
     def _fenced(self, work: Work) -> Outcome:
         log.warning("fenced", handler=work.handler.name, key=work.key.hex()[:12])
         # Cancelled before its claim was known, it may not be stored, and the broker must keep it.
-        return Outcome(OutcomeKind.FENCED, state=None if work.holding is None else State.PROCESSING)
+        return Outcome(OutcomeKind.FENCED, state=None if work.leased is None else State.PROCESSING)
 
     async def _release(self, work: Work) -> None:
         """Free at once, at no cost. If that fails, the lease runs out."""
-        if work.holding is not None:
+        if work.leased is not None:
             # In a task of its own: the store gives no connection to one that is being cancelled.
-            await asyncio.gather(self._leases.release(work.holding, 0.0, None, count=False), return_exceptions=True)
+            await asyncio.gather(self._leases.release(work.leased, 0.0, None, count=False), return_exceptions=True)
 
     async def _go(self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool, unfed: bool) -> Outcome:
-        if work.holding is None:
+        saga = work.of_saga
+        if saga.leased is None:
             begun = await self._begin(work, defer=defer, unfed=unfed)
             if isinstance(begun, Outcome):
                 return begun
-            work.holding = begun
-        if work.doubt:
-            again = await self._retake(work, work.holding)
+            saga.leased = begun
+        if saga.in_doubt:
+            again = await self._retake(work, saga.leased)
             if isinstance(again, Outcome):
                 return again
-            work.holding, work.doubt = again, False
+            saga.leased, saga.in_doubt = again, False
         while True:
             if work.handler.options.settle == "claimed":
                 await claimed()
-            end = await self._attempt(work, work.holding)
+            end = await self._attempt(work, saga.leased)
             if isinstance(end, Outcome):
                 return end
-            work.holding = end
+            saga.leased = end
 
     async def _begin(self, work: Work, *, defer: bool, unfed: bool) -> LeasedSaga | Outcome:
         call = work.call
@@ -150,16 +151,16 @@ class LeasedEngine:
                 found = await self._leases.begin(call.claim, work.message, work.handler.name, options.version)
             except CommitUnknown:
                 if (ours := await self._leases.retake(work.key, None)) is not None:
-                    work.known = True
+                    work.of_saga.noted = True
                     return ours
                 continue
             if isinstance(found, LeasedSaga):
-                work.known = True
+                work.of_saga.noted = True
                 self._at(Point.CLAIMED, work.handler.name, (work.key,))
                 return found
             if isinstance(found, Record) and judge(found, call.claim.fingerprint) is Verdict.BUSY:
-                if not work.known:
-                    work.known = True
+                if not work.of_saga.noted:
+                    work.of_saga.noted = True
                     await self._leases.note(work.key, "redelivered", f"{work.message.source} {work.message.position}")
                 if defer:
                     return Outcome(OutcomeKind.BUSY, state=found.state)
@@ -185,7 +186,7 @@ class LeasedEngine:
             return await attempt.go()
         except CommitUnknown as unknown:
             log.warning("commit unknown, taking over from oneself", handler=work.handler.name, error=str(unknown))
-            return await self._retake(work, work.holding or saga)
+            return await self._retake(work, work.leased or saga)
 
     async def _retake(self, work: Work, saga: LeasedSaga) -> Outcome | LeasedSaga:
         """A new token for what is ours, once everything under the old one has ended; else its outcome."""

@@ -11,9 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from idemconsumer.ports.store import OpenTransaction
 from idemconsumer.sagas.injection import injected
-from idemconsumer.user_code.call import call_user_code
 from idemconsumer.user_code.time_limit import TimeLimit
 
 T = TypeVar("T")
@@ -34,12 +32,12 @@ class StepFunctions:
     def limit_in_transaction(self) -> TimeLimit:
         return TimeLimit(self.timeout, self.lease)
 
-    async def call(self, limit: TimeLimit, fn: Callable[..., Awaitable[Any]], *args: object, gets: str) -> Any:
-        """Call the function of a step with `args` and the resources that it asks for, and say what to write where it
-        cannot be called like that. `gets`: what it is given before the step's own arguments, in words."""
-        return await call_user_code(self._begin(fn, args, gets), limit)
+    def begin(self, fn: Callable[..., Awaitable[Any]], *args: object, gets: str) -> Awaitable[Any]:
+        """Call the function of a step with `args` and the resources that it asks for; it runs once it is awaited.
 
-    def _begin(self, fn: Callable[..., Awaitable[Any]], args: tuple[object, ...], gets: str) -> Awaitable[Any]:
+        Raises TypeError that says what to write where it cannot be called like that. `gets`: what it is given before
+        the step's own arguments, in words.
+        """
         more = injected(fn, len(args), self.resources)
         try:
             running: object = fn(*args, **more)
@@ -54,25 +52,3 @@ class StepFunctions:
             name = getattr(fn, "__qualname__", type(fn).__name__)
             raise TypeError(f"{name} is not async, it returned {type(running).__name__}; write async def")
         return running
-
-
-async def in_transaction(
-    opened: OpenTransaction,
-    run: Awaitable[T],
-    limit: TimeLimit,
-    *,
-    stands: tuple[type[Exception], ...] = (),
-) -> T:
-    """What `run` returns, a function that runs on the transaction that is open.
-
-    Its error is raised as what it really is: StoreUnavailable, Contention, the limit's TimeoutError, or its own. One of
-    `stands` is raised as it is, whatever became of the connection.
-    """
-    try:
-        value = await run
-        opened.check()
-        return value
-    except stands:
-        raise
-    except Exception as error:
-        raise limit.blame(opened.diagnose(error)) from error

@@ -13,9 +13,9 @@ from idemconsumer.ports.handler import Done, NotDone, Unknown
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.saga import refusal
-from idemconsumer.sagas.functions import StepFunctions, in_transaction
+from idemconsumer.sagas.functions import StepFunctions
 from idemconsumer.sagas.step import StepCall, StepSpec
-from idemconsumer.user_code.call import call_user_code
+from idemconsumer.user_code.call import call_in_transaction, call_user_code
 from idemconsumer.user_code.cancellation import run_isolated
 
 ReconcileAnswer: TypeAlias = Done[Any] | NotDone | Unknown
@@ -28,7 +28,8 @@ async def ask_remote(
     the handler would take it for the end of the call, which is not known."""
     assert spec.reconcile is not None
     try:
-        answer = await functions.call(functions.limit(), spec.reconcile, call, *spec.args, gets="step")
+        asking = functions.begin(spec.reconcile, call, *spec.args, gets="step")
+        answer = await call_user_code(asking, functions.limit())
     except Exception as error:
         if refusal(error, fail_on) is None:
             raise
@@ -53,16 +54,17 @@ async def complete_if_done(
     Asked in the transaction that completes the saga (L16), so that no other worker can go on with it meanwhile.
     """
     async with leases.completion(saga) as opened:
-        limit = functions.limit_in_transaction()
 
-        async def ask() -> ReconcileAnswer:
-            asking = run_isolated(handler.reconcile(call, opened.tx(), saga.attempt))
-            answer, error = await call_user_code(asking, limit)
+        def accept(ended: tuple[object, BaseException | None]) -> ReconcileAnswer:
+            given, error = ended
             if isinstance(error, Exception):
                 raise error
-            return checked_answer("reconcile", answer if error is None else error)
+            answer = checked_answer("reconcile", given if error is None else error)
+            opened.check()
+            return answer
 
-        answer = await in_transaction(opened, ask(), limit)
+        asking = run_isolated(handler.reconcile(call, opened.tx(), saga.attempt))
+        answer = await call_in_transaction(opened, asking, functions.limit_in_transaction(), accept)
         if not isinstance(answer, Done):
             return answer
         result = codecs.encode(answer.result)

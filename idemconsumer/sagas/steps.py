@@ -17,9 +17,10 @@ from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.saga import refusal
 from idemconsumer.rules.values import StepKind, StepRow, StepState
-from idemconsumer.sagas.functions import StepFunctions, in_transaction
+from idemconsumer.sagas.functions import StepFunctions
 from idemconsumer.sagas.reconcile import ask_remote
 from idemconsumer.sagas.step import StepCall, StepSpec, step_key
+from idemconsumer.user_code.call import call_in_transaction, call_user_code
 
 
 class Steps:
@@ -48,12 +49,15 @@ class Steps:
         functions = self._functions
         self._at(SagaPoint.STEP_OPENING)
         async with self._store.step(self._saga, spec.name, has_undo=spec.has_undo, undo=False) as opened:
-            limit = functions.limit_in_transaction()
+
+            def accept(value: object) -> tuple[StoredResult | None, Any]:
+                opened.check()
+                return spec.encode(value)
+
             try:
-                running = functions.call(limit, spec.fn, opened.tx(), *spec.args, gets="tx")
-                value = await in_transaction(opened, running, limit, stands=(Reject,))
-                output, value = spec.encode(value)
-                limit.check()
+                running = functions.begin(spec.fn, opened.tx(), *spec.args, gets="tx")
+                limit = functions.limit_in_transaction()
+                output, value = await call_in_transaction(opened, running, limit, accept)
             except Exception as error:
                 refused = refusal(error, self._fail_on)
                 if refused is None:
@@ -81,7 +85,8 @@ class Steps:
         self._at(SagaPoint.INTENDED)
         limit = functions.limit()
         try:
-            value = await functions.call(limit, spec.fn, StepCall(key, attempt), *spec.args, gets="step")
+            running = functions.begin(spec.fn, StepCall(key, attempt), *spec.args, gets="step")
+            value = await call_user_code(running, limit)
         except Exception as error:
             refused = None if limit.caused(error) else refusal(error, self._fail_on)
             if refused is None:

@@ -9,9 +9,10 @@ from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import SagaPoint
 from idemconsumer.rules.saga import UNDECIDED, to_undo
 from idemconsumer.rules.values import StepKind, StepRow, StepState
-from idemconsumer.sagas.functions import StepFunctions, in_transaction
+from idemconsumer.sagas.functions import StepFunctions
 from idemconsumer.sagas.run import SagaInterrupted
 from idemconsumer.sagas.step import StepCall, StepSpec, step_key
+from idemconsumer.user_code.call import call_in_transaction, call_user_code
 from idemconsumer.user_code.cancellation import run_isolated
 
 
@@ -73,10 +74,8 @@ class Undo:
         assert spec.undo is not None
         functions, gets = self._functions, "tx and the step's output"
         async with self._store.step(self._saga, row.name, has_undo=True, undo=True) as opened:
-            limit = functions.limit_in_transaction()
-            undoing = functions.call(limit, spec.undo, opened.tx(), output, *spec.args, gets=gets)
-            await in_transaction(opened, undoing, limit)
-            limit.check()
+            undoing = functions.begin(spec.undo, opened.tx(), output, *spec.args, gets=gets)
+            await call_in_transaction(opened, undoing, functions.limit_in_transaction(), lambda _: opened.check())
             await opened.finish(None, overlapped=False)
 
     async def _undo_call(self, row: StepRow, spec: StepSpec, output: object) -> None:
@@ -84,7 +83,8 @@ class Undo:
         saga, functions, gets = self._saga, self._functions, "step and the step's output"
         attempt = await self._store.intend(saga, row.name, has_undo=True, undo=True)
         call = StepCall(step_key(saga.scope, saga.key, row.name, undo=True), attempt)
-        await functions.call(functions.limit(), spec.undo, call, output, *spec.args, gets=gets)
+        undoing = functions.begin(spec.undo, call, output, *spec.args, gets=gets)
+        await call_user_code(undoing, functions.limit())
         self._at(SagaPoint.CALLED)
         await self._store.record(
             saga, row.name, row.kind, StepState.UNDONE, None, has_undo=True, overlapped=row.overlapped

@@ -98,7 +98,7 @@ class Feed:
         message, suspect = delivery.message, delivery.suspect
         if isinstance(delivery.handle, LeasedSaga):
             handler = self._handlers[f"{SCHEME}:{delivery.handle.handler}"]
-            self._lanes.dispatch(Work.of(handler, message, holding=delivery.handle), delivery, session)
+            self._lanes.dispatch(Work.of(handler, message, leased=delivery.handle), delivery, session)
             return
         handler = self._handlers[message.source]
         if delivery.take_over:

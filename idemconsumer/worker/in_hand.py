@@ -153,7 +153,7 @@ class InHand:
 
     async def _outcomes(self, deliveries: Sequence[Held], *, defer: bool) -> list[Outcome]:
         head = deliveries[0]
-        unreadable = head.work.call is None and head.work.holding is None
+        unreadable = head.work.call is None and head.work.leased is None
         if self._sagas is None or not head.work.handler.leased or unreadable:
             return await self.engine.run([held.work for held in deliveries], defer=defer)
         return [await self._sagas.run(head.work, lambda: self._settle([head]), defer=defer)]

@@ -36,7 +36,7 @@ class Lanes:
         work.abandoned = lambda: held.abandoned or in_hand.draining
         order = work.message.position if work.call is None else work.call.order
         place = in_hand.add(held, self._lane_of(work.message.source, order))
-        if work.holding is not None:
+        if work.leased is not None:
             # Ours already, and out of its order: what waits for its end here, or has its lane, must not delay it.
             place = min(self._lanes, key=lambda lane: lane.load)
         place.add(held)

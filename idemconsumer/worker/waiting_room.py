@@ -53,7 +53,7 @@ class WaitingRoom:
     def waiting(self) -> Counter[bytes]:
         """How many deliveries of each key are here and nothing else: not running, and without a saga."""
         idle = self._deliveries.keys() - self._running
-        return Counter(held.work.key for held in idle if held.work.holding is None)
+        return Counter(held.work.key for held in idle if held.work.leased is None)
 
     def drain(self) -> None:
         self._wake.set()

@@ -130,7 +130,7 @@ async def test_a_zombie_between_two_steps_is_fenced(bench: Bench, one: Station, 
     assert (await zombie).kind is OutcomeKind.FENCED
     if taken == "running":
         assert bench.effects == ["first"]
-        await two.run(Work.of(handler, order(), holding=holding))
+        await two.run(Work.of(handler, order(), leased=holding))
     assert bench.effects == ["first", "second"]
     assert bench.state is State.COMPLETED
 

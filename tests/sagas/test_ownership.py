@@ -82,7 +82,7 @@ async def test_what_is_held_has_the_key_that_it_is_stored_under_whatever_the_key
     hands = lanes(two)
     session = await source(two, lambda: hands.keys)
     (taken,) = await session.fetch()
-    work = Work.of(changed, taken.message, holding=taken.handle)
+    work = Work.of(changed, taken.message, leased=taken.handle)
     hands.dispatch(work, taken, session)
     assert hands.keys == [work.key] == [taken.handle.key]
     assert dead_letter(work, "review", "", 1).scope == "shop/-/book"
@@ -100,7 +100,7 @@ async def test_the_same_message_under_another_fingerprint_rule_is_no_conflict_on
     bench.expire(one)
     holding = await two.take(of("shop"))
     assert holding is not None
-    call = Work.of(of("shop", fingerprint="id"), holding.message, holding=holding).call
+    call = Work.of(of("shop", fingerprint="id"), holding.message, leased=holding).call
     assert call is not None
     assert (call.claim.key, call.claim.fingerprint) == (holding.key, None)
 

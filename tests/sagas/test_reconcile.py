@@ -259,7 +259,7 @@ async def test_a_worker_that_was_overtaken_asks_nothing(bench: Bench, one: Stati
     assert overtaken is not None
     bench.expire(one)
     assert await two.take(handler) is not None
-    outcome = await one.run(Work.of(handler, order(), holding=overtaken))
+    outcome = await one.run(Work.of(handler, order(), leased=overtaken))
     assert (outcome.kind, asked.times, bench.effects) == (OutcomeKind.FENCED, 0, [])
 
 

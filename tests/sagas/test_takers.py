@@ -114,7 +114,7 @@ async def test_a_taker_that_saw_the_saga_free_gets_nothing_when_another_has_take
         assert taken is not None
     assert await behind is None
     assert stale.token < taken.token == bench.token
-    assert (await one.run(Work.of(HANDLER, taken.message, holding=taken))).kind is OutcomeKind.APPLIED
+    assert (await one.run(Work.of(HANDLER, taken.message, leased=taken))).kind is OutcomeKind.APPLIED
 
 
 async def test_a_taker_that_saw_the_saga_stale_gets_nothing_while_another_is_taking(

@@ -350,7 +350,7 @@ async def test_an_undo_that_kills_its_workers_is_put_aside(
         taken = await one.take(handler)
         assert taken is not None
         holding = taken
-    outcome = await one.run(Work.of(handler, order(), holding=holding))
+    outcome = await one.run(Work.of(handler, order(), leased=holding))
     assert (outcome.kind, outcome.reason) == (OutcomeKind.DEAD, "killed_worker")
 
 

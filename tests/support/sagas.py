@@ -120,7 +120,7 @@ class Station:
 
         await until(taken, "the saga becomes free")
         assert holding is not None
-        return await self.run(Work.of(handler, holding.message, holding=holding))
+        return await self.run(Work.of(handler, holding.message, leased=holding))
 
     async def to_the_end(self, handler: BoundHandler, outcome: Outcome) -> list[Outcome]:
         """Resume the saga until it is tried no more; all outcomes, of which `outcome` is the first."""
