@@ -65,7 +65,7 @@ async def test_pgbench_sends_what_the_engine_sends(stage: Stage) -> None:
             ).fetchone()
     assert row is not None
     assert row[0] == row[1] > 0  # each payment in one transaction with its record
-    values = {"token": "'bench'", "lock_timeout": "'10s'"}
+    values = {"seal": "'bench'", "lock_timeout": "'10s'"}
     for name in ("begin", "open", "seal"):
         assert (load(SCHEMA)[name].decode() % values).replace('"', "") + ";\n" in SCRIPT
 

@@ -187,11 +187,11 @@ class SagaAdmin:
     @asynccontextmanager
     async def _deciding(self, key: bytes) -> AsyncIterator[tuple[_Connection, dict[str, Any]]]:
         """A sealed transaction that holds the saga's row."""
-        token = secrets.token_hex(8)
+        seal = secrets.token_hex(8)
         async with connected(self._dsn, self._schema) as connection:
             await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
             async with connection.transaction():
-                await self._send(connection, "open", {"token": token, "lock_timeout": _LOCK_TIMEOUT})
+                await self._send(connection, "open", {"seal": seal, "lock_timeout": _LOCK_TIMEOUT})
                 if not await self._send(connection, "lock_saga", {"key": key}):
                     raise ConfigurationError(f"saga {key.hex()[:12]} has ended; there is nothing left to decide")
                 (saga,) = await self._send(connection, "locked_saga", {"key": key})
@@ -201,7 +201,7 @@ class SagaAdmin:
                     )
                 yield connection, saga
                 await self._send(connection, "forget_dead", {"key": key})
-                await self._send(connection, "seal", {"token": token})
+                await self._send(connection, "seal", {"seal": seal})
 
     async def _free(
         self, connection: _Connection, key: bytes, state: State, version: str | None, rejection: bytes | None

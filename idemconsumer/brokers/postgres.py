@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import psycopg
@@ -111,7 +111,7 @@ class PostgresSession:
         self._queries = load(schema)
         self._bounds = bounds
         self._epoch = Epoch()
-        self._held: dict[int, int] = {}  # id -> token of what is outstanding
+        self._held: dict[int, int] = {}  # what is outstanding: delivery tokens by id
         self._freed = asyncio.Event()
         self._arrived = asyncio.Event()
         self._stopped = False
@@ -134,7 +134,7 @@ class PostgresSession:
         async with self._taking:
             rows = await self._do("take", {"name": self._name, "limit": limit, "visibility": VISIBILITY})
             if rows and self._stopped:  # a drain began meanwhile
-                await self._do("give_back", {"ids": [row[0] for row in rows], "tokens": [row[1] for row in rows]})
+                await self._do("give_back", _handles((row[0], row[1]) for row in rows))
                 return []
         if not rows:
             with contextlib.suppress(TimeoutError):
@@ -158,9 +158,9 @@ class PostgresSession:
         return 0 if self._stopped else self._room()
 
     def _delivery(
-        self, number: int, token: int, deliveries: int, message_id: str | None, body: bytes, headers: bytes
+        self, number: int, delivery_token: int, deliveries: int, message_id: str | None, body: bytes, headers: bytes
     ) -> Delivery:
-        self._held[number] = token
+        self._held[number] = delivery_token
         message = Message(
             source=f"postgres:{self._name}",
             body=body,
@@ -168,7 +168,7 @@ class PostgresSession:
             message_id=message_id,
             position=f"{self._name}#{number}",
         )
-        return Delivery(message, self._epoch, handle=(number, token), suspect=deliveries > 1, count=deliveries)
+        return Delivery(message, self._epoch, handle=(number, delivery_token), suspect=deliveries > 1, count=deliveries)
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
         await self._dismiss("finish", deliveries)
@@ -178,13 +178,13 @@ class PostgresSession:
 
     async def _dismiss(self, query: str, deliveries: Sequence[Delivery]) -> None:
         handles = [delivery.handle for delivery in deliveries if not delivery.epoch.ended]
-        for number, token in handles:
-            if self._held.get(number) == token:
+        for number, delivery_token in handles:
+            if self._held.get(number) == delivery_token:
                 del self._held[number]
         self._freed.set()
         if handles:
             with contextlib.suppress(SessionEnded):
-                await self._do(query, {"ids": [n for n, _ in handles], "tokens": [t for _, t in handles]})
+                await self._do(query, _handles(handles))
 
     async def idle(self) -> bool:
         rows = await self._do("waiting", {"name": self._name})
@@ -245,6 +245,9 @@ class PostgresSession:
             while True:
                 await asyncio.sleep(VISIBILITY / 3)
                 if self._held:
-                    held = dict(self._held)
-                    ids, tokens = list(held), list(held.values())
-                    await self._do("extend", {"ids": ids, "tokens": tokens, "visibility": VISIBILITY})
+                    await self._do("extend", _handles(self._held.items()) | {"visibility": VISIBILITY})
+
+
+def _handles(handles: Iterable[tuple[int, int]]) -> dict[str, Any]:
+    ids, delivery_tokens = zip(*handles, strict=True)
+    return {"ids": list(ids), "delivery_tokens": list(delivery_tokens)}

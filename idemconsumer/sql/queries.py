@@ -1,8 +1,15 @@
-"""The statements of postgres.sql, by name, with the schema filled in."""
+"""The statements of the .sql files here, by name, with all but their parameters filled in.
+
+A file is a list of sections. Each begins with `-- name: X`, a statement, or `-- fragment: X`, an expression that
+several statements share. In braces stand `{schema}`, a fragment by its name (`{held}`), and a stored state by its name,
+filled in as `2 /* undoing */`. Lines that begin with `--` are left out; the rest is what the server gets. Parameters
+are psycopg's, so that any statement can be explained by itself with some of its own (`tests/stores/test_plans.py`).
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -12,7 +19,14 @@ from psycopg import sql
 
 from idemconsumer.errors import ConfigurationError
 
-_NAME: Final = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
+_FILES: Final = ("records", "queue", "sagas", "admin")
+# `State` and `StepState` of a floor above, as they are stored. A test compares them.
+STORED_STATES: Final[Mapping[str, int]] = {
+    "PENDING": 0, "PROCESSING": 1, "UNDOING": 2, "COMPLETED": 3, "FAILED": 4, "DEAD": 5,
+    "INTENT": 1, "DONE": 2, "REJECTED": 3, "UNDO_INTENT": 4, "UNDONE": 5,
+}  # fmt: skip
+
+_SECTION: Final = re.compile(r"^-- (name|fragment): (\w+)$", re.MULTILINE)
 _COMMENT: Final = re.compile(r"^--.*\n?", re.MULTILINE)
 _ARRAYS: Final = re.compile(rb"\bunnest\((.*?)\)(?=\s+as w \()", re.DOTALL)
 
@@ -28,11 +42,11 @@ def load(schema: str) -> Queries:
     Raises ConfigurationError for a schema that cannot be written into them.
     """
     check_schema(schema)
-    text = (Path(__file__).parent / "postgres.sql").read_text("utf-8")
-    parts = _NAME.split(text)[1:]
-    queries = {
-        name: fill(_COMMENT.sub("", body).strip(), schema) for name, body in zip(parts[::2], parts[1::2], strict=True)
-    }
+    sections = {section: text for file in _FILES for section, text in _sections(file)}
+    places: dict[str, sql.Composable] = {"schema": sql.Identifier(schema)}
+    places |= {name: _state(name, number) for name, number in STORED_STATES.items()}
+    places |= {name: _fill(text, places) for (kind, name), text in sections.items() if kind == "fragment"}
+    queries = {name: _fill(text, places).as_bytes(None) for (kind, name), text in sections.items() if kind == "name"}
     return queries | {f"{name}:one": for_one_row(query) for name, query in queries.items() if _ARRAYS.search(query)}
 
 
@@ -43,9 +57,20 @@ def for_one_row(query: bytes) -> bytes:
     return one.replace(b"= any(array(", b"= ((")
 
 
-def fill(text: str, schema: str) -> bytes:
-    """SQL text of ours with `{schema}` replaced by the quoted identifier."""
-    return sql.SQL(text).format(schema=sql.Identifier(schema)).as_bytes(None)
+def _sections(file: str) -> Iterator[tuple[tuple[str, str], str]]:
+    """Kind and name of each section, and its text without comments."""
+    text = (Path(__file__).parent / f"{file}.sql").read_text("utf-8")
+    parts = _SECTION.split(text)[1:]
+    for kind, name, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        yield (kind, name), _COMMENT.sub("", body).strip()
+
+
+def _fill(text: str, places: Mapping[str, sql.Composable]) -> sql.Composed:
+    return sql.SQL(text).format(**places)
+
+
+def _state(name: str, number: int) -> sql.SQL:
+    return sql.SQL(f"{number} /* {name.lower().replace('_', ' ')} */")
 
 
 def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | None:

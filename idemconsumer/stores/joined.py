@@ -228,12 +228,12 @@ class PostgresClaims:
         self.connection = connection
         self._lock_timeout = _GROUP_LOCK_TIMEOUT if group > 1 else _LOCK_TIMEOUT
         self._gate = gate
-        self._token = ""
+        self._seal = ""
         self._tx: PostgresTx | None = None
 
     async def begin(self) -> None:
         """Open the transaction; `claim` does so by itself."""
-        if not self._token:
+        if not self._seal:
             try:
                 await self.connection.simple(self._opening())
             except psycopg.Error as error:
@@ -241,21 +241,21 @@ class PostgresClaims:
 
     async def begin_step(self, params: dict[str, Any]) -> int | None:
         """Open the transaction, lock the saga's row and begin its step. None: fenced; 0: the step has ended already."""
-        self._token = secrets.token_hex(8)
-        mark = {"mark": self._token, "lock_timeout": self._lock_timeout}
+        self._seal = secrets.token_hex(8)
+        opening = {"seal": self._seal, "lock_timeout": self._lock_timeout}
         try:
-            statements = [self._queries["begin"], self._written("begin_step", params | mark)]
+            statements = [self._queries["begin"], self._written("begin_step", params | opening)]
             begun = (await self.connection.simple(b"; ".join(statements)))[-1].get_value(0, 0)
         except psycopg.Error as error:
             raise translate(self.connection, error, ours=True) from error
         return None if begun is None else int(begun)
 
     def _opening(self) -> bytes:
-        self._token = secrets.token_hex(8)
+        self._seal = secrets.token_hex(8)
         statements = [self._queries["begin"]]
         if self._gate is not None:
             statements.append(self._written("gate", {"gate": zlib.crc32(self._gate.encode()) - 2**31}))
-        statements.append(self._written("open", {"token": self._token, "lock_timeout": self._lock_timeout}))
+        statements.append(self._written("open", {"seal": self._seal, "lock_timeout": self._lock_timeout}))
         return b"; ".join(statements)
 
     async def _simple(self, statements: bytes) -> psycopg.AsyncCursor[Any]:
@@ -272,14 +272,14 @@ class PostgresClaims:
     async def claim(self, claims: Sequence[Claim], *, state: State = State.COMPLETED) -> list[Found]:
         keys = [claim.key for claim in claims]
         scopes = await self._store.scope_ids(self.connection, claims)
-        statement = self._queries["claim"] % (
-            _array(keys),
-            b",".join(b"%d" % scope for scope in scopes),
-            _array([claim.fingerprint for claim in claims]),
-            state,
-        )
+        statement = self._queries["claim"] % {
+            b"keys": _array(keys),
+            b"scopes": b"'{%s}'" % b",".join(b"%d" % scope for scope in scopes),
+            b"fingerprints": _array([claim.fingerprint for claim in claims]),
+            b"state": b"%d" % state,
+        }
         try:
-            cursor = await self._simple(statement if self._token else self._opening() + b"; " + statement)
+            cursor = await self._simple(statement if self._seal else self._opening() + b"; " + statement)
             missed = await cursor.fetchall()
         except psycopg.Error as error:
             raise translate(self.connection, error, ours=True) from error
@@ -401,9 +401,9 @@ class PostgresClaims:
         if forget:
             statements.append(self._written("forget_attempts", {"keys": list(forget)}))
         if last is None:
-            statements.append(self._written("seal", {"token": self._token}))
+            statements.append(self._written("seal", {"seal": self._seal}))
         else:
-            statements.append(self._written(last[0], last[1] | {"mark": self._token}))
+            statements.append(self._written(last[0], last[1] | {"seal": self._seal}))
         try:
             answers = await connection.simple(b"; ".join([*statements, b"COMMIT"]))
         except psycopg.Error as error:
@@ -490,8 +490,9 @@ async def _leave(connection: Connection) -> None:
 
 
 def _array(values: Sequence[bytes | None]) -> bytes:
-    """What stands between the braces of a bytea[] in an E'' string. psycopg's own takes four times as long."""
-    return ",".join("null" if value is None else '"\\\\\\\\x' + value.hex() + '"' for value in values).encode()
+    """A bytea[] as it is written into a statement. psycopg's own way to do so takes four times as long."""
+    items = ["null" if value is None else '"\\\\\\\\x' + value.hex() + '"' for value in values]
+    return b"E'{%s}'" % ",".join(items).encode()
 
 
 def _records(rows: Sequence[tuple[Any, ...]]) -> dict[bytes, Record]:

@@ -116,7 +116,7 @@ class PostgresLeases:
         """A transaction that begins by locking the saga's row FOR UPDATE. Fenced when it is not ours any more."""
         async with self._store.transaction(group=1) as claims:
             await claims.begin()
-            await _lock(claims, "own", saga)
+            await _lock(claims, "fence_whole", saga)
             yield claims
 
     @asynccontextmanager
@@ -232,7 +232,7 @@ async def _alone(claims: PostgresClaims, saga: LeasedSaga, write: Write) -> int:
     await claims.begin()
     answer = (await send(claims, [write])).get(write)
     if answer is None:
-        await _lock(claims, "own" if write.statement == END_SAGAS else "fence", saga)
+        await _lock(claims, "fence_whole" if write.statement == END_SAGAS else "fence", saga)
         answer = (await send(claims, [write])).get(write)
     if answer is None:
         raise Fenced(_ENDED)

@@ -32,7 +32,37 @@ def params(name: str) -> Mapping[str, Any]:
         "finish_steps": {**step, "overlapped": False, "output": b"{}", "content_type": "json"},
         "end_sagas": {**holder, "final": 3},
     }  # fmt: skip
+    saga = {"key": keys[0], "worker": 1}
+    deliveries = {"ids": [1, 2], "delivery_tokens": [1, 2]}
+    opening = {"seal": "t", "lock_timeout": "10s"}
     each: dict[str, Mapping[str, Any]] = {
+        "open": opening,
+        "seal": {"seal": "t"},
+        "claim": {**many, "scopes": [1] * GROUP, "fingerprints": [None] * GROUP, "state": 3},
+        "store_results": {**many, "bodies": [b"{}"] * GROUP, "types": ["json"] * GROUP},
+        "forget_attempts": many,
+        "take": {"name": "q", "limit": 10, "visibility": 10.0},
+        "extend": {**deliveries, "visibility": 10.0},
+        "finish": deliveries,
+        "give_back": deliveries,
+        "own_sagas": saga,
+        "take_sagas": {
+            "worker": 1,
+            "handlers": ["h"],
+            "scopes": "s/",
+            "key": None,
+            "unheld": keys[:1],
+            "tokens": [1],
+            "limit": 10,
+        },
+        "await_saga": saga,
+        "retake_saga": {**saga, "token": 1},
+        "steps": saga,
+        "begin_step": {**step, **opening},
+        "finish_step": {**step, "seal": "t", "overlapped": False, "output": b"{}", "content_type": "json"},
+        "fence": holder,
+        "fence_whole": holder,
+        "open_intents": saga,
         "read": many,
         "mark_attempts": {**many, "scopes": [1] * GROUP},
         "count_attempt": {"key": keys[0], "scope": 1, "error": "boom"},
@@ -83,6 +113,20 @@ insert into idemconsumer.step (key, name, kind, state, has_undo, token, started_
     select sha256(n::text::bytea), 's', 2, 1, false, 1, now() from generate_series(1, {KEYS}) n;
 select idemconsumer.seal('t');
 """
+
+
+EXPLAINED = [
+    *HOT, "open", "seal", "claim", "store_results", "forget_attempts", "take", "extend", "finish", "give_back",
+    "own_sagas", "take_sagas", "await_saga", "retake_saga", "steps", "begin_step", "finish_step", "fence",
+    "fence_whole", "open_intents",
+]  # fmt: skip
+
+
+def test_each_hot_statement_can_be_explained_as_it_stands_in_its_file(shared_ledger: Ledger) -> None:
+    queries = load(SCHEMA)
+    with psycopg.connect(shared_ledger.dsn, autocommit=True) as connection:
+        for name in EXPLAINED:
+            assert connection.execute(b"explain " + queries[name], params(name)).fetchall(), name
 
 
 TABLES = ("record", "result", "attempt", "dead_letter", "saga", "step")
