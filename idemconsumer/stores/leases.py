@@ -20,7 +20,9 @@ from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.values import Found, Mark, State, StepKind, StepRow, StepState
-from idemconsumer.stores.joined import PostgresClaims, PostgresStore, clean
+from idemconsumer.stores.claims import PostgresClaims, transaction
+from idemconsumer.stores.literals import clean
+from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.shared_commits import (
     BEGIN_SAGAS,
     BEGIN_STEPS,
@@ -45,10 +47,10 @@ class Lease(Protocol):
 class PostgresLeases:
     """See `ports_sagas.LeaseStore`."""
 
-    def __init__(self, store: PostgresStore, lease: Lease) -> None:
-        self._store = store
+    def __init__(self, pool: Pool, lease: Lease) -> None:
+        self._pool = pool
         self._lease = lease
-        self._shared = SharedCommits(store)
+        self._shared = SharedCommits(pool)
 
     # -------------------------------------------------------------------------------------------------- who holds what
     async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | LeasedSaga:
@@ -68,7 +70,7 @@ class PostgresLeases:
         write = Write(BEGIN_SAGAS, row, claim=claim)
         answer = await self._shared.write(write)
         if answer is None:
-            async with self._store.transaction(group=1) as claims:
+            async with transaction(self._pool, group=1) as claims:
                 (found,) = await claims.claim([claim], state=State.PROCESSING)
                 if found is not Mark.CLAIMED:
                     return found
@@ -82,7 +84,7 @@ class PostgresLeases:
         )  # fmt: skip
 
     async def own(self, key: bytes | None = None) -> list[tuple[bytes, int]]:
-        rows = await self._store.alone("own_sagas", {"worker": self._lease.worker, "key": key})
+        rows = await self._pool.alone("own_sagas", {"worker": self._lease.worker, "key": key})
         return [(key, token) for key, token in rows]
 
     async def take(
@@ -99,29 +101,29 @@ class PostgresLeases:
             "scopes": keys.scopes_of(app), "handlers": list(handlers), "limit": limit, "key": key, "worker": worker,
             "unheld": [key for key, _ in unheld], "tokens": [token for _, token in unheld],
         }  # fmt: skip
-        return [_leased_saga(row, worker) for row in await self._store.alone("take_sagas", params)]
+        return [_leased_saga(row, worker) for row in await self._pool.alone("take_sagas", params)]
 
     async def retake(self, key: bytes, token: int | None) -> LeasedSaga | None:
         worker = self._lease.worker
-        await self._store.alone("await_saga", {"key": key, "worker": worker})
-        rows = await self._store.alone("retake_saga", {"key": key, "token": token, "worker": worker})
+        await self._pool.alone("await_saga", {"key": key, "worker": worker})
+        rows = await self._pool.alone("retake_saga", {"key": key, "token": token, "worker": worker})
         return _leased_saga(rows[0], worker) if rows else None
 
     async def steps(self, key: bytes) -> list[StepRow]:
-        return [_step_row(*row) for row in await self._store.alone("steps", {"key": key})]
+        return [_step_row(*row) for row in await self._pool.alone("steps", {"key": key})]
 
     # ------------------------------------------------------------------------------------------------- fenced writes
     @asynccontextmanager
     async def _own(self, saga: LeasedSaga) -> AsyncIterator[PostgresClaims]:
         """A transaction that begins by locking the saga's row FOR UPDATE. Fenced when it is not ours any more."""
-        async with self._store.transaction(group=1) as claims:
+        async with transaction(self._pool, group=1) as claims:
             await claims.begin()
             await _lock(claims, "fence_whole", saga)
             yield claims
 
     @asynccontextmanager
     async def step(self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool) -> AsyncIterator[PostgresStep]:
-        async with self._store.transaction(group=1) as claims:
+        async with transaction(self._pool, group=1) as claims:
             state = StepState.UNDO_INTENT if undo else StepState.DONE
             attempt = await claims.begin_step(_step(saga, name, StepKind.TX, state, has_undo))
             if attempt is None:
@@ -149,7 +151,7 @@ class PostgresLeases:
         """Together with other sagas' writes, or alone if that did not write it."""
         answer = await self._shared.write(write)
         if answer is None:
-            async with self._store.transaction(group=1) as claims:
+            async with transaction(self._pool, group=1) as claims:
                 answer = await _alone(claims, saga, write)
                 await claims.complete([] if write.result is None else [(saga.key, write.result)], [])
         assert isinstance(answer, int)
@@ -182,7 +184,7 @@ class PostgresLeases:
 
     async def note(self, key: bytes, what: str, detail: str | None) -> None:
         detail = None if detail is None else clean(detail)
-        await self._store.alone("note", {"key": key, "what": what, "detail": detail})
+        await self._pool.alone("note", {"key": key, "what": what, "detail": detail})
 
     @asynccontextmanager
     async def completion(self, saga: LeasedSaga) -> AsyncIterator[PostgresCompletion]:

@@ -20,7 +20,8 @@ from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State
-from idemconsumer.stores.joined import PostgresClaims, PostgresStore
+from idemconsumer.stores.claims import PostgresClaims, transaction
+from idemconsumer.stores.pool import Pool
 
 log = structlog.get_logger("idemconsumer")
 
@@ -80,8 +81,8 @@ class _Queued:
 class SharedCommits:
     """The shared commits of one process."""
 
-    def __init__(self, store: PostgresStore) -> None:
-        self._store = store
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._queue: list[_Queued] = []
         self._running: asyncio.Task[None] | None = None
 
@@ -137,7 +138,7 @@ class SharedCommits:
 
     async def _commit(self, writes: Sequence[Write]) -> dict[Write, Answer | CommitUnknown]:
         """One transaction. A group's short lock_timeout bounds what one row can cost the others, however few."""
-        async with self._store.transaction(group=max(2, len(writes))) as claims:
+        async with transaction(self._pool, group=max(2, len(writes))) as claims:
             found = await self._claim(claims, [write for write in writes if write.claim is not None])
             claimed = [write for write in writes if found.get(write, Mark.CLAIMED) is Mark.CLAIMED]
             await claims.begin()

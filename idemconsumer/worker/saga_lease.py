@@ -37,7 +37,7 @@ class SagaLease:
         store = await PostgresStore.open(dsn, schema, connections=connections, longest_run=longest_run, lease=lease)
         try:
             heartbeat = Heartbeat(dsn, schema, lease=lease, patience=longest_run)
-            leases = PostgresLeases(store, heartbeat)
+            leases = PostgresLeases(store.pool, heartbeat)
             sagas = LeasedEngine(engine, leases, observer, lease=lease)
             await heartbeat.start(sagas.lose)
         except BaseException:

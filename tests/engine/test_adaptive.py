@@ -17,7 +17,8 @@ from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.group_size import Gate
-from idemconsumer.stores.joined import PostgresClaims, PostgresStore
+from idemconsumer.stores.claims import PostgresClaims
+from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 from tests.support.points import Points
 from tests.support.waiting import PATIENCE, until
@@ -152,7 +153,7 @@ async def test_the_gate_is_asked_for_by_a_contended_handler_alone(store: Postgre
         asked.append((group, gate))
         return transaction(group=group, gate=gate)
 
-    store.transaction = watched  # type: ignore[method-assign, assignment]
+    store.transaction = watched  # type: ignore[method-assign]
 
     @idempotent_handler(SOURCE, key="id", group_size=8)
     async def contended(order: dict[str, Any], tx: Tx) -> None:

@@ -14,7 +14,8 @@ from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
-from idemconsumer.stores.joined import PostgresClaims, PostgresStore
+from idemconsumer.stores.claims import PostgresClaims
+from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 from tests.support.points import Points
 from tests.support.waiting import PATIENCE

@@ -45,7 +45,8 @@ async def open_station(bench: Bench) -> AsyncIterator[OpenStation]:
     async def make(observer: Observer | None = None, *, dsn: str | None = None, lease: float | None = None) -> Station:
         store = await PostgresStore.open(dsn or bench.dsn, SCHEMA, connections=6, longest_run=30.0, lease=lease)
         stores.append(store)
-        store._pool.kwargs = {"prepare_threshold": None}  # a prepared COMMIT has no text that a proxy could look for
+        # A prepared COMMIT has no text that a proxy could look for.
+        store.pool._pool.kwargs = {"prepare_threshold": None}
         return Station(store, bench.register(), observer)
 
     yield make

@@ -112,7 +112,7 @@ async def test_a_saga_that_begins_while_the_source_looks_is_not_taken_from_its_o
 ) -> None:
     """What was in hand was read before the statement ran. It then counted as stale: on_stale parked it."""
     hands: list[bytes] = []
-    alone = one.store.alone
+    alone = one.store.pool.alone
 
     async def meanwhile(name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         if name == f"{seam}_sagas" and not hands:
@@ -122,7 +122,7 @@ async def test_a_saga_that_begins_while_the_source_looks_is_not_taken_from_its_o
             await begin(one, saga(book))
         return await alone(name, params)
 
-    monkeypatch.setattr(one.store, "alone", meanwhile)
+    monkeypatch.setattr(one.store.pool, "alone", meanwhile)
     session = await source(one, lambda: list(hands))
     assert await session.fetch() == []
     assert len(hands) == 1

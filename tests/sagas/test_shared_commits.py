@@ -24,7 +24,9 @@ from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State, StepKind, StepState
 from idemconsumer.sql.queries import load
-from idemconsumer.stores.joined import PostgresClaims
+from idemconsumer.stores import shared_commits
+from idemconsumer.stores.claims import PostgresClaims, transaction
+from idemconsumer.stores.pool import Pool
 from tests.support.sagas import SCHEMA, Bench, OpenStation, Remote, Station, locked, order, put, saga
 from tests.support.servers.proxy import Proxy
 from tests.support.waiting import until
@@ -98,7 +100,7 @@ def kinds(ends: list[object]) -> list[type]:
 @asynccontextmanager
 async def full(station: Station) -> AsyncIterator[None]:
     """Nobody gets a connection, as when each is in use by a step."""
-    free = station.store._free
+    free = station.store.pool._free
     taken = 0
     while not free.locked():
         await free.acquire()
@@ -200,13 +202,12 @@ async def test_a_claim_that_a_rival_holds_or_has_made_costs_the_others_nothing(
 ) -> None:
     await begin(one, "made")
     opened: list[int] = []
-    transaction = one.store.transaction
 
-    def counted(*, group: int) -> AbstractAsyncContextManager[PostgresClaims]:
+    def counted(pool: Pool, *, group: int) -> AbstractAsyncContextManager[PostgresClaims]:
         opened.append(group)
-        return transaction(group=group)
+        return transaction(pool, group=group)
 
-    monkeypatch.setattr(one.store, "transaction", counted)
+    monkeypatch.setattr(shared_commits, "transaction", counted)
     held = claim_of("held").key
     lock = int.from_bytes(held[:8], "big", signed=True)
     async with await psycopg.AsyncConnection.connect(bench.dsn) as rival:

@@ -63,7 +63,7 @@ async def late(bench: Bench, open_station: OpenStation) -> Station:
     queries = dict(load(SCHEMA))
     assert queries["take_sagas"].count(b"s.parked is null") == 1
     queries["take_sagas"] = queries["take_sagas"].replace(b"s.parked is null", b"s.parked is null and pass_door()")
-    station.store._queries = queries
+    station.store.pool.queries = queries
     return station
 
 

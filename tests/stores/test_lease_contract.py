@@ -38,7 +38,7 @@ class PostgresHarness:
     async def worker(self) -> LeaseWorker:
         lease = Lease(self._ledger)
         store = await PostgresStore.open(self._ledger.dsn, SCHEMA, connections=8, longest_run=30.0)
-        return LeaseWorker(store, PostgresLeases(store, lease), lease.expire)
+        return LeaseWorker(store, PostgresLeases(store.pool, lease), lease.expire)
 
     async def write(self, tx: Tx, effect: str) -> None:
         await tx.execute("insert into witness (id) values (%s)", (effect,))

@@ -20,7 +20,8 @@ from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.store import JoinedStore
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.settings import Settings
-from idemconsumer.stores import joined as postgres
+from idemconsumer.stores import claims as claims_module
+from idemconsumer.stores import pool
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
 from tests.support.servers.made import PostgresServer, PrivatePostgres
@@ -259,7 +260,7 @@ async def test_a_rollback_that_is_cancelled_does_not_cost_the_pool_a_place(
 async def test_waiting_for_a_connection_that_others_use_is_no_outage(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres, "_ACQUIRE_SECONDS", 0.05)
+    monkeypatch.setattr(pool, "_ACQUIRE_SECONDS", 0.05)
     store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
     async with store.transaction(group=1) as claims:
         await claims.claim([A])
@@ -313,7 +314,8 @@ async def test_the_wait_at_the_gate_is_bounded_by_neither_the_handlers_time_nor_
     ledger: Ledger, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = await open_store(ledger.dsn)
-    monkeypatch.setattr(postgres, "_LOCK_TIMEOUT", "100ms")
+    for module in (pool, claims_module):
+        monkeypatch.setattr(module, "LOCK_TIMEOUT", "100ms")
     hasty = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=-4.8)  # 0.2 s for a statement
 
     async def second() -> None:

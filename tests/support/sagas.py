@@ -89,7 +89,7 @@ class Station:
     def __init__(self, store: PostgresStore, worker: int, observer: Observer | None) -> None:
         self.store = store
         self.lease = Lease(worker)
-        self.leases = PostgresLeases(store, self.lease)
+        self.leases = PostgresLeases(store.pool, self.lease)
         self.engine = LeasedEngine(Engine(store, observer), self.leases, observer, chance=lambda: 0.0)
 
     def register(self, bench: Bench) -> None:

@@ -126,7 +126,7 @@ async def test_a_drain_ends_a_worker_whose_database_is_away(
 # ------------------------------------------------------------------------------------------------- other people's locks
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idemconsumer.stores.joined._LOCK_TIMEOUT", "100ms")
+    monkeypatch.setattr("idemconsumer.stores.pool.LOCK_TIMEOUT", "100ms")
 
 
 @pytest.mark.usefixtures("impatient")

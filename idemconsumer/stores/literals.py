@@ -1,0 +1,47 @@
+"""Values as they are written into statements that go out as text, several in one round trip.
+
+psycopg's own way to do so takes four to ten times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import psycopg
+from psycopg import pq
+
+from idemconsumer.stores.connection import Connection
+
+
+def written(query: bytes, params: Mapping[str, object], connection: Connection) -> bytes:
+    """A statement with its named parameters in it."""
+    return query % {name.encode(): literal(value, connection) for name, value in params.items()}
+
+
+def literal(value: object, connection: Connection) -> bytes:
+    match value:
+        case None:
+            return b"null"
+        case bool() | int():
+            return str(value).encode()
+        case bytes():
+            return b"E'\\\\x%s'" % value.hex().encode()
+        case str():
+            text = value.encode(connection.info.encoding)
+            if b"\0" in text:  # libpq would cut it off there
+                raise psycopg.DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
+            return bytes(pq.Escaping(connection.pgconn).escape_literal(text))
+        case list():
+            return b"array[%s]" % b",".join([literal(item, connection) for item in value])
+        case _:
+            raise TypeError(f"a {type(value).__name__} is not written into statements")
+
+
+def bytea_array(values: Sequence[bytes | None]) -> bytes:
+    items = ["null" if value is None else '"\\\\\\\\x' + value.hex() + '"' for value in values]
+    return b"E'{%s}'" % ",".join(items).encode()
+
+
+def clean(text: str) -> str:
+    """Text that a text column takes: no NUL, no lone surrogates."""
+    return text.replace("\x00", "�").encode("utf-8", "replace").decode("utf-8")
