@@ -20,19 +20,19 @@ from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
-from idemconsumer.stores.prepared import Repeated
+from idemconsumer.stores.prepared import PreparedStatements
 
 RV = TypeVar("RV")
 Answer = Generator[Wait, Ready | int, RV]  # psycopg's steps of one exchange with the server
 
 _INTERVAL = 0.1  # psycopg's own default
-_LOOK_OUT = 1.0  # seconds between two looks for an error of the socket that the loop does not tell of
+_LOOK_OUT = 1.0  # seconds between two looks for an error of the socket that the loop does not report
 _READING = int(Wait.R)  # its compiled generators yield plain numbers
 
 
 class Connection(psycopg.AsyncConnection[Any]):
-    """`unwatch` must be called before the connection leaves the hands of whoever used it: a socket that is closed while
-    it is registered would shadow the next one with its number."""
+    """`unwatch` must be called before the connection is given back or closed: a socket that is closed while it is
+    registered would shadow the next one with its number."""
 
     _watched: int | None = None
     _lookout: asyncio.TimerHandle | None = None
@@ -41,7 +41,7 @@ class Connection(psycopg.AsyncConnection[Any]):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self.repeated = Repeated(self)
+        self.statements = PreparedStatements(self)
 
     async def simple(self, statements: bytes) -> list[PGresult]:
         """Several statements as one simple query, and their results. psycopg's cursors take twice as long for that."""
@@ -101,13 +101,13 @@ class Connection(psycopg.AsyncConnection[Any]):
             return
         self._lookout = asyncio.get_running_loop().call_later(_LOOK_OUT, self._look_out)
         socket = select.poll()
-        socket.register(self._watched, 0)  # errors and the end are told without being asked for
+        socket.register(self._watched, 0)  # errors and the end are reported without being asked for
         if socket.poll(0):
             self._readable()
 
     def _readable(self) -> None:
         waiter, answer = self._waiter, self._answer
-        if waiter is None or answer is None or waiter.done():  # nobody waits: a notice, or the end of the connection
+        if waiter is None or answer is None or waiter.done():  # no statement waits: a notice, or the end
             self.unwatch()
             return
         try:

@@ -1,9 +1,10 @@
 """Statements that handlers run again and again, with less work around each.
 
-psycopg's cursor converts a statement anew for each run, chooses how rows are made and keeps what came of it: as much
-work as the exchange with the server, and a third of what a message costs a worker. Here a statement that psycopg has
-prepared, and that returns no rows, is sent by its name, with parameters as psycopg's conversion for its first run makes
-them. Which names there are is asked of psycopg each time, since a rollback of its own drops them all (J12).
+psycopg's cursor converts a statement anew for each run, chooses how rows are made and keeps the result: as much work as
+the exchange with the server, and a third of what a message costs a worker. Here a statement that psycopg has prepared,
+and that returns no rows, is sent by its name, with parameters as psycopg's conversion for its first run makes them.
+psycopg is asked for the names each time, since a rollback of its own drops them all (J12). For that this file alone
+reads psycopg's private attributes.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ Params: TypeAlias = Sequence[Any] | Mapping[str, Any]
 _MOST: Final = 100  # texts that a connection remembers
 
 
-class Repeated:
-    """The statements of one connection."""
+class PreparedStatements:
+    """Those of one connection."""
 
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
         self._connection = connection
         self._converted: dict[str, Any] = {}  # the last one used comes last
 
     def forget(self) -> None:
-        """Somebody may register types on the connection, of which a conversion made before knows nothing."""
+        """Types may be registered on the connection now, which a conversion made before does not know."""
         self._converted.clear()
 
     async def run(self, query: object, params: Params | None) -> int | None:
@@ -53,11 +54,11 @@ class Repeated:
         return -1 if result.command_tuples is None else result.command_tuples
 
     def learn(self, cursor: psycopg.AsyncCursor[Any], query: object, params: Params | None) -> None:
-        """A cursor has run it: a later run may be ours."""
+        """A cursor has run it, so that `run` may do so the next time."""
         result, converted = cursor.pgresult, cursor._query
         if type(query) is not str or not params or converted is None:
             return
-        if result is None or result.status != ExecStatus.COMMAND_OK:  # none: in a pipeline nobody knows yet
+        if result is None or result.status != ExecStatus.COMMAND_OK:  # none: in a pipeline it is not known yet
             return
         if len(self._converted) >= _MOST:
             del self._converted[next(iter(self._converted))]

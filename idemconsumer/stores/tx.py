@@ -98,7 +98,7 @@ class PostgresTx:
     @property
     def connection(self) -> Connection:
         connection = self._open()
-        connection.repeated.forget()
+        connection.statements.forget()
         return connection
 
     def _open(self) -> Connection:
@@ -119,9 +119,9 @@ class PostgresTx:
         if into is not None:
             cursor = connection.cursor(row_factory=_factory(into))
             return PostgresRows(await cursor.execute(query, params))
-        if (written := await connection.repeated.run(query, params)) is not None:
+        if (written := await connection.statements.run(query, params)) is not None:
             return NoRows(written)
         cursor = connection.cursor()
         await cursor.execute(query, params)
-        connection.repeated.learn(cursor, query, params)
+        connection.statements.learn(cursor, query, params)
         return PostgresRows(cursor) if cursor.description is not None else NoRows(cursor.rowcount)

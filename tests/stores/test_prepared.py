@@ -11,9 +11,9 @@ import psycopg
 import pytest
 
 from idemconsumer import Tx
-from idemconsumer.stores import prepared as repeated
+from idemconsumer.stores import prepared
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.prepared import Repeated
+from idemconsumer.stores.prepared import PreparedStatements
 from idemconsumer.stores.tx import PostgresTx
 from tests.support.ledger import SCHEMA, Ledger
 
@@ -42,13 +42,13 @@ async def tx(store: PostgresStore) -> AsyncIterator[Tx]:
 def named(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What was sent by its name, without a cursor."""
     names: list[bytes] = []
-    send = Repeated._sent
+    send = PreparedStatements._sent
 
-    def sent(self: Repeated, name: bytes, converted: Any) -> Generator[Any, Any, Any]:
+    def sent(self: PreparedStatements, name: bytes, converted: Any) -> Generator[Any, Any, Any]:
         names.append(name)
         return send(self, name, converted)
 
-    monkeypatch.setattr(Repeated, "_sent", sent)
+    monkeypatch.setattr(PreparedStatements, "_sent", sent)
     return names
 
 
@@ -190,12 +190,12 @@ async def test_in_a_pipeline_everything_goes_its_old_way(tx: Tx, named: list[byt
 async def test_texts_that_are_made_for_one_run_do_not_pile_up(
     tx: Tx, named: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repeated, "_MOST", 3)
+    monkeypatch.setattr(prepared, "_MOST", 3)
     for number in range(9):
         await tx.execute(INSERT, (f"i{number}", number))
         await tx.execute(f"update item set qty = qty + %s where id = 'i{number}'", (100,))
         await tx.execute(f"delete from item where qty = -%s and id = 'i{number}'", (100,))
     assert await items(tx) == [(f"i{number}", number + 100) for number in range(9)]
     assert isinstance(tx, PostgresTx)
-    assert len(tx._open().repeated._converted) == 3
+    assert len(tx._open().statements._converted) == 3
     assert len(named) == 6, "the one that is used again and again is not the one to be forgotten"
