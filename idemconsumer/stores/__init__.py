@@ -1,4 +1,4 @@
 """Postgres behind the ports: claims, leases, checkpoints, the guard, and the connections they run on.
 
-The only room, with `admin` and the Postgres queue, that talks to the database. Knows no engine.
+With `admin`, the Postgres queue and retention the only place that talks to the database. Knows no engine.
 """

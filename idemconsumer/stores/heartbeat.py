@@ -64,12 +64,12 @@ class Heartbeat:
             await asyncio.to_thread(self._thread.join, 5.0)
 
     async def _tick(self) -> None:
-        """Also watches the deadline, since the thread may hang in a renewal that nobody answers."""
-        told: float | None = None
+        """Also watches the deadline, since the thread may hang in a renewal that is not answered."""
+        reported: float | None = None  # the renewal after which the loss was reported
         while True:
             self._ticked = _now()
-            if self._left() <= 0 and told != self._good:
-                told = self._good
+            if self._left() <= 0 and reported != self._good:
+                reported = self._good
                 self._lost()
             await asyncio.sleep(self._lease / 20)
 

@@ -1,9 +1,9 @@
-"""LeaseStore on Postgres: sagas by lease and token.
+"""LeaseStore on Postgres: sagas by lease and fence token.
 
-Each write is one transaction that first locks the saga's row (`fence`, FOR SHARE) with the holder's token, worker and
+Each write is one transaction that first locks the saga's row (`fence`, FOR SHARE) with its fence token, worker and
 phase; takeover and everything that changes the phase lock it FOR UPDATE. So a zombie finds no row, and a takeover waits
 for, or passes over, what is still being written. The transactions are sealed as the joined ones are. Claims, intents,
-outputs and completions share theirs with those of other sagas (`_shared`); a step's function has one of its own.
+outputs and completions share theirs with those of other sagas (`shared_commits`); a step's function has its own.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from idemconsumer.stores.shared_commits import (
 )
 
 _NOT_OURS: Final = "the saga has another owner, or another phase"
-_ENDED: Final = "the step has come to its end already, so somebody else has gone on with the saga"
+_ENDED: Final = "the step has ended already, so another owner has gone on with the saga"
 
 
 class Lease(Protocol):
-    """Whose sagas these are: the id of this process's row in `worker`, replaced after a lost lease."""
+    """The owner of these sagas: the id of this process's row in `worker`, replaced after a lost lease."""
 
     @property
     def worker(self) -> int: ...
 
 
 class PostgresLeases:
-    """See `ports_sagas.LeaseStore`."""
+    """See `ports.LeaseStore`."""
 
     def __init__(self, pool: Pool, lease: Lease) -> None:
         self._pool = pool
         self._lease = lease
         self._shared = SharedCommits(pool)
 
-    # -------------------------------------------------------------------------------------------------- who holds what
+    # --------------------------------------------------------------------------------------------- claims and takeovers
     async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | LeasedSaga:
         worker = self._lease.worker
         row = {
@@ -114,7 +114,7 @@ class PostgresLeases:
 
     # ------------------------------------------------------------------------------------------------- fenced writes
     @asynccontextmanager
-    async def _own(self, saga: LeasedSaga) -> AsyncIterator[PostgresClaims]:
+    async def _locked(self, saga: LeasedSaga) -> AsyncIterator[PostgresClaims]:
         """A transaction that begins by locking the saga's row FOR UPDATE. Fenced when it is not ours any more."""
         async with transaction(self._pool, group=1) as claims:
             await claims.begin()
@@ -144,7 +144,7 @@ class PostgresLeases:
         await self._commit(saga, Write(FINISH_STEPS, row))
 
     async def complete(self, saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
-        write = Write(END_SAGAS, _owned(saga) | {"final": int(state)}, result=result)
+        write = Write(END_SAGAS, _fence(saga) | {"final": int(state)}, result=result)
         await self._commit(saga, write)
 
     async def _commit(self, saga: LeasedSaga, write: Write) -> int:
@@ -158,7 +158,7 @@ class PostgresLeases:
         return answer
 
     async def undo(self, saga: LeasedSaga, rejection: StoredResult) -> LeasedSaga | None:
-        async with self._own(saga) as claims:
+        async with self._locked(saga) as claims:
             ((open_intents,),) = await claims.send("open_intents", {"key": saga.key})
             if open_intents:
                 return None
@@ -168,14 +168,14 @@ class PostgresLeases:
         return replace(saga, state=State.UNDOING, rejection=rejection.body, attempt=1)
 
     async def release(self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool) -> None:
-        async with self._own(saga) as claims:
+        async with self._locked(saga) as claims:
             error = None if error is None else clean(error)
             params = {"key": saga.key, "delay": delay, "error": error, "back": 0 if count else 1}
             await claims.send("release_saga", params | {"worker": saga.worker, "stale": saga.stale})
             await claims.complete([], [])
 
     async def park(self, saga: LeasedSaga, letter: DeadLetter) -> None:
-        async with self._own(saga) as claims:
+        async with self._locked(saga) as claims:
             params = {"key": saga.key, "reason": letter.reason, "error": clean(letter.error)}
             await claims.send("park_saga", params | {"worker": saga.worker})
             await claims.send("set_record", {"key": saga.key, "state": int(State.DEAD)})
@@ -188,14 +188,14 @@ class PostgresLeases:
 
     @asynccontextmanager
     async def completion(self, saga: LeasedSaga) -> AsyncIterator[PostgresCompletion]:
-        async with self._own(saga) as claims:
+        async with self._locked(saga) as claims:
             # First, so that a COMMIT inside the function meets the guard.
             await claims.send("set_record", {"key": saga.key, "state": int(State.COMPLETED)})
             yield PostgresCompletion(claims, saga)
 
 
 class PostgresCompletion:
-    """See `ports_sagas.OpenCompletion`."""
+    """See `ports.OpenCompletion`."""
 
     def __init__(self, claims: PostgresClaims, saga: LeasedSaga) -> None:
         self._claims = claims
@@ -212,7 +212,7 @@ class PostgresCompletion:
 
 
 class PostgresStep:
-    """See `ports_sagas.OpenStep`."""
+    """See `ports.OpenStep`."""
 
     def __init__(self, claims: PostgresClaims, saga: LeasedSaga, name: str, *, undo: bool) -> None:
         self._claims = claims
@@ -225,12 +225,12 @@ class PostgresStep:
 
     async def finish(self, output: StoredResult | None, *, overlapped: bool) -> None:
         state = StepState.UNDONE if self._undo else StepState.DONE
-        whose = {"key": self._saga.key, "token": self._saga.token, "name": self._name, "state": int(state)}
-        await self._claims.complete([], [], last=("finish_step", whose | _finished(output, overlapped)))
+        finished = {"key": self._saga.key, "token": self._saga.token, "name": self._name, "state": int(state)}
+        await self._claims.complete([], [], last=("finish_step", finished | _finished(output, overlapped)))
 
 
 async def _alone(claims: PostgresClaims, saga: LeasedSaga, write: Write) -> int:
-    """The first statement of its transaction. Waits for the saga's row if it has to, and tells what is wrong."""
+    """As the first statement of its transaction. Waits for the saga's row if it has to, and raises the reason."""
     await claims.begin()
     answer = (await send(claims, [write])).get(write)
     if answer is None:
@@ -242,16 +242,16 @@ async def _alone(claims: PostgresClaims, saga: LeasedSaga, write: Write) -> int:
 
 
 async def _lock(claims: PostgresClaims, lock: str, saga: LeasedSaga) -> None:
-    if not await claims.send(lock, _owned(saga)):
+    if not await claims.send(lock, _fence(saga)):
         raise Fenced(_NOT_OURS)
 
 
-def _owned(saga: LeasedSaga) -> dict[str, Any]:
+def _fence(saga: LeasedSaga) -> dict[str, Any]:
     return {"key": saga.key, "token": saga.token, "worker": saga.worker, "phase": int(saga.state)}
 
 
 def _step(saga: LeasedSaga, name: str, kind: StepKind, state: StepState, has_undo: bool) -> dict[str, Any]:
-    return _owned(saga) | {"name": name, "kind": int(kind), "state": int(state), "has_undo": has_undo}
+    return _fence(saga) | {"name": name, "kind": int(kind), "state": int(state), "has_undo": has_undo}
 
 
 def _finished(output: StoredResult | None, overlapped: bool) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Most of a saga's commits are small and ready at once: claims, intents, outputs, 
 takes those of all sagas of the process, by one set-based statement a kind; each row is fenced by itself. Nothing waits
 for a group to fill: a write that comes alone is committed alone, at once. Whatever a shared transaction has not
 written for a row, for any reason, its caller does again in a transaction of its own, which waits for what it has to
-wait for and tells the reason. So one saga's trouble is never another's.
+wait for and raises the reason. So one saga's trouble is never another's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ END_SAGAS: Final = "end_sagas"
 _MOST_WRITES: Final = 128  # as the keys of a joined group (G4)
 _MOST_BYTES: Final = 4 << 20  # of bodies and outputs: a statement is built in memory on both sides
 
-# What a write came to: the saga's token or the step's attempt; what a claim found instead; None: not written.
+# The result of a write: the saga's fence token or the step's attempt; what a claim found instead; None: not written.
 Answer = int | Record | Mark | None
 
 
@@ -91,7 +91,7 @@ class SharedCommits:
 
         None: it was not written, and is to be done alone. Raises StoreUnavailable when nothing was written, and
         CommitUnknown when the answer of the COMMIT that it was in was lost. Cancelled while it waits for its turn it
-        is withdrawn; cancelled later it comes to its end first, as every commit does (J4).
+        is withdrawn; cancelled later it ends first, as every commit does (J4).
         """
         queued = _Queued(write)
         self._queue.append(queued)
@@ -127,7 +127,7 @@ class SharedCommits:
             answers = await self._commit(sorted((queued.write for queued in group), key=lambda write: write.identity))
         except StoreUnavailable as error:
             _fail(group, StoreUnavailable, str(error))
-        except Exception as error:  # noqa: BLE001 - whose fault it is, each transaction of its own will tell
+        except Exception as error:  # noqa: BLE001 - each transaction of its own will show which write failed
             log.info("shared commit failed, each is done alone", writes=len(group), error=type(error).__name__)
             _answer(group, {})
         except BaseException:
