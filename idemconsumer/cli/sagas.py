@@ -10,7 +10,8 @@ import click
 import msgspec
 
 from idemconsumer.admin.dead_letters import hint
-from idemconsumer.admin.sagas import SagaAdmin, SagaDetail, SagaLine, StepLine
+from idemconsumer.admin.saga_views import SagaDetail, SagaLine, StepLine
+from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.admin.timeline import Event
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable

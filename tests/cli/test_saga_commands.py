@@ -12,7 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from idemconsumer import App, Reject, Saga, Step, Tx
+from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.cli.main import main
+from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.keys import digest
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings
@@ -324,6 +326,17 @@ def test_a_saga_that_a_worker_runs_is_not_decided_upon(parked: Travel) -> None:
     assert parked.sql("select token from idemconsumer.saga") > before
 
 
+def test_a_decision_waits_for_a_locked_saga_up_to_the_lock_timeout_and_then_changes_nothing(
+    parked: Travel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("idemconsumer.stores.claims.LOCK_TIMEOUT", "100ms")
+    with psycopg.connect(parked.dsn) as step:
+        step.execute("select from idemconsumer.saga for share")
+        for words in (["resume"], ["abandon", "--undo"], ["abandon", "--no-undo"]):
+            assert "55P03" in parked(words[0], by_prefix("a"), *words[1:], code=Exit.ERROR)
+    assert parked.json("show", by_prefix("a"))["running"]["parked"] == "unknown_effect"
+
+
 def test_a_saga_put_aside_for_review_goes_on_when_resumed(parked: Travel) -> None:
     parked("resume", by_prefix("a"))
     parked.sql("update idemconsumer.saga set worker = 4711")  # a worker that is gone
@@ -339,3 +352,5 @@ def test_without_tables_the_error_says_how_to_make_them(database: str) -> None:
     result = CliRunner().invoke(main, ["sagas", "list"], env=environment)
     assert result.exit_code == Exit.USAGE
     assert "run `idemconsumer migrate up` first" in result.stderr
+    with pytest.raises(ConfigurationError, match="run `idemconsumer migrate up` first"):
+        asyncio.run(SagaAdmin(database, "idemconsumer").resume(key_of("a")))

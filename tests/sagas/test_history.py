@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga
-from idemconsumer.admin.sagas import SagaAdmin, SagaDetail
+from idemconsumer.admin.saga_views import SagaDetail
+from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.admin.timeline import timeline
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, Fenced

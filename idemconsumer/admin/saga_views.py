@@ -1,0 +1,126 @@
+"""What a person sees of sagas: plain structs, and how they are built of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from idemconsumer.admin.timeline import Event, timeline
+from idemconsumer.rules.values import State, StepKind, StepState
+
+Row = Mapping[str, Any]
+
+
+class SagaLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A saga that has not ended. `state` is processing, undoing or dead (`parked` says why it waits for a person).
+
+    `owner` is the worker that holds it, None between attempts; `stale`: that worker's lease is over. `attempt` counts
+    takeovers since the last finished step, `token`, the fence token, grows with each owner.
+    """
+
+    key: str
+    scope: str
+    handler: str
+    state: str
+    parked: str | None
+    owner: str | None
+    token: int
+    attempt: int
+    due: datetime
+    stale: bool
+    recovery_point: str | None
+    version: str | None
+    error: str | None
+    source: str
+    position: str
+    message_id: str | None
+    started_at: datetime
+
+
+class StepLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A recorded step. `token` is the fence token of the owner that wrote it last; `attempts` are those of the step and
+    of its undo; `seconds` from its first start to its end, `undo_seconds` the same for its undo.
+
+    `intent` and `undo intent` are calls with an outcome that is not known yet.
+    """
+
+    name: str
+    kind: str
+    state: str
+    has_undo: bool
+    overlapped: bool
+    token: int
+    attempts: int
+    started_at: datetime
+    finished_at: datetime | None
+    seconds: float | None
+    undo_seconds: float | None
+    output: str | None
+
+
+class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """A saga's record, its row while it has not ended, its steps by their start, and what happened to it in time."""
+
+    key: str
+    scope: str
+    state: str
+    changed_at: datetime
+    result: str | None
+    running: SagaLine | None
+    steps: list[StepLine]
+    timeline: list[Event]
+
+    @property
+    def open_intents(self) -> list[str]:
+        """Steps that were called, with an outcome that is not known; nothing undoes them."""
+        return [step.name for step in self.steps if step.state == "intent"]
+
+
+def detail(
+    key: bytes, record: Row, running: SagaLine | None, steps: Sequence[Row], history: Sequence[Row]
+) -> SagaDetail:
+    """Of rows of `saga_record`, `saga_steps` and `saga_history`."""
+    state = _word(State(record["state"]))
+    row = None if running is None else msgspec.structs.asdict(running)
+    return SagaDetail(
+        key=key.hex(),
+        scope=record["scope"],
+        state=state,
+        changed_at=record["changed_at"],
+        result=_text(record["result"]),
+        running=running,
+        steps=[_step(step) for step in steps],
+        timeline=timeline(row, history, steps, (record["changed_at"], state)),
+    )
+
+
+def _step(row: Row) -> StepLine:
+    return StepLine(
+        name=row["name"],
+        kind=_word(StepKind(row["kind"])),
+        state=_word(StepState(row["state"])),
+        has_undo=row["has_undo"],
+        overlapped=row["overlapped"],
+        token=row["token"],
+        attempts=row["attempt"],
+        started_at=row["started_at"],
+        finished_at=row["finished_at"],
+        seconds=_seconds(row["started_at"], row["finished_at"]),
+        undo_seconds=_seconds(row["undo_at"], row["undone_at"]),
+        output=_text(row["output"]),
+    )
+
+
+def _seconds(began: datetime | None, ended: datetime | None) -> float | None:
+    return None if began is None or ended is None else (ended - began).total_seconds()
+
+
+def _word(value: State | StepKind | StepState) -> str:
+    return value.name.lower().replace("_", " ")
+
+
+def _text(body: bytes | None) -> str | None:
+    return None if body is None else body.decode("utf-8", "backslashreplace")
