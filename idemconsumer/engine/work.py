@@ -70,7 +70,7 @@ class Work:
             call = handler.call_for(message)
         except BadMessage as refusal:
             return cls(message, handler, refusal=refusal, saga=saga)
-        if leased is not None:  # under which key it is stored, whatever the key rule makes of the message now
+        if leased is not None:  # L17: the key it is stored under, whatever the key rule makes of the message now
             call.claim = msgspec.structs.replace(call.claim, key=leased.key, scope=leased.scope, fingerprint=None)
         work = cls(message, handler, call=call, saga=saga)
         if suspect:
