@@ -64,6 +64,14 @@ class Endings:
             case _:
                 return Outcome(OutcomeKind.BUSY, attempt=work.attempt)
 
+    def would_end(self, work: Work, error: Exception) -> bool:
+        """Whether this failure ends the message: refused, or the last of its attempts."""
+        options = work.handler.options
+        if isinstance(error, (Reject, *options.fail_on)):
+            return True
+        again, attempts = retryable(error, options.retry_on), work.attempts + 1
+        return after_failure(retryable=again, attempts=attempts, max_attempts=options.max_attempts) is Failure.DEAD
+
     async def failed(self, work: Work, error: Exception, behind: FailedBehind | None = None) -> Outcome:
         """Count the failure (B1), unless that was done with the group before it, and decide between another attempt, a
         rejection and a dead letter."""

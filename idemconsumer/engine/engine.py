@@ -23,7 +23,7 @@ from idemconsumer.engine.endings import Endings, FailedBehind, final
 from idemconsumer.engine.group_sizes import GroupSizes
 from idemconsumer.engine.suspects import Suspects
 from idemconsumer.engine.work import Suspicion, Work
-from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, Reject, StoreUnavailable
+from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.handlers.batch import Items
 from idemconsumer.handlers.handler import BoundHandler, Call
 from idemconsumer.message import codecs
@@ -275,13 +275,14 @@ class Engine:
         failed, error = group[index], cause.error
         if index == 0:
             return [await self._fail(failed, error)]
-        final = isinstance(error, (Reject, *failed.handler.options.fail_on))
+        final = self.endings.would_end(failed, error)
         behind = None if final or failed.suspicion is Suspicion.COUNTED else FailedBehind(failed.claim, describe(error))
         outcomes = await self._run_group(group[:index], defer=defer, behind=behind)
-        # G7: what is final may have been decided by the effects of those before it, so these have to be there.
-        undone = final and any(outcomes[i].state is not State.COMPLETED for i in cause.ran if i < len(outcomes))
-        if len(outcomes) < index or _stops(outcomes) or undone:
+        if len(outcomes) < index or _stops(outcomes):
             return outcomes
+        if final:  # G7: it may have been decided by what was rolled back, or by what a neighbour did to the transaction
+            (again,) = await self._run_group([failed], defer=defer)
+            return outcomes if again.kind is OutcomeKind.BUSY and not defer else [*outcomes, again]
         if behind is not None and behind.in_doubt:
             behind.counted = all(outcome.kind is OutcomeKind.DUPLICATE for outcome in outcomes)
         return [*outcomes, await self._fail(failed, error, behind)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, LiteralString
 
 import pytest
 from psycopg.rows import dict_row
@@ -342,10 +342,64 @@ async def test_no_rejection_is_stored_that_was_decided_by_what_then_was_rejected
                 raise Reject("second thoughts")
         await withdraw(tx, 40)
 
-    group = works(pay_out, "a", "b")
-    assert kinds(await engine.run(group)) == ["failed"]
-    assert kinds(await engine.run(group[1:])) == ["applied"]
+    assert kinds(await engine.run(works(pay_out, "a", "b"))) == ["failed", "applied"]
     assert ledger.run("select amount from purse") == [(10,)]
+
+
+async def test_no_rejection_is_stored_that_was_decided_by_what_a_rerun_did_not_do_again(
+    ledger: Ledger, engine: Engine
+) -> None:
+    """No committed state ever had too little money for `b`."""
+    purse(ledger, 50)
+    runs: list[str] = []
+
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def pay_out(order: dict[str, Any], tx: Tx) -> None:
+        runs.append(order["id"])
+        await withdraw(tx, 40 if runs.count(order["id"]) == 1 else 5)
+
+    assert kinds(await engine.run(works(pay_out, "a", "b"))) == ["applied", "applied"]
+    assert runs == ["a", "b", "a", "b"]
+    assert ledger.run("select amount from purse") == [(40,)]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "set transaction read only",
+        "create temp table seat (number text check (number = 'none')) on commit drop",
+    ],
+)
+async def test_what_a_neighbour_did_to_the_transaction_ends_no_message(
+    ledger: Ledger, engine: Engine, harm: LiteralString
+) -> None:
+    """The only attempt of `b` fails beside `a`, and by itself it does not."""
+    ledger.run("create table if not exists seat (number int primary key)")
+    ledger.run("truncate seat")
+
+    @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=1)
+    async def take(order: dict[str, Any], tx: Tx) -> None:
+        await tx.execute(harm if order["id"] == "a" else "insert into seat values (1)")
+
+    assert kinds(await engine.run(works(take, "a", "b"))) == ["applied", "applied"]
+    assert (ledger.letters, ledger.run("select number from seat")) == ([], [(1,)])
+
+
+async def test_no_message_ends_by_a_row_of_a_neighbour_that_is_rejected_itself(ledger: Ledger, engine: Engine) -> None:
+    """`c` fails on the row of `b`, which is rejected in its rerun: the row is gone, and so is the reason."""
+    ledger.run("create table if not exists seat (number int primary key)")
+    ledger.run("truncate seat")
+    runs: list[str] = []
+
+    @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=1)
+    async def take(order: dict[str, Any], tx: Tx) -> None:
+        runs.append(order["id"])
+        await tx.execute("insert into seat values (1)")
+        if runs.count("b") == 2 and order["id"] == "b":
+            raise Reject("second thoughts")
+
+    assert kinds(await to_the_end(engine, works(take, "b", "c"))) == ["failed", "applied"]
+    assert (ledger.letters, ledger.run("select number from seat")) == ([], [(1,)])
 
 
 async def test_no_rejection_is_stored_that_was_decided_by_what_a_rival_then_held(
@@ -368,9 +422,8 @@ async def test_no_rejection_is_stored_that_was_decided_by_what_a_rival_then_held
             if point is Point.ROLLED_BACK:
                 ledger.run("select pg_advisory_lock(%s)", (lock,))
 
-    assert kinds(await Engine(store, Rival()).run(group, defer=True)) == ["busy", "applied"]
+    assert kinds(await Engine(store, Rival()).run(group, defer=True)) == ["busy", "applied", "applied"]
     ledger.run("select pg_advisory_unlock(%s)", (lock,))
-    assert kinds(await Engine(store).run(group[2:])) == ["applied"]
     assert kinds(await Engine(store).run(group[:1])) == ["failed"]
     assert ledger.run("select amount from purse") == [(10,)]
 
