@@ -1,10 +1,10 @@
 """Everything idemconsumer raises, in one tree, split by who must act.
 
-* `ConfigurationError`: whoever wrote the handler or the settings. Raised at import or at start, never per message.
-* `BadMessage`: whoever produced the message. It becomes a dead letter; it never reaches a handler.
+* `ConfigurationError`: the author of the handler or the settings. Raised at import or at start, never per message.
+* `BadMessage`: the producer of the message. It becomes a dead letter; it never reaches a handler.
 * `Retry`, `Reject`: not faults. A handler raises them to ask the engine for something.
-* `Unavailable`: whoever runs the servers. The worker waits, with backoff, and says so once.
-* `Interrupted`: nobody. The engine rolls back and judges again.
+* `Unavailable`: the operator of the servers. The worker waits, with backoff, and logs it once.
+* `Interrupted`: no one. The engine rolls back and judges again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class ConfigurationError(IdemConsumerError):
 
 
 class HandlerError(ConfigurationError):
-    """A handler that cannot be run as it is written: `handler` is its name, `problem` what is wrong, `instead` what to
-    write."""
+    """A handler that cannot be run as written: `handler` is its name, `problem` what is wrong, `instead` what to write
+    in its place."""
 
     def __init__(self, handler: str, problem: str, instead: str) -> None:
         super().__init__(f"handler {handler!r}: {problem}; {instead}")
@@ -43,7 +43,7 @@ class BadMessage(IdemConsumerError):
 
 
 class Retry(IdemConsumerError):
-    """Raised by a handler: roll back and run me again, after `after`: seconds, a duration such as "5s", or the backoff.
+    """Raised by a handler: roll back and run me again after `after`: seconds, a duration like "5s", or the backoff.
 
     It costs an attempt. `message` is for people: it becomes the error of the attempt, and is logged.
     """
@@ -63,7 +63,7 @@ class Reject(IdemConsumerError):
 
 
 class Unavailable(IdemConsumerError):
-    """A server cannot be used now. Nothing was settled; what had been running is rolled back."""
+    """A server cannot be used now. Nothing was settled; what was running is rolled back."""
 
 
 class StoreUnavailable(Unavailable):
@@ -71,7 +71,7 @@ class StoreUnavailable(Unavailable):
 
 
 class TransactionEnded(StoreUnavailable):
-    """The server has ended a transaction in which nothing was sent for too long (25P03). Nothing of it is committed."""
+    """The server ended a transaction that was idle for too long (25P03). Nothing of it is committed."""
 
 
 class BrokerUnavailable(Unavailable):
@@ -79,7 +79,7 @@ class BrokerUnavailable(Unavailable):
 
 
 class SessionEnded(Unavailable):
-    """The broker session is over; its deliveries are forgotten and will come again."""
+    """The broker session is over; its deliveries are forgotten and will be redelivered."""
 
 
 class Interrupted(IdemConsumerError):
@@ -87,11 +87,11 @@ class Interrupted(IdemConsumerError):
 
 
 class Fenced(Interrupted):
-    """The saga has another owner, or another phase. Whoever is told so writes nothing and settles nothing."""
+    """The saga has another owner, or is in another phase. The run that gets this writes nothing and settles nothing."""
 
 
 class SagaParked(IdemConsumerError):
-    """A saga that only a person can go on with. `reason` is its dead letter's reason."""
+    """A saga that only a person can continue. `reason` is its dead letter's reason."""
 
     reason = ""
 
@@ -103,21 +103,21 @@ class SagaChanged(SagaParked):
 
 
 class UnknownEffect(SagaParked):
-    """Nobody can tell whether a call had its effect."""
+    """It cannot be determined whether a call had its effect."""
 
     reason = "unknown_effect"
 
 
 class SagaMisused(IdemConsumerError):
-    """A handler broke its contract with the saga: a step asked for twice, or left in flight."""
+    """A handler broke its contract with the saga: a step requested twice, or left in flight."""
 
 
 class CommitUnknown(Interrupted):
-    """COMMIT was sent and its answer lost. Only a new claim on a new connection can tell what happened."""
+    """COMMIT was sent and its answer was lost. Only a new claim on a new connection can tell what happened."""
 
 
 class Contention(Interrupted):
-    """40001, 40P01, 55P03 or 53200: nobody's fault. Run again, free of charge.
+    """40001, 40P01, 55P03 or 53200: no message is at fault. The group runs again, at no cost of an attempt.
 
     `cap_groups` is true for 53200, where the shared lock table ran out and groups must be smaller.
     """
@@ -132,7 +132,7 @@ class HandlerFault(IdemConsumerError):
 
 
 class SelfCancelled(HandlerFault):
-    """A user's function raised CancelledError though nothing had cancelled it. How far it got is not known."""
+    """A user's function raised CancelledError though its task was not cancelled. How far it got is not known."""
 
     def __init__(self) -> None:
         super().__init__("raised CancelledError though nothing cancelled it")

@@ -21,9 +21,9 @@ PREFIX = "IDEMCONSUMER_"
 FORMATS: Final = ("auto", "json", "console")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
-# Variables of our own that are no settings: between a parent and its workers, of the demo, of the tests.
+# Our own variables that are not settings: a parent passes them to its workers, or the demo or the tests use them.
 _INTERNAL: Final = {"WORKER", "LIFELINE", "DEMO_PAUSE", "TEST_CACHE"}
-# What Kubernetes and Docker put into every container for a service of the name idemconsumer or idemconsumer-….
+# Kubernetes and Docker put these into every container when a service is named idemconsumer or idemconsumer-….
 _OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 _LEAST: Final = {
     "workers": 1, "concurrency": 1, "room": 1, "max_uncommitted": 1, "max_message_bytes": 1, "max_restarts": 0,
@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that can be set from outside. Each field `x_y` is the variable IDEMCONSUMER_X_Y.
 
     Times are seconds, sizes bytes. `dsn`, `kafka` and `rabbitmq` have no default: a worker that needs one and has none
-    says so at its start. `sqs` is an endpoint instead of AWS. ConfigurationError for a value out of its range.
+    refuses to start. `sqs` is an endpoint to use instead of AWS. ConfigurationError for a value out of its range.
     """
 
     dsn: str | None = None
@@ -92,10 +92,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load(environ: Mapping[str, str] | None = None, directory: Path | None = None, **flags: Any) -> Settings:
-    """Merge all layers. A flag that is None is not given, nor is an empty variable.
+    """Merge all layers. A flag that is None and an empty variable count as not given.
 
-    Raises ConfigurationError naming the flag, variable or line, for a value that cannot be and for a name that looks
-    like a misspelt one.
+    Raises ConfigurationError naming the flag, variable or line, for a value that is not allowed and for a name that
+    looks like a misspelt setting.
     """
     environ = os.environ if environ is None else environ
     path = (directory or Path.cwd()) / "pyproject.toml"
@@ -110,16 +110,16 @@ def load(environ: Mapping[str, str] | None = None, directory: Path | None = None
 
 
 def check_dsn(dsn: str, label: str = "the database's address") -> None:
-    """Raise ConfigurationError for what is no address of a database.
+    """Raise ConfigurationError for a text that is not the address of a database.
 
-    Nothing of it is quoted, and nothing that the driver says of it: it may hold a password.
+    Neither the text nor the driver's message about it is quoted: both may hold a password.
     """
     instead = "write postgresql://user:password@host:5432/database, with @ : / in a password as %40 %3A %2F"
     try:
         parts = conninfo_to_dict(dsn)
     except psycopg.Error:
         raise ConfigurationError(f"{label} cannot be read; {instead}") from None
-    # What libpq takes for host and port of a password with such characters, and would quote when it cannot connect.
+    # libpq takes part of a password with such characters for host and port, and would quote it when it cannot connect.
     ports = str(parts.get("port") or "").split(",")
     if "@" in str(parts.get("host") or "") or not all(port.isdecimal() or not port for port in ports):
         raise ConfigurationError(f"{label} has a host or port that cannot be one; {instead}")
@@ -158,7 +158,7 @@ def _pyproject(path: Path) -> dict[str, Any]:
 
 
 def _read(label: str, name: str, value: Any) -> Any:
-    """A value of its field's type, whatever it was written as."""
+    """The value, converted to the type of its field."""
     kind = _KINDS[name]
     if isinstance(value, str):
         if name in _CHOICES:
@@ -195,7 +195,7 @@ def _allowed(name: str) -> str:
 
 
 def _quoted(name: str, value: Any) -> str:
-    """What was written, unless it may be an address or a password: those are texts."""
+    """The value as written, unless it may be an address or a password, as any field of text may."""
     return "" if _KINDS[name] not in (bool, int, float) and name not in _CHOICES else f"{value!r} is not allowed; "
 
 
