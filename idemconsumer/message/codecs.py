@@ -25,7 +25,7 @@ def decoder(annotation: Any) -> Decode:
     """Build the decoder for a payload annotation: msgspec Struct, dataclass, TypedDict, dict, list, scalars,
     `Any`, `bytes` (the body itself), or anything with a pydantic model in it.
 
-    Raises TypeError for a type that nothing here can decode. The decoder raises only BadMessage,
+    Raises TypeError for a type that cannot be decoded. The decoder raises only BadMessage,
     `undecodable`, whose detail names types, positions and the payload type's own fields, never values.
     """
     if annotation is bytes:
@@ -41,7 +41,7 @@ def decoder(annotation: Any) -> Decode:
 
 
 def encode(result: object, what: str = "result", instead: str = "return") -> StoredResult | None:
-    """A handler's result as it is stored; None stores nothing. Raises TypeError naming what cannot be."""
+    """A handler's result as it is stored; None stores nothing. Raises TypeError naming what cannot be encoded."""
     if result is None:
         return None
     if isinstance(result, bytes):
@@ -50,7 +50,7 @@ def encode(result: object, what: str = "result", instead: str = "return") -> Sto
 
 
 def encode_rejection(code: str, body: object) -> StoredResult:
-    """A rejection as it is stored and replayed: `{"code": …, "body": …}`. Raises TypeError where it cannot be."""
+    """A rejection as it is stored and replayed: `{"code": …, "body": …}`. Raises TypeError as `encode`."""
     what = f"Reject with a code of type {type(code).__name__} and a body of type {type(body).__name__}"
     return StoredResult(_json({"code": code, "body": body}, what, "give it"))
 

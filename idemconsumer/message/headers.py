@@ -1,4 +1,4 @@
-"""Headers at rest: JSON that also holds bytes, and the mark of a message taken over from another broker."""
+"""Headers at rest: JSON that also holds bytes, and the origin of a message taken over from another broker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Origin(msgspec.Struct):
 
 
 def encode_headers(headers: Mapping[str, str | bytes]) -> bytes:
-    """As a JSON object; values that are not text, or none that jsonb takes, as {"base64": …}. Takes any headers."""
+    """As a JSON object. Values that jsonb does not take as text become {"base64": …}. Takes any headers."""
     return msgspec.json.encode(
         {
             name if _storable(name) else repr(name): value
@@ -41,8 +41,8 @@ def _storable(text: str) -> bool:
 
 
 def decode_headers(encoded: bytes) -> dict[str, str | bytes]:
-    """The inverse. Takes anything, since SQL may have written it: other values are kept as JSON text, and what is no
-    object at all under `UNREADABLE`."""
+    """The inverse. Takes anything, since SQL may have written it: other values are kept as JSON text, and anything
+    that is not an object under `UNREADABLE`."""
     try:
         values = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
     except _NO_SUCH_JSON:

@@ -1,8 +1,8 @@
 """What makes two messages the same one: key specs, the stored key, fingerprints.
 
 A spec is compiled once, against the payload's type, into a function that reads the key's text out of each
-message. Whatever can be found wrong with a spec is found then. The stored key is SHA-256 over length-prefixed
-parts, so that no two different (app, tenant, handler, key) meet by concatenation.
+message. All that can be found wrong with a spec is found then. The stored key is SHA-256 over length-prefixed
+parts, so that concatenation never makes two different (app, tenant, handler, key) equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Read: TypeAlias = Callable[[Message, object], object]
 class Key:
     """Where a key comes from, when it is not a path into the payload. Made by the static methods.
 
-    `kind` says by which of them; `name` and `specs` are what it was given.
+    `kind` is the name of that method; `name` and `specs` are its arguments.
     """
 
     kind: Kind
@@ -54,7 +54,7 @@ class Key:
     @staticmethod
     def message_id() -> Key:
         """The producer's message id, where the broker carries one (RabbitMQ, SQS, the Postgres queue). SQS gives every
-        message an id of its own; where the producer gave none, that one finds redeliveries only."""
+        message an id of its own; where the producer gave none, that one detects redeliveries only."""
         return Key("message_id")
 
     @staticmethod
@@ -69,18 +69,18 @@ class Key:
 
     @staticmethod
     def offset() -> Key:
-        """Kafka topic, partition and offset. Finds redeliveries only: what a producer sent twice has two
-        offsets, and a topic that was deleted and made again repeats them."""
+        """Kafka topic, partition and offset. Detects redeliveries only: what a producer sent twice has two
+        offsets, and a topic that was deleted and created again repeats them."""
         return Key("offset")
 
     @staticmethod
     def all(*specs: KeySpec) -> Key:
-        """All of them together, length-prefixed: ("a", "bc") is not ("ab", "c"). One missing, all missing."""
+        """All of them together, length-prefixed: ("a", "bc") is not ("ab", "c"). If one is missing, so is the key."""
         return Key("all", specs=_some("Key.all", specs))
 
     @staticmethod
     def first(*specs: KeySpec) -> Key:
-        """The first that is there. One that is there and invalid is an error, it is not passed over."""
+        """The first that is present. One that is present but invalid is an error; it is not skipped."""
         return Key("first", specs=_some("Key.first", specs))
 
 
@@ -143,7 +143,7 @@ def scope_name(app: str, tenant: str | None, handler: str) -> str:
 
 
 def scopes_of(app: str) -> str:
-    """How the names of all scopes of an app begin, and those of no other app."""
+    """The prefix that all scope names of an app have, and those of no other app."""
     return f"{_escape(app)}/"
 
 
@@ -161,15 +161,15 @@ def compile_key(spec: KeySpec, payload_type: Any, *, handler: str, option: str =
     """Compile a spec into a function that reads the text from a message and its payload.
 
     Raises HandlerError for a path that the payload's type does not have, or anything that is not a spec. What
-    it returns raises only BadMessage: `key_missing` for nothing, null and the empty string, `key_invalid` for
-    whatever is no scalar or not storable as text.
+    it returns raises only BadMessage: `key_missing` for an absent, null or empty value, `key_invalid` for a
+    value that is not a scalar or cannot be stored as text.
     """
     read = _reader(spec, payload_type, handler, option)
     what = f"{option} ({describe(spec)})"
 
     def extract(message: Message, payload: object) -> str:
         value = read(message, payload)
-        # Most keys are short ASCII text: one look instead of the whole examination.
+        # Most keys are short ASCII text: one test instead of all checks.
         if type(value) is str and 0 < len(value) <= MAX_KEY_BYTES and value.isascii() and "\0" not in value:
             return value
         return _text(value, what)
@@ -178,7 +178,7 @@ def compile_key(spec: KeySpec, payload_type: Any, *, handler: str, option: str =
 
 
 def compile_fingerprint(spec: KeySpec, payload_type: Any, *, handler: str) -> Callable[[Message, object], bytes]:
-    """Compile what of a message must not change under one key. Unlike a key it may be null, or any type."""
+    """Compile what must not change between messages of one key. Unlike a key it may be null, or any type."""
     specs = spec.specs if isinstance(spec, Key) and spec.kind == "all" else (spec,)
     reads = [_reader(part, payload_type, handler, "fingerprint") for part in specs]
 
@@ -215,7 +215,7 @@ def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Rea
                 return lambda message, payload: _join([part(message, payload) for part in parts])
             case "first":
                 return _first([_reader(part, payload_type, handler, option) for part in spec.specs])
-    given: object = spec  # whatever was really written there
+    given: object = spec  # what was actually passed
     if (method := next((m for m in _METHODS if given is getattr(Key, m)), None)) is not None:
         raise HandlerError(handler, f"`{option}` is Key.{method} itself, not called", f"write Key.{method}(…)")
     if callable(given) and not inspect.iscoroutinefunction(given):

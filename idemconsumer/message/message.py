@@ -12,11 +12,11 @@ class Message(msgspec.Struct, frozen=True):
     """What a producer sent, as it arrived.
 
     `source` is `scheme:name`. `body` is never changed; `headers` holds text wherever the bytes are UTF-8. `key` and
-    `tenant` are empty until the handler's specs have derived them. `attempt` counts from 1: after the failures that
-    this process has seen, and after those of others where it had to look them up, as for what the broker says it
-    delivered before. `message_id` is the producer's id, if the broker carries one; `order_hint` is what the broker
+    `tenant` are empty until the handler's specs have derived them. `attempt` counts from 1. It
+    includes the failures that this process has seen; those of other processes only where it had to look them up, as for
+    a redelivery. `message_id` is the producer's id, if the broker carries one; `order_hint` is what the broker
     orders by (Kafka record key, FIFO group), None where it does not.
-    `position` says to a person where it came from, e.g. `orders.placed-3-42`.
+    `position` shows a person where it came from, e.g. `orders.placed-3-42`.
     """
 
     source: str

@@ -105,7 +105,7 @@ def _search(compiled: Any, expression: str, option: str) -> Read:
 
 # ------------------------------------------------------------------------------------------- the expression
 def _leading_fields(node: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """The fields that an expression goes through first, and whether it is nothing but those."""
+    """The fields that an expression begins with, and whether it consists of nothing else."""
     match node["type"]:
         case "field":
             return [node["value"]], True
@@ -142,12 +142,12 @@ def _type_info(annotation: Any) -> types.Type:
         return types.AnyType()
     try:
         return types.type_info(annotation)
-    except TypeError:  # msgspec does not know it: nothing can be said before there is a payload
+    except TypeError:  # msgspec does not know it: nothing can be checked before there is a payload
         return types.AnyType()
 
 
 def _resolve(names: Sequence[str], node: types.Type) -> list[tuple[bool, str]] | None:
-    """Each step as (is it an item, its name here). None: right as far as one can see, but not for getters."""
+    """Each step as (is it an item, its name here). None: no mistake is visible, but getters cannot follow it."""
     steps: list[tuple[bool, str]] = []
     for name in names:
         found = _step(node, name)
@@ -171,7 +171,7 @@ def _step(node: types.Type, name: str) -> tuple[bool, _Field] | None:
             except _NoSuchField as missing:
                 known += missing.known
             else:
-                return None  # which member it is shows at run time only
+                return None  # the member is known only at run time
         raise _NoSuchField("the payload's types", name, known)
     if isinstance(node, types.AnyType):
         return True, _Field(name, node)
