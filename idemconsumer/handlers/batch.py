@@ -1,4 +1,4 @@
-"""One call of a batch handler: its items, and what it says becomes of each."""
+"""One call of a batch handler: its items, and what it decides about each."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class Items:
     def result(self, i: int, value: object, /) -> None:
         # Encoded now, since the handler may go on changing the value.
         try:
-            self._say(i, codecs.encode(value))
+            self._decide(i, codecs.encode(value))
         except TypeError as error:
-            self._say(i, _marked_here(error))
+            self._decide(i, _marked_here(error))
 
     def reject(self, i: int, /, code: str, body: object = None) -> None:
-        self._say(i, _marked_here(Reject(code, body)))
+        self._decide(i, _marked_here(Reject(code, body)))
 
     def retry(self, i: int, /, after: str | float | timedelta | None = None) -> None:
-        self._say(i, _marked_here(Retry("asked for by batch.retry", after=after)))
+        self._decide(i, _marked_here(Retry("asked for by batch.retry", after=after)))
 
-    def _say(self, i: int, fate: StoredResult | Exception | None) -> None:
+    def _decide(self, i: int, fate: StoredResult | Exception | None) -> None:
         if self._closed:
             raise HandlerFault(
                 "batch was used after its handler returned, when its items may be committed; "

@@ -1,4 +1,4 @@
-"""The decorator, and what a user holds of a decorated function."""
+"""The decorator, and what it makes of a function."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Handler(Generic[P, R]):
 
     @property
     def name(self) -> str:
-        """Under which its keys are stored, so renaming it makes every message new."""
+        """The name under which its keys are stored: renaming it makes every message new."""
         return self.plan.name
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -49,7 +49,7 @@ class Handler(Generic[P, R]):
 
 
 class Decorate(Protocol):
-    """The type of `idempotent_handler(…)`: it takes the function and gives its Handler."""
+    """The type of `idempotent_handler(…)`: it takes the function and returns its Handler."""
 
     @overload
     def __call__(self, fn: Callable[P, Awaitable[R]], /) -> Handler[P, R]: ...
@@ -86,7 +86,7 @@ def idempotent_handler(source: str, *sources: str, key: KeySpec, **options: Unpa
     A plain function runs in a thread, without Tx; what it does is not part of any transaction. A function whose first
     parameter is a `Batch` of payloads is called once for all new messages of a group. A function that asks for `Saga`
     instead of Tx runs step by step, and is resumed at its last recovery point.
-    Raises HandlerError, when the function is decorated, for whatever can be seen to be wrong by then.
+    Raises HandlerError, when the function is decorated, for every mistake that is visible by then.
     """
 
     def decorate(fn: Callable[..., Any], /) -> Handler[Any, Any]:

@@ -16,7 +16,7 @@ from idemconsumer.rules import verdicts
 log = structlog.get_logger("idemconsumer")
 
 Duration: TypeAlias = str | float | timedelta
-MAX_INLINE_DELAY = 30.0  # seconds; the lane stands still meanwhile (D7)
+MAX_INLINE_DELAY = 30.0  # seconds; the lane is blocked meanwhile (D7)
 MIN_LEASE = 1.0  # seconds; it is renewed three times in that time
 MAX_INLINE_TOTAL = 15 * 60.0  # seconds; RabbitMQ closes a channel that leaves a delivery unacked for 30 minutes
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
@@ -26,7 +26,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*", re.ASCII)
 def parse_duration(value: Duration) -> float:
     """Seconds of "250ms", "10s", "5m", "2h", "14d", a number of seconds, or a timedelta.
 
-    Raises ConfigurationError for anything else, for less than nothing, and for a text without its unit.
+    Raises ConfigurationError for anything else, for a negative duration, and for a text without its unit.
     """
     given: object = value
     seconds = math.nan
@@ -64,7 +64,7 @@ class Backoff:
         return verdicts.backoff(attempt, first=self.first, factor=self.factor, cap=self.cap, jitter=jitter)
 
     def longest(self, pauses: int) -> float:
-        """How long `pauses` of them take together, at most."""
+        """The most seconds that `pauses` of them can take together."""
         total, pause = 0.0, self.first
         for done in range(pauses):
             if pause >= self.cap:

@@ -74,7 +74,7 @@ class Call:
     order: str | bytes
 
     def message(self, attempt: int) -> Message:
-        """As a handler sees it. Made when one asks, since few do."""
+        """The message as a handler sees it. Made on demand, since few handlers ask for it."""
         return msgspec.structs.replace(self.arrived, key=self.key, tenant=self.tenant, attempt=attempt)
 
 
@@ -109,7 +109,7 @@ class BoundHandler:
         self.reconciles = plan.reconcile is not None
         group = plan.options.consumer_group or app
         self.subscriptions = tuple(Subscription(source, plan.name, group) for source in plan.sources)
-        # A queue in Postgres: what its own broker would soon drop, and sagas begun from code.
+        # A queue in Postgres, for messages that their own broker would soon drop and for sagas begun from code.
         self.own_source = f"postgres:~{app}/{plan.name}"
 
     @property
@@ -142,12 +142,12 @@ class BoundHandler:
         return key, None if plan.tenant is None else plan.tenant(message, payload)
 
     def run(self, call: Call, tx: Tx | Saga | None, attempt: int) -> Awaitable[object]:
-        """Run the function; what it raises is raised. Cancelling ends an async function at its next await; a
-        plain one goes on in its thread to its end, unheard."""
+        """Run the function and raise what it raises. Cancelling ends an async function at its next await; a plain
+        one runs on in its thread to its end, and its result is ignored."""
         return self._invoke(self._plan.signature, call, tx, attempt)
 
     async def run_batch(self, items: Items, tx: Tx | None) -> None:
-        """`run` for a function that takes a batch; what becomes of each item is then told by `items`."""
+        """`run` for a function that takes a batch; `items` then holds what was decided about each item."""
         try:
             returned = await self._plan.signature.invoke(items, tx, items.message(0), self.resources)
         finally:
@@ -172,7 +172,7 @@ _message_id = keys.compile_key(keys.Key.message_id(), Any, handler="app.start")
 
 
 def given_key(key: object) -> str:
-    """A key that stands in for the handler's key rule. Raises BadMessage for what no rule would give."""
+    """A key that stands in for the handler's key rule. Raises BadMessage for a key that no rule would give."""
     if key is not None and not isinstance(key, str):
         raise BadMessage("key_invalid", f"key= is of type {type(key).__name__}, not a text")
     return _message_id(Message("", b"", message_id=key), None)

@@ -24,29 +24,29 @@ from idemconsumer.rules.group_size import MAX_GROUP
 class Options(TypedDict, total=False):
     """What `@idempotent_handler` takes besides its sources and `key`.
 
-    * `name`: what keys are unique within; default the function's name. Renaming it forgets every key.
-    * `group_size`: how many messages share one transaction to begin with and at most, up to 128; trouble makes it less.
-      Default: as many as go well, which follows the handler's time, its failures and its collisions. 1 for a handler
-      that minds sharing `now()` and `SET LOCAL`, or running again because another message of its group failed. A saga
-      runs alone whatever it is.
+    * `name`: keys are unique within it; default the function's name. Renaming it forgets every key.
+    * `group_size`: sets the initial and maximum number of messages that share one transaction, up to 128; failures and
+      collisions reduce it. Default: the size adapts to the handler's time, its failures and its collisions. Use 1 for a
+      handler that cannot share `now()` and `SET LOCAL`, or must not run again because another message of its group
+      failed. A saga always runs alone.
     * `consumer_group`: the Kafka consumer group. Default the app's name.
-    * `tenant`: whose message it is; keys of two tenants never meet.
+    * `tenant`: the tenant that a message belongs to; equal keys of two tenants are two keys.
     * `order_by`: the entity within which order is kept; "partition" keeps that of the Kafka partition.
     * `fingerprint`: what must be the same under one key. Default the whole body; None compares nothing.
     * `retain`: how long a record is kept, longer than the broker may redeliver. Default "14d".
-    * `on_busy`, `wait`: what a delivery does whose key is held elsewhere: "wait" in its lane, so long
+    * `on_busy`, `wait`: what a delivery does while its key is held elsewhere: "wait" in its lane for up to `wait`
       (default "10s"), or "defer" at once and let others pass.
     * `timeout`: how long one run may take. Default "30s".
     * `max_attempts`: runs before the message becomes a dead letter. Default 5.
     * `backoff`: a Backoff, (first, cap) or "first, cap". Default half a second, doubling, at most 30 s.
     * `retry`: "inline", the only one in this version.
-    * `lease` (sagas): how long a worker that is gone is waited for. Default "30s"; the shortest of
-      a worker's handlers counts, and bounds the transaction of each of their steps.
-    * `version` (sagas): raise it when the steps change so that what has begun must not go on by itself.
+    * `lease` (sagas): how long others wait for a lost worker before they take its sagas over. Default "30s"; the
+      shortest of a worker's handlers counts, and bounds the transaction of each of their steps.
+    * `version` (sagas): raise it when the steps change so that sagas already begun must not go on by themselves.
     * `on_stale` (sagas): "resume" on any worker (the default), or "review": a person decides.
-    * `reconcile` (sagas): an async function of payload, Tx and the like that is asked before a saga whose worker was
-      lost runs again: `Done(result)` completes it, `NotDone()` runs it, `Unknown()` leaves it to a person.
-    * `settle` (sagas): "claimed": the broker is told once the message is stored; "finished": at the end.
+    * `reconcile` (sagas): an async function of payload, Tx and the like, called before a saga runs again after its
+      worker was lost: `Done(result)` completes it, `NotDone()` runs it, `Unknown()` leaves it to a person.
+    * `settle` (sagas): when the delivery is settled: "claimed", once the message is stored; "finished", at the end.
     * `fail_on`: exceptions that no further attempt would cure. `retry_on`: the only ones tried again.
     """
 

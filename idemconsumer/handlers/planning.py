@@ -1,4 +1,4 @@
-"""From a function and its options to a plan: everything that can be seen to be wrong is refused here, at import."""
+"""From a function and its options to a plan: every visible mistake is refused here, at import."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _broker_order(message: Message, _: object, key: str) -> str | bytes:
 
 
 def _partition(message: Message) -> str:
-    """`topic-partition` of a position `topic-partition-offset`; nothing where there is no position."""
+    """`topic-partition` of a position `topic-partition-offset`; empty where there is no position."""
     return message.position.rpartition("-")[0]
 
 

@@ -20,7 +20,7 @@ _INJECTED: dict[type, str] = {Tx: "tx", Saga: "saga", Message: "message"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """The plan of a function. `invoke` takes payload, Tx, Message and the resources, and passes on what it asks for.
+    """The plan of a function. `invoke` takes payload, Tx, Message and the resources, and passes on what `fn` asks for.
 
     With `batch` it takes a Batch in place of the payload, and `payload_type` is that of an item.
     `resources` are the parameters that only an app's resources can fill, with their types; whether there are any is
@@ -40,7 +40,7 @@ def read_signature(handler: str, fn: Callable[..., Any]) -> Signature:
     """Raises HandlerError, naming the parameter, for what cannot be called with payload, Tx, Message and resources."""
     payload_type, positional, keywords, resources = _parameters(handler, fn)
     injected = {*positional, *keywords.values()}
-    # A decorator that wraps an async function in a plain one gives back its coroutine: that is async enough.
+    # A decorator that wraps an async function in a plain one returns its coroutine: that counts as async.
     is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(inspect.unwrap(fn))
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise HandlerError(handler, "the function yields", "return the result instead")
@@ -93,7 +93,7 @@ def _parameters(
 
 
 def _hints(handler: str, fn: Callable[..., Any], annotations: Mapping[str, Any]) -> dict[str, Any]:
-    # Only the parameters: a return type that is imported for type checkers alone is nobody's concern here.
+    # Only the parameters: a return type that is imported for type checkers alone does not matter here.
     bare = SimpleNamespace(__annotations__=dict(annotations))
     try:
         return get_type_hints(bare, getattr(inspect.unwrap(fn), "__globals__", {}), include_extras=True)
@@ -127,7 +127,7 @@ def _check_types(handler: str, payload: str, hints: Mapping[str, Any]) -> None:
             f"put the payload first: (payload: dict, {payload}: {hints[payload].__name__})",
         )
     for name, hint in hints.items():
-        # A class of somebody's own may be that of a resource, which may be defined later.
+        # A class of the user may be that of a resource, which may be defined later.
         if name != payload and (not isinstance(hint, type) or hint.__module__ == "builtins"):
             raise not_injectable(handler, name, hint)
 
@@ -146,7 +146,7 @@ def _is_batch(hint: Any) -> bool:
 
 
 def _item_type(hint: Any) -> Any:
-    """X of Batch[X]; a bare Batch takes whatever is JSON."""
+    """X of Batch[X]; a bare Batch takes any JSON."""
     return next(iter(get_args(hint)), Any)
 
 
@@ -163,7 +163,7 @@ def _check_batch(handler: str, fn: Callable[..., Any], hint: Any, injected: set[
             "it asks for both Batch and Message",
             "leave Message out and use batch.message(i), one for each item",
         )
-    # Not resolved, as it may be there for type checkers alone; a postponed None is a text.
+    # Not resolved, since it may be imported for type checkers alone; a postponed None is a text.
     returns = inspect.signature(fn).return_annotation
     if returns not in (inspect.Signature.empty, None, "None"):
         raise HandlerError(
@@ -191,7 +191,7 @@ def _invoker(
     def in_thread(payload: object, tx: Tx | Saga | None, message: Message, resources: Mapping[type, object]) -> object:
         try:
             return call(payload, tx, message, resources)
-        except StopIteration as error:  # a future refuses to hold it, and would never be done
+        except StopIteration as error:  # a future refuses to hold it, and would never finish
             raise RuntimeError("the handler raised StopIteration") from error
 
     async def plain(
