@@ -1,4 +1,4 @@
-"""What the worker needs of a broker. Whatever one broker alone must do, it does inside its adapter."""
+"""What the worker needs of a broker. What only one broker must do stays inside its adapter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from idemconsumer.message.message import Message, Subscription
 class Epoch:
     """One span in which this process owns what a session delivered (a Kafka assignment, a channel).
 
-    `retiring`: nothing new of it may start, what runs may finish and settle. `ended`: what finishes now is forgotten.
+    `retiring`: no more of it may start; what runs may finish and settle. `ended`: what finishes now is forgotten.
     `waiting` counts those of its deliveries that sit in the waiting room.
-    `probation` is how many deliveries each lane treats as suspects first, since after an assignment the broker cannot
-    tell which message was running when the former owner died (K10).
+    `probation` is the number of deliveries that each lane treats as suspects first, since after an assignment the
+    broker cannot tell which message was running when the former owner died (K10).
     """
 
     __slots__ = ("_budget", "_probation", "_quiet", "_running", "ended", "retiring", "waiting")
@@ -37,7 +37,7 @@ class Epoch:
         return self._probation > 0 and self._budget.get(lane, self._probation) > 0
 
     def passed(self, lane: int) -> None:
-        """A delivery of this epoch was really run in `lane` (not a duplicate), and did not kill us."""
+        """A delivery of this epoch was actually run in `lane` (not a duplicate), and did not kill this worker."""
         self._budget[lane] = self._budget.get(lane, self._probation) - 1
 
     def start(self, count: int) -> None:
@@ -58,7 +58,7 @@ class Epoch:
 
 
 class Delivery(msgspec.Struct, frozen=True, eq=False):
-    """One arrival of a message. `handle` is how its broker settles it, opaque to everybody else.
+    """One arrival of a message. `handle` is how its broker settles it, opaque to all others.
 
     `suspect`: it was delivered before, so it may have killed a worker. `count` is the broker's delivery count, a hint.
     `take_over` (Q2): its broker may soon drop it after too many deliveries. The worker commits it to the handler's
@@ -75,7 +75,7 @@ class Delivery(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to publish. `key` orders (Kafka record key) or identifies (message id) it, as the broker can."""
+    """A message to publish. `key` orders it (Kafka record key) or else identifies it (message id)."""
 
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -84,8 +84,8 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a session may have outstanding (D8). `group` is the most messages that a group may ever hold. `in_flight` =
-    lanes x group + waiting room; times in seconds. `share` tells how much to take out of a queue that others work on
+    """What a session may have outstanding (D8). `group` is the largest group that may ever form. `in_flight` =
+    lanes x group + waiting room; times in seconds. `share` limits what is taken out of a queue that other workers use
     too: a few groups (D12), so that they get theirs, and a crash hides few messages until their visibility ends."""
 
     lanes: int
@@ -101,7 +101,7 @@ class Bounds:
 
     @property
     def ahead(self) -> int:
-        """The share as it is now; without one, four groups a lane."""
+        """The share as it is now; without one, four groups per lane."""
         return 4 * self.lanes * self.group if self.share is None else self.share()
 
 
@@ -121,13 +121,13 @@ class Session(Protocol):
         """The next deliveries; waits a short time (about a second at most) and may be empty.
 
         Keeps outstanding deliveries (fetched, not yet settled, released or forgotten) within the bounds by itself, by
-        pausing at the broker, said once. Called by one task, which is never cancelled: it ends by SessionEnded, raised
-        after loss or `close()`.
+        pausing at the broker, which it logs once. Called by one task, which is never cancelled: it ends by
+        SessionEnded, raised after a loss or `close()`.
         """
         ...
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
-        """Tell the broker that these are finished, batched. Forgets those whose epoch has ended, and every loss."""
+        """Tell the broker, in batches, that these are finished. Ignores deliveries of an ended epoch, and any loss."""
         ...
 
     async def release(self, deliveries: Sequence[Delivery]) -> None:
@@ -139,7 +139,7 @@ class Session(Protocol):
         ...
 
     async def stop_fetching(self) -> None:
-        """First half of a drain: no new deliveries from now on; memberships, acks and visibility go on."""
+        """First half of a drain: no new deliveries from now on; memberships, acks and visibility are kept up."""
         ...
 
     async def close(self) -> None:
@@ -148,11 +148,11 @@ class Session(Protocol):
 
 
 class Broker(Protocol):
-    """A broker client. Opening a session raises BrokerUnavailable; the worker retries with backoff and says it once."""
+    """A broker client. Opening a session raises BrokerUnavailable; the worker retries with backoff and logs it once."""
 
     @property
     def hands_over(self) -> bool:
-        """Whether any delivery of its sessions may have `take_over` set, so that handlers need a queue of their own."""
+        """Whether its sessions may set `take_over` on a delivery, so that each handler needs a queue of its own."""
         ...
 
     def feed(self, subscription: Subscription) -> str:
@@ -166,7 +166,7 @@ class Broker(Protocol):
         ...
 
     async def check(self, subscription: Subscription) -> list[Finding]:
-        """Reachable, destination exists, limits that would lose messages. Never raises for what it finds."""
+        """Findings: is it reachable, does the source exist, do limits lose messages. Never raises for what it finds."""
         ...
 
     async def close(self) -> None: ...

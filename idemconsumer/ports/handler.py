@@ -17,15 +17,15 @@ Params = Sequence[object] | Mapping[str, object]
 
 
 class Rows(Protocol[R]):
-    """The rows of one statement; they are already here, so nothing is awaited from the server."""
+    """The rows of one statement, all received already: reading them never waits for the server."""
 
     @property
     def rowcount(self) -> int:
-        """How many rows the statement returned or changed; -1 where Postgres does not say."""
+        """How many rows the statement returned or changed; -1 where Postgres does not report it."""
         ...
 
     async def first(self) -> R | None:
-        """The next row that was not read yet; None when there is none."""
+        """The next unread row; None when there is none."""
         ...
 
     async def one(self) -> R:
@@ -33,7 +33,7 @@ class Rows(Protocol[R]):
         ...
 
     async def all(self) -> list[R]:
-        """All rows that were not read yet."""
+        """All unread rows."""
         ...
 
 
@@ -46,9 +46,9 @@ class Tx(Protocol):
 
     @overload
     async def execute(self, query: LiteralString, params: Params = ...) -> Rows[tuple[Any, ...]]:
-        """Run one statement with psycopg's placeholders (`%s`, `%(name)s`); its rows are here on return.
+        """Run one statement with psycopg's placeholders (`%s`, `%(name)s`); all its rows are received on return.
 
-        Raises psycopg.Error as the database says it; swallowing one fails the transaction. Raises HandlerFault for
+        Raises the psycopg.Error of the database; swallowing one fails the transaction. Raises HandlerFault for
         COMMIT, ROLLBACK and the like, and after the handler has returned.
         """
         ...
@@ -67,15 +67,15 @@ class Tx(Protocol):
 class Batch(Protocol[T_co]):
     """The new messages of one group, for a handler that takes them all at once: `orders: Batch[OrderPlaced]`.
 
-    They are in the order of their lane, each key once. What was handled before is not among them, and where nothing is
-    new the function is not called. Its effects through Tx and the records of all items are one commit. An item of which
-    nothing is said is applied, with no result; of several words about one item the last counts. A word after the
-    function has returned raises HandlerFault, and one about an item that is not there IndexError.
+    They are in the order of their lane, each key once. What was handled before is not among them, and if nothing is new
+    the function is not called. Its effects through Tx and the records of all items are one commit. An item that no
+    method is called for is applied, with no result; of several calls for one item the last counts. A call after the
+    function has returned raises HandlerFault, and one for an item that does not exist raises IndexError.
 
-    If an item is rejected or is to run again, all effects of this call are rolled back: the items before the first such
-    one are handled once more, without it, and those behind it in a later call. So nothing stays of what was done for
-    it, or was decided because of that. Not guaranteed: that the function sees an item only once, so its effects belong
-    into Tx.
+    If an item is rejected or retried, all effects of this function call are rolled back: the items before the first
+    such one are handled once more, without it, and those after it in a later call. So nothing remains of what was done
+    for it, or was decided because of that. Not guaranteed: that the function sees an item only once, so its effects
+    belong in Tx.
     """
 
     def __len__(self) -> int:
@@ -95,15 +95,15 @@ class Batch(Protocol[T_co]):
         ...
 
     def result(self, i: int, value: object, /) -> None:
-        """What is stored for item `i` and given to its duplicates; what a handler of one message would return."""
+        """Store `value` for item `i` and its duplicates, as if a handler of one message returned it."""
         ...
 
     def reject(self, i: int, /, code: str, body: object = None) -> None:
-        """Refuse item `i` for good: as `raise Reject(code, body)` of a handler of one message."""
+        """Refuse item `i` for good, as `raise Reject(code, body)` does in a handler of one message."""
         ...
 
     def retry(self, i: int, /, after: str | float | timedelta | None = None) -> None:
-        """Run item `i` again, after so many seconds, a duration or the backoff: as `raise Retry(after=after)`."""
+        """Run item `i` again after seconds, a duration or the backoff, as `raise Retry(after=after)` does."""
         ...
 
 
@@ -116,12 +116,12 @@ class Step(Protocol):
 
     @property
     def key(self) -> UUID:
-        """The key that its remote is to remember: the same for every attempt, another for the step's undo."""
+        """The key that its remote must remember: the same for every attempt, another for the step's undo."""
         ...
 
     @property
     def attempt(self) -> int:
-        """How many times the remote will have been asked with this call, from 1. Of an undo it goes on counting."""
+        """How many times the remote was called for this step, this call included. An undo continues the count."""
         ...
 
 
@@ -139,14 +139,14 @@ class NotDone:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A reconcile's answer: nobody can tell; the saga is put aside for a person."""
+    """A reconcile's answer: it cannot be determined; the saga is put aside for a person."""
 
 
 class Saga(Protocol):
     """A saga's run, as its handler sees it. A handler that asks for it runs in leased mode.
 
-    A finished step is never run again: it returns its stored output. Only Reject reaches the handler; whatever else
-    goes wrong in a step ends the run, on this worker or any other, to be resumed at the last recovery point.
+    A finished step is never run again: it returns its stored output. Only Reject reaches the handler; any other
+    failure of a step ends the run, which this worker or another resumes at the last recovery point.
     """
 
     @property

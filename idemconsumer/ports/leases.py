@@ -14,11 +14,11 @@ from idemconsumer.rules.values import Found, State, StepKind, StepRow, StepState
 
 @dataclass(frozen=True, slots=True)
 class LeasedSaga:
-    """A saga that this worker holds: with which token, in which phase, and the message that began it.
+    """A saga that this worker holds: its token, its phase, and the message that began it.
 
-    `attempt` counts takeovers without a finished step in between. `stale`: it was taken from a worker that is gone, and
-    what follows from that is not decided yet; a release keeps it. `new`: claimed a moment ago, so that no step of it
-    can be recorded yet.
+    `attempt` counts takeovers without a finished step in between. `stale`: it was taken from a lost worker, and
+    what follows from that is not decided yet; a release keeps it stale. `new`: claimed a moment ago, so that no step of
+    it can be recorded yet.
     """
 
     key: bytes
@@ -56,18 +56,18 @@ class LeaseStore(Protocol):
 
     Every write is fenced: it locks the saga's row FOR SHARE with the holder's token and phase, in the writing
     transaction, and raises Fenced when there is no such row. CommitUnknown must be answered by `retake`, never by
-    reading again with the old token. Every method raises StoreUnavailable when the database is away.
+    reading again with the old token. Every method raises StoreUnavailable when the database is unreachable.
     """
 
     async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | LeasedSaga:
-        """Claim the key and store the message with it, committed on return; else what is there."""
+        """Claim the key and store the message with it, committed on return; else what was found."""
         ...
 
     async def own(self, key: bytes | None = None) -> list[tuple[bytes, int]]:
         """Key and token of each saga that is ours in the database; with `key`, of that one alone.
 
-        One that nobody in this process has in hand *after* this returned was left by a lost answer, or by a release
-        that failed: whoever gets a saga has it in hand before asking for it.
+        One that is not in hand in this process *after* this returned was left by a lost answer, or by a release that
+        failed: every run has its saga in hand before it asks for it.
         """
         ...
 
@@ -80,15 +80,15 @@ class LeaseStore(Protocol):
         unheld: Sequence[tuple[bytes, int]] = (),
         key: bytes | None = None,
     ) -> list[LeasedSaga]:
-        """Take over sagas that are due or stale, each with a new token. Skips those that somebody is writing to.
+        """Take over sagas that are due or stale, each with a new token. Skips those that are being written to.
 
-        `unheld` are those of `own` that nobody here has in hand: they are taken too, at the cost of no attempt, unless
-        they have another token by now. With `key`, that saga alone.
+        `unheld` are those of `own` that are not in hand here: they are taken too, at no cost of an attempt, unless they
+        have another token by now. With `key`, that saga alone.
         """
         ...
 
     async def retake(self, key: bytes, token: int | None) -> LeasedSaga | None:
-        """After CommitUnknown: a new token for what we hold, once whatever is in flight has ended. None: not ours.
+        """After CommitUnknown: a new token for what we hold, once all writes in flight have ended. None: not ours.
 
         `token` None: that of the claim is not known, since its answer was lost.
         """
@@ -116,11 +116,11 @@ class LeaseStore(Protocol):
         ...
 
     async def undo(self, saga: LeasedSaga, rejection: StoredResult) -> LeasedSaga | None:
-        """Commit UNDOING; None when an intent is open, so that nobody knows yet what there is to undo (L7)."""
+        """Commit UNDOING; None when an intent is open: what there is to undo is not known yet (L7)."""
         ...
 
     async def release(self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool) -> None:
-        """Nobody's, free after `delay` seconds. `count=False` gives the attempt back (a drain)."""
+        """Give it up: any worker may take it after `delay` seconds. `count=False` gives the attempt back (a drain)."""
         ...
 
     async def park(self, saga: LeasedSaga, letter: DeadLetter) -> None:

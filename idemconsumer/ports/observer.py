@@ -8,8 +8,8 @@ from typing import Protocol
 
 
 class Observer(Protocol):
-    """Told of every named point, once a group; of FETCHED, DISPATCHED and a single message's HANDLED once a message.
-    It decides nothing and must not raise."""
+    """Called at every named point, once per group; at FETCHED, DISPATCHED and a single message's HANDLED once per
+    message. It decides nothing and must not raise."""
 
     def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None: ...
 
@@ -27,7 +27,7 @@ class Point(StrEnum):
     Before it runs: `fetched` from its broker, `dispatched` to its lane, `suspects_marked` and `suspect_counted` if it
     may have killed a worker. In its transaction: `claimed`, `handled`, and `sealing` just before COMMIT.
     Once that is known: `committed` or `rolled_back`. After a failure: `attempt_counted`; `rejecting`, `rejected`;
-    `dead_lettering`, `dead_lettered`. At last: `settling` and `settled` with the broker.
+    `dead_lettering`, `dead_lettered`. Finally: `settling` and `settled` with the broker.
     """
 
     FETCHED = "fetched"
@@ -52,7 +52,7 @@ class SagaPoint(StrEnum):
     """As `Point`, for the steps of a saga.
 
     A `tx` step: `step_opening`, `step_committing`, `step_committed`. A call: `intending`, `intended`, `called` when the
-    remote has answered, `step_recorded`. An undo: `undoing`, `undone`, and `called` in between for that of a call.
+    remote has answered, `step_recorded`. An undo: `undoing`, `undone`, with `called` in between if it undoes a call.
     `released`: free for any worker after a failure.
     """
 

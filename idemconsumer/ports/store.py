@@ -17,7 +17,7 @@ from idemconsumer.rules.values import Found, Record
 class Claim(msgspec.Struct, frozen=True):
     """A key about to be claimed: SHA-256 of app, tenant, handler and key; its scope's name; the payload's fingerprint.
 
-    `retain` is how long its record will be kept, seconds; the scope remembers it.
+    `retain` is how long its record will be kept, in seconds; it is stored with the scope.
     """
 
     key: bytes
@@ -28,7 +28,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message put aside for a person. `identity` is what makes a second arrival count instead of being added."""
+    """A message put aside for a person. A second arrival with the same `identity` is counted instead of added."""
 
     identity: bytes
     handler: str
@@ -46,7 +46,7 @@ class OpenTransaction(Protocol):
     """An open transaction in which a user's function may run; only the store can seal and commit it."""
 
     def tx(self) -> Tx:
-        """A Tx for one handler. Asking for the next one ends the former."""
+        """A Tx for one handler. Asking for the next one ends this one."""
         ...
 
     def check(self) -> None:
@@ -55,7 +55,7 @@ class OpenTransaction(Protocol):
         ...
 
     def diagnose(self, error: Exception) -> Exception:
-        """What an error that left a handler really is: StoreUnavailable, Contention, or the handler's own."""
+        """The real cause of an error that left a handler: StoreUnavailable, Contention, or the handler's own."""
         ...
 
 
@@ -89,9 +89,9 @@ class Claims(OpenTransaction, Protocol):
 
 
 class JoinedStore(Protocol):
-    """Claims in the transaction of their effects. Every method raises StoreUnavailable when the database is away.
+    """Claims in the transaction of their effects. Every method raises StoreUnavailable when the database is down.
 
-    A method with a commit of its own may also raise CommitUnknown; calling it again is then right.
+    A method with a commit of its own may also raise CommitUnknown; call it again then.
     """
 
     @property
@@ -102,8 +102,8 @@ class JoinedStore(Protocol):
     def transaction(self, *, group: int, gate: str | None = None) -> AbstractAsyncContextManager[Claims]:
         """A transaction for `group` messages. Leaving without `complete` rolls back; a broken connection is dropped.
 
-        Those with one `gate` take turns, in all processes: the first claim waits, before it claims, until no other one
-        is open. That wait is no collision, however short the lock time-out of a group is.
+        Those with the same `gate` take turns, across all processes: the first claim waits, before it claims, until no
+        other one is open. That wait is not a collision, however short the lock time-out of a group is.
         """
         ...
 
@@ -114,12 +114,12 @@ class JoinedStore(Protocol):
     async def mark_attempts(self, claims: Sequence[Claim]) -> set[bytes]:
         """Put on record that these are about to run, in one commit and without counting an attempt.
 
-        Returns the keys that were not on record before, be it marked or counted.
+        Returns the keys that were not on record before, neither marked nor counted.
         """
         ...
 
     async def unmark_attempts(self, keys: Sequence[bytes]) -> None:
-        """Take marks back. What was counted since stays."""
+        """Take marks back. Attempts that were counted since stay."""
         ...
 
     async def count_attempt(self, claim: Claim, error: str | None) -> int:
@@ -131,7 +131,7 @@ class JoinedStore(Protocol):
         ...
 
     async def note_error(self, claim: Claim, error: str) -> int:
-        """Say what the attempt counted beforehand ended with; returns how many attempts there are."""
+        """Store the error of an attempt that was counted beforehand; returns how many attempts there are."""
         ...
 
     async def take_over(self, queue: str, message: Message) -> None:
@@ -143,7 +143,7 @@ class JoinedStore(Protocol):
     async def reject(self, claim: Claim, rejection: StoredResult) -> Record | None:
         """Store FAILED and its rejection in a transaction of its own, after claiming anew.
 
-        Returns None when stored; the record that is there when somebody was faster. Raises Contention when a rival
+        Returns None when stored; the record of a rival that was faster. Raises Contention when a rival
         holds the key.
         """
         ...
@@ -155,6 +155,6 @@ class JoinedStore(Protocol):
     async def bury(self, letter: DeadLetter, claim: Claim | None) -> Record | None:
         """Write the dead letter and, where a claim is given, the record DEAD, in one transaction.
 
-        Returns None when written (or counted once more); the final record that is there when somebody was faster.
+        Returns None when written (or counted once more); the final record of a rival that was faster.
         """
         ...
