@@ -2,9 +2,9 @@
 
 Theory of operation. A larger group shares its commit among more messages. Three things bound it. *Time*: its handlers
 hold their locks until the last of them is done. *Failures*: a group that fails has run for nothing. *Collisions*: a
-group takes rows in the order of its messages, so two of them wait for each other, and one has run for nothing. On few
-rows small groups collide too, so the groups of a contended handler take turns instead: each waits, before its claim,
-for a lock in the database that all processes share, the gate. One large group after the other beats many small ones.
+group takes rows in the order of its messages, so two of them may wait for each other, and one has run for nothing. On
+few rows small groups collide too, so the groups of a contended handler take turns instead: before its claim each waits
+for the gate, a lock in the database that all processes share. One large group after another beats many small ones.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _BURST: Final = 0.2  # seconds; the collisions of all lanes within it have one c
 _GATE_FIRST, _GATE_LAST = 2.0, 60.0  # seconds
 _FEW, _CALM = 8, 64  # clean groups that make up for a failure; for a collision
 _BUSY, _IDLE = 0.75, 0.5  # of one core
-_LEAST_OPEN = 4  # groups keep a database busy that is close by
+_LEAST_OPEN = 4  # groups; enough to keep a nearby database busy
 
 
 def open_groups(limit: int, lanes: int, busy: float) -> int:
-    """How many of a worker's lanes may have a group open, up to now `limit`, when its CPU was `busy` for such a share.
+    """How many of a worker's lanes may have a group open. It was `limit`, and the CPU was busy for a share `busy`.
 
-    G13. While a worker waits for the database or what its handlers call, each lane is welcome. Once its own CPU is
-    what limits it, more open groups get nothing more done: they leave one message to each, and what a group costs is
-    shared by nobody. With fewer, what arrives meanwhile goes along with a lane's next group: of RabbitMQ 2,800 messages
-    a second with 8 lanes at once, and 5,000 with 4.
+    G13. While a worker waits for the database or what its handlers call, every lane may. Once its own CPU is the limit,
+    more open groups get no more done: each gets only one message, which bears the whole cost of its group. With fewer,
+    what arrives meanwhile joins a lane's next group: 2,800 RabbitMQ messages a second with 8 lanes at once, and 5,000
+    with 4.
     """
     if busy >= _BUSY:
         return min(limit, max(_LEAST_OPEN, limit // 2))
@@ -64,8 +64,8 @@ class Gate:
 class GroupSize:
     """What is known of one handler's groups. `level` is what lost transactions and collisions have left of `cap`.
 
-    Adaptive, it begins with one message until a handler's time is known. Fixed, it begins with all of `cap`, and a
-    failure halves it.
+    An adaptive size begins with one message until the handler's time is known. A fixed one begins with all of `cap`,
+    and a failure halves it.
     """
 
     cap: int
@@ -78,11 +78,11 @@ class GroupSize:
     gate: Gate = Gate()
 
     @classmethod
-    def start(cls, asked: int | None, *, lanes: int, most_locks: int) -> GroupSize:
-        """`asked` None is adaptive. At most 128 keys, and all lanes together within the share of the lock table that is
-        ours (G4)."""
-        cap = max(1, min(asked or MAX_GROUP, MAX_GROUP, most_locks // max(1, lanes)))
-        return cls(cap, asked is None, min(cap, _START) if asked is None else cap)
+    def start(cls, configured: int | None, *, lanes: int, most_locks: int) -> GroupSize:
+        """`configured` None is adaptive. At most 128 keys, and all lanes together within our share of the lock table
+        (G4)."""
+        cap = max(1, min(configured or MAX_GROUP, MAX_GROUP, most_locks // max(1, lanes)))
+        return cls(cap, configured is None, min(cap, _START) if configured is None else cap)
 
     @property
     def size(self) -> int:
@@ -97,17 +97,17 @@ class GroupSize:
 
     @property
     def _careful(self) -> int:
-        """Where the commits that a larger group saves are worth the handlers that it runs for nothing.
+        """Where the commits that a larger group saves pay for the handlers that it runs for nothing.
 
-        With a transaction worth `a` handlers and a share `p` of failures a message costs about a/n + pn/2, least at
-        n = sqrt(2a/p). Transactions of 1 to 8 handlers were measured; 5 is within 4 % of the best for all of them, and
-        for every share.
+        If a transaction costs as much as `a` handlers, and a share `p` of messages fails, a message costs about
+        a/n + pn/2, which is least at n = sqrt(2a/p). The measured costs were 1 to 8 handlers; a = 5 is within 4 % of
+        the best for all of them, and for every share.
         """
         return max(1, int(min(MAX_GROUP, math.sqrt(10 / max(self.failing, 1e-6)))))
 
     def gated(self, now: float) -> bool:
-        """Whether the next transaction has to wait for its turn, even if it holds a single message: 2,200/s, and 80/s
-        where only groups waited. Slow handlers, which run alone, never do: one at a time would be a standstill."""
+        """Whether the next transaction has to wait for its turn, even if it holds a single message: that did 2,200/s,
+        and 80/s if only groups waited. Slow handlers run alone and never wait: one at a time would be a standstill."""
         return self.gate.shut(now) and self.size > 1
 
     # --------------------------------------------------------------------------------------------------- what happened
@@ -117,8 +117,8 @@ class GroupSize:
         if messages:
             each, known = seconds / messages, self.seconds
             if known is not None:
-                # Down quickly: waiting for rows makes any handler look slow, and what seems too slow for a group is not
-                # let through the gate that would end the waiting.
+                # Down quickly: waiting for rows makes any handler look slow, and one that seems too slow for a group
+                # does not use the gate, which would end the waiting.
                 each = known + (each - known) / (_GROUPS_UP if each > known else _GROUPS_DOWN)
             failing = self.failing and self.failing * (1 - 1 / _MESSAGES) ** messages
             changed = replace(self, seconds=each, failing=failing)
@@ -138,15 +138,15 @@ class GroupSize:
         return replace(self, failing=self.failing + (1 - self.failing) / _MESSAGES)
 
     def lost(self) -> GroupSize:
-        """The transaction came to an unknown end, or to none: perhaps for being too long (G14)."""
+        """The transaction's end is unknown, or it had none: perhaps it took too long (G14)."""
         return replace(self, level=max(1, self.size // 2), clean=0)
 
     def collided(self, now: float) -> GroupSize:
-        """A group waited too long for rows that somebody else has."""
+        """A group waited too long for rows that another transaction holds."""
         if now - self.collided_at < _BURST:
             return self
         changed = replace(self, clean=0, collided_at=now)
-        if self.gate.shut(now):  # with somebody who takes no turns: a smaller size would not spare it the next one
+        if self.gate.shut(now):  # with one that takes no turns: a smaller size would not prevent the next collision
             return changed
         if self.size > _START and self.gate == Gate():
             return replace(changed, level=_START)

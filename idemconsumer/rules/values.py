@@ -25,9 +25,9 @@ class OutcomeKind(StrEnum):
     """What happened to a delivery.
 
     Decided, so settle it: `applied` ran and is committed; `duplicate` was decided before; `conflict` has the key of
-    another payload, and is a dead letter; `failed` was refused for good; `dead` is put aside for a person.
+    another payload, and becomes a dead letter; `failed` was refused for good; `dead` is put aside for a person.
     Not decided, so it has to come again: `busy` is held elsewhere; `retrying` failed and has attempts left.
-    Only of sagas, which are stored and go on by themselves: `fenced` has another owner by now; `cancelled` was cut off
+    Only for sagas, which are stored and go on by themselves: `fenced` has another owner by now; `cancelled` was cut off
     by a drain. `unknown`, a COMMIT whose answer was lost, is not returned in this version: the key is claimed again.
     """
 
@@ -62,9 +62,9 @@ class StepState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A checkpointed step. `position` orders by finishing, None before that; `overlapped`: it has no fixed place among
-    the others, since another one ran at the same time, or another task than the handler's own asked for it. `attempt`:
-    how many times it was begun."""
+    """A checkpointed step. `position` is the order of finishing, None before that. `overlapped`: it has no fixed place
+    in that order, since another one ran at the same time, or a task other than the handler's own asked for it.
+    `attempt`: how many times it was begun."""
 
     name: str
     kind: StepKind

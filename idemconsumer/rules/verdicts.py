@@ -1,9 +1,9 @@
 """The rules of one message, as pure functions and one table. Time and chance come in as numbers.
 
-Theory of operation. A claim finds a key in one of three conditions: nobody had it (now it is ours), a rival holds it
+Theory of operation. A claim finds a key in one of three conditions: it was free (now it is ours), a rival holds it
 uncommitted, or there is a record. `judge` turns that into a verdict; the engine acts on it and reports an outcome;
-`settle` says what the worker does with the delivery. TRANSITIONS is documentation: no engine asks it. One test compares
-it with what workers write, another with the diagram in docs/protocol.md.
+`settle` says what the worker does with the delivery. TRANSITIONS is documentation: no engine reads it. One test
+compares it with what workers write, another with the diagram in docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Settlement(Enum):
     FINISH = "finish"  # tell the broker that it is done
     WAITING_ROOM = "waiting room"  # held unsettled in the waiting room; its lane goes on
     HOLD = "hold"  # held unsettled at its lane's head until it is due
-    DROP = "drop"  # say nothing: the broker will deliver it again
+    DROP = "drop"  # forgotten: the broker will deliver it again
 
 
 _SETTLEMENTS: Final = {
@@ -101,7 +101,7 @@ _SETTLEMENTS: Final = {
 def settle(outcome: Outcome) -> Settlement:
     """Only a commit that is known finishes a delivery (R5); nothing is ever negatively acknowledged (D4).
 
-    A saga's message is stored with its claim, so whatever has not ended it yet, the broker is done with it.
+    A saga's message is stored with its claim, so the broker is done with it even before the saga ends.
     """
     if outcome.state in (State.PROCESSING, State.UNDOING):
         return Settlement.FINISH
