@@ -1,4 +1,4 @@
-"""One way to call a user's function, in both modes: bounded in time, cancelled from outside only, blamed for itself."""
+"""One way to call a user's function, in both modes: limited in time, cancelled only from outside, blamed for itself."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ R = TypeVar("R")
 
 
 async def call_user_code(run: Awaitable[T], limit: TimeLimit) -> T:
-    """Await a user's function within `limit`. What is late is returned too: `limit.check` tells (J14).
+    """Await a user's function within `limit`. A late result is returned too: `limit.check` finds it (J14).
 
     Raises what the function raises, except:
-    * CancelledError if this task was cancelled from outside, whatever the function made of that (J13);
+    * CancelledError if this task was cancelled from outside, whatever the function did with that (J13);
     * the limit's TimeoutError if it was cut off: how far it got is not known then;
     * SelfCancelled for a CancelledError of its own making.
     """

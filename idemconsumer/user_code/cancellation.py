@@ -1,7 +1,7 @@
-"""Cancellation: what must not be cut in half by one, and where one came from.
+"""Cancellation: protecting what it must not cut in half, and finding out where it came from.
 
-asyncio counts, in `Task.cancelling()`, how often a task was asked to end. User code may raise that count for good
-(before Python 3.13 a TaskGroup with a failed child does) or swallow what was asked. This file alone reads it.
+asyncio counts, in `Task.cancelling()`, how often a task's cancellation was requested. User code may raise that count
+for good (before Python 3.13 a TaskGroup with a failed child does) or swallow the request. Only this file reads it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class CancellationWatch:
-    """Notes how often this task was asked to end, so that what comes later can be told from that."""
+    """Remembers how often cancellation of this task was requested, to tell later requests from earlier ones."""
 
     __slots__ = ("_before", "_task")
 
@@ -26,7 +26,7 @@ class CancellationWatch:
 
     @property
     def requested(self) -> bool:
-        """Whether this task was asked to end since then."""
+        """Whether this task's cancellation was requested since then."""
         return self._task is not None and self._task.cancelling() > self._before
 
     def withdraw(self) -> None:
@@ -37,7 +37,7 @@ class CancellationWatch:
 
 
 def being_cancelled() -> bool:
-    """Whether this task was asked to end. True outside of a task, where nothing can be awaited."""
+    """Whether this task's cancellation was requested. True outside of a task, where nothing can be awaited."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
@@ -45,7 +45,7 @@ def being_cancelled() -> bool:
 async def uninterrupted(act: Coroutine[Any, Any, T]) -> T:
     """Run `act` to its end, then let a cancellation pass.
 
-    `asyncio.shield` would return at once while the act goes on. The task of its own also serves what begins after the
+    `asyncio.shield` would return at once while the act goes on. The separate task also serves what begins after the
     cancellation: the store gives no connection to a task that is being cancelled.
     """
     task = asyncio.create_task(act)
@@ -65,7 +65,7 @@ async def run_isolated(run: Awaitable[Any]) -> tuple[Any, BaseException | None]:
     """Run user code in a task of its own: what it returned, or what it raised.
 
     What it does to its task ends with it (B10). A cancellation of the caller is passed on, and is raised whatever the
-    user code makes of it. A CancelledError that came from inside is returned as SelfCancelled.
+    user code does with it. A CancelledError that came from inside is returned as SelfCancelled.
     """
     task = asyncio.ensure_future(run)
     cancelled: asyncio.CancelledError | None = None
@@ -93,7 +93,7 @@ async def isolated(run: Awaitable[T]) -> T:
 
 
 def from_cancellation(error: BaseException | None) -> bool:
-    """Whether user code made this of a cancellation, and not of the group that a TaskGroup raised."""
+    """Whether user code turned a cancellation into this error. A TaskGroup's exception group does not count."""
     while error is not None and not isinstance(error, BaseExceptionGroup):
         if isinstance(error, asyncio.CancelledError):
             return True

@@ -1,4 +1,4 @@
-"""Resources: what a worker process makes once, before its lanes start, and closes when they have ended."""
+"""Resources: what a worker process creates once, before its lanes start, and closes when they have ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Resource:
 
 
 def read_resource(fn: Callable[..., Any]) -> Resource:
-    """Raises ConfigurationError, naming the function, for what cannot be made or asked for."""
+    """Raises ConfigurationError, naming the function, for what cannot be created or injected."""
     name = getattr(fn, "__name__", type(fn).__name__)
     if not inspect.isasyncgenfunction(fn):
         raise ConfigurationError(
@@ -64,14 +64,14 @@ class Resources:
         self.values: dict[type, object] = {}
 
     async def open(self) -> None:
-        """Make them in the order of their definition. Raises ConfigurationError for the first one that fails, after
-        closing those made before it."""
+        """Create them in the order of their definition. Raises ConfigurationError for the first one that fails, after
+        closing those created before it."""
         try:
             for resource in self._resources:
-                made = resource.make()
+                generator = resource.make()
                 outside = CancellationWatch()
                 try:
-                    self.values[resource.type] = await anext(made)
+                    self.values[resource.type] = await anext(generator)
                 except StopAsyncIteration:
                     raise ConfigurationError(
                         f"resource {resource.name!r} ended without a yield; yield the object once"
@@ -82,22 +82,22 @@ class Resources:
                     raise ConfigurationError(
                         f"resource {resource.name!r} could not be made: {type(error).__name__}: {error}"
                     ) from error
-                self._open.append((resource, made))
+                self._open.append((resource, generator))
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
-        """Close them in reverse order, each one even when another fails to."""
+        """Close them in reverse order, each one even if another fails."""
         while self._open:
-            resource, made = self._open.pop()
+            resource, generator = self._open.pop()
             self.values.pop(resource.type, None)
             outside = CancellationWatch()
             try:
-                await anext(made)
+                await anext(generator)
             except StopAsyncIteration:
                 continue
-            except (Exception, asyncio.CancelledError) as error:  # the user's; the others are still to be closed
+            except (Exception, asyncio.CancelledError) as error:  # the user's error; the others must still be closed
                 if outside.requested:
                     raise
                 log.warning("resource not closed", resource=resource.name, error=f"{type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ from idemconsumer.errors import StoreUnavailable, TransactionEnded
 
 
 class TimeLimit:
-    """Starts when it is made. Times are seconds.
+    """Starts when it is created. Times are seconds.
 
     `lease` is for what runs inside a transaction of a saga: the server ends one that has been idle for that long (L5).
     """
@@ -30,7 +30,7 @@ class TimeLimit:
 
     def check(self) -> None:
         """Raise TimeoutError if time is up: the function swallowed its cancellation, or computed and never let the loop
-        cancel it. Before COMMIT: then nothing has happened."""
+        cancel it. Called before COMMIT, so that nothing has happened."""
         if self.over:
             raise self.exceeded()
 
@@ -50,6 +50,6 @@ class TimeLimit:
         return error is self._error
 
     def blame(self, error: Exception) -> Exception:
-        """A transaction that is gone because the function took too long is the function's failure, and no outage."""
+        """A transaction lost because the function took too long is the function's failure, not an outage."""
         idle = isinstance(error, TransactionEnded) or (isinstance(error, StoreUnavailable) and self.over)
         return self.exceeded() if idle else error
