@@ -1,4 +1,4 @@
-"""Which message an error belongs to, and how the error is described to the person who can mend it."""
+"""Which message an error belongs to, and how the error is described to the person who can fix it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_THEIRS = tuple(
 
 
 class HandlerFailed(Exception):
-    """The handler of the group's message at `index` failed. None: it had several, and the error fits no one of them.
+    """The handler of the group's message at `index` failed. None: the error cannot be attributed to one of several.
 
     `ran`: which of the group's messages were to run; the others were busy, or had records.
     """
@@ -33,12 +33,12 @@ def rejection_of(error: BaseException) -> tuple[str, object]:
 
 
 def describe(error: BaseException) -> str:
-    """For the database, where the payload lies as well; logs get the type and the place alone (R13)."""
+    """For the database, which holds the payload as well; logs get only the type and the place (R13)."""
     return f"{''.join(traceback.format_exception_only(error)).strip()[:4000]} ({where(error)})"
 
 
 def where(error: BaseException) -> str:
-    """The innermost frame that is neither ours nor a library's: the line that the handler's author can mend."""
+    """The innermost frame that is neither ours nor a library's: the line that the handler's author can fix."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "unknown"

@@ -28,7 +28,8 @@ log = structlog.get_logger("idemconsumer")
 class FailedBehind:
     """A message that failed behind a group, to be counted in the group's commit, which saves one of its own (G9).
 
-    `attempts` it has then. `in_doubt`: the answer to that commit was lost; `counted`: it was committed all the same.
+    `attempts`: how many it has after that commit. `in_doubt`: the answer to that commit was lost; `counted`: it was
+    committed all the same.
     """
 
     claim: Claim
@@ -52,7 +53,7 @@ class Endings:
         self._chance = chance
 
     async def replay(self, work: Work, found: Found) -> Outcome:
-        """What a delivery gets whose key a rival holds, or held."""
+        """The outcome of a delivery when a rival holds its key, or held it."""
         match judge(found, work.claim.fingerprint):
             case Verdict.CONFLICT:
                 return await self.bury(work, "conflict", "the same key arrived before with another payload")
@@ -107,7 +108,7 @@ class Endings:
         return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempts, reason="retry", error=type(error).__name__)
 
     def free_retry(self, work: Work, contention: Contention) -> Outcome:
-        """No message is at fault, so it costs no attempt (B3); a random pause lets the rivals part."""
+        """No message is at fault, so it costs no attempt (B3); a random pause separates the rivals."""
         log.debug(
             "contention, running again", handler=work.handler.name, key=work.key.hex()[:12], error=str(contention)
         )
@@ -154,7 +155,7 @@ class Endings:
         return Outcome(kind, state=state, attempt=max(1, work.attempts), reason=reason, error=error)
 
     async def _until_known(self, work: Work, write: Callable[[], Awaitable[Record | None]]) -> Outcome | None:
-        """A commit of the engine's own, made again while its answer is unknown. None: written as wanted."""
+        """Repeat a commit of the engine's own until its answer is known. None: written as wanted."""
         while True:
             try:
                 standing = await write()

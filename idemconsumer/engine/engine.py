@@ -1,8 +1,8 @@
-"""Deliveries to outcomes: the straight line, joined mode.
+"""From deliveries to outcomes: the straight line of joined mode.
 
-A group is claimed with one statement, run on one transaction and committed once. `run` answers for a *prefix* of what
-it was given (G8): a delivery that fails, or that a rival holds, ends the prefix; the lane presents the rest again. So
-order inside a lane is kept by construction, and every detour (rerun, count, reject, dead letter) starts from a
+A group is claimed with one statement, run on one transaction and committed once. `run` decides a *prefix* of what it
+was given (G8): a delivery that fails, or finds a rival on its key, ends the prefix; the lane presents the rest again.
+So order inside a lane is kept by construction, and every detour (rerun, count, reject, dead letter) starts from a
 rolled-back transaction.
 """
 
@@ -42,7 +42,7 @@ _FREE_RETRIES = 50  # in a row, about half a minute; after that contention is th
 
 
 class _Cut(Exception):
-    """Only the first `length` messages of the group can go now: the next one is busy."""
+    """Only the first `length` messages of the group can run now: the next one is busy."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -85,7 +85,7 @@ class Engine:
         return self._sizes.of(handler).cap
 
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
-        """What committed records say."""
+        """The committed records of these keys; None where there is none."""
         return await self._store.peek(keys)
 
     async def process(self, work: Work) -> Outcome:
@@ -93,7 +93,7 @@ class Engine:
         return (await self.run([work]))[0]
 
     async def run(self, group: Sequence[Work], *, defer: bool = False) -> list[Outcome]:
-        """Outcomes of at least the first of `group`, which are of one handler; what is missing was not decided.
+        """Outcomes of at least the first of `group`, all of one handler; those without an outcome were not decided.
 
         A busy head is waited for up to the handler's `wait`; with `defer` busy ones are reported and the others run.
         """
@@ -110,7 +110,7 @@ class Engine:
         return outcomes
 
     async def replay_committed(self, group: Sequence[Work]) -> list[Outcome | None]:
-        """For each the outcome that its committed record gives, all read by one statement; None where it gives none."""
+        """The outcome of each that a committed record decides, else None. One statement reads all records."""
         outcomes: list[Outcome | None] = []
         for work, record in zip(group, await self._store.peek([work.key for work in group]), strict=True):
             undecided = record is None or not _decided(work, record)
@@ -121,7 +121,7 @@ class Engine:
     async def _run_group(
         self, group: Sequence[Work], *, defer: bool, behind: FailedBehind | None = None
     ) -> list[Outcome]:
-        """Claim, run and commit `group`, or a prefix of them; `behind` is counted if they all go at once."""
+        """Claim, run and commit `group`, or a prefix of it; `behind` is counted if all of it commits at once."""
         handler, lost, whole = group[0].handler, False, len(group)
         while True:
             try:
@@ -145,7 +145,7 @@ class Engine:
                     if work.collisions % _FREE_RETRIES == 0:
                         return [await self._fail(work, contention)]
                     return [self.endings.free_retry(work, contention)]
-                if not gate_shut:  # whoever holds the row may hold it for long: what comes before it is to get through
+                if not gate_shut:  # the row may be held for long: let those before its message through
                     group = group[: len(group) // 2]
             except StoreUnavailable:
                 self._sizes.lost(handler)  # as for an unknown commit
@@ -156,10 +156,10 @@ class Engine:
                 if failed.index is not None:
                     return await self._around(group, failed.index, failed, defer=defer)
                 self._at(Point.ROLLED_BACK, handler.name, [work.key for work in group])
-                # Smaller batches show which item it is, that of one at the latest (G10).
+                # Smaller batches show which item it is, at the latest a batch of one (G10).
                 return await self._in_parts(group, (len(group) + 1) // 2, defer=defer)
             except Exception as error:  # noqa: BLE001 - any error of the database at the seal or at COMMIT
-                # Refused at the seal or at COMMIT, so nobody can be blamed yet: one by one shows whose it is.
+                # Refused at the seal or at COMMIT, so it fits no message yet: running one by one shows which it is.
                 self._at(Point.ROLLED_BACK, handler.name, [work.key for work in group])
                 if len(group) == 1:
                     return [await self._fail(group[0], error)]
@@ -169,12 +169,12 @@ class Engine:
         handler, now = group[0].handler, asyncio.get_running_loop().time
         name = handler.name
         leaders: dict[bytes, Work] = {}
-        for work in group:  # G1: a key goes once; its later deliveries are judged by what the first one leaves
+        for work in group:  # G1: a key runs once; its later deliveries are judged by what the first one leaves
             leaders.setdefault(work.key, work)
         keys = list(leaders)
         results: dict[bytes, StoredResult] = {}
-        # One for the app, since handlers that write to one table collide as well: two of them on 10 rows did 240/s
-        # behind a gate each, and 5,000/s behind one. On tables of their own they do 4,400/s instead of 7,600/s.
+        # One gate per app, since handlers that write to the same table collide too: two of them on 10 rows did 240/s
+        # behind a gate each, and 5,000/s behind a common one. With a table each they do 4,400/s instead of 7,600/s.
         gate = handler.app if self._sizes.of(handler).gated(now()) else None
         async with self._store.transaction(group=len(keys), gate=gate) as claims:
             found = dict(zip(keys, await claims.claim([work.claim for work in leaders.values()]), strict=True))
@@ -224,7 +224,7 @@ class Engine:
     async def _handle_batch(
         self, claims: Claims, group: Sequence[Work], new: Sequence[int]
     ) -> dict[bytes, StoredResult]:
-        """Run a batch handler once, for those of `group` that are new, and give their results."""
+        """Run a batch handler once, for those of `group` that are new, and return their results."""
         new_work = [group[index] for index in new]
         items = Items(
             [_call(work).payload for work in new_work], [_call(work).message(work.attempt) for work in new_work]
@@ -246,8 +246,8 @@ class Engine:
 
         Raises HandlerFailed with `index`, unless the handler of a batch names the item.
 
-        A suspect runs in a task of its own: one that cancels its task ends its lane, and so its worker, and comes again
-        as a suspect.
+        A suspect runs in a task of its own. Any other handler that cancels its task ends its lane, and so its worker,
+        and its message comes again as a suspect.
         """
         handler = work.handler
 
@@ -270,7 +270,7 @@ class Engine:
             raise HandlerFailed(index, error) from error
 
     async def _around(self, group: Sequence[Work], index: int, cause: HandlerFailed, *, defer: bool) -> list[Outcome]:
-        """G2: rerun and commit what came before the failed one, then say what becomes of that one."""
+        """G2: rerun and commit what came before the failed one, then decide about that one."""
         self._at(Point.ROLLED_BACK, group[0].handler.name, [work.key for work in group])
         failed, error = group[index], cause.error
         if index == 0:
@@ -288,7 +288,7 @@ class Engine:
         return [*outcomes, await self._fail(failed, error, behind)]
 
     async def _in_parts(self, group: Sequence[Work], size: int, *, defer: bool) -> list[Outcome]:
-        """One group of `size` after the other, up to one that does not go whole."""
+        """Run groups of `size` one after another, up to one that is not decided whole."""
         outcomes: list[Outcome] = []
         for start in range(0, len(group), size):
             outcomes += await self._run_group(group[start : start + size], defer=defer)
@@ -318,7 +318,7 @@ class Engine:
         return outcome
 
     async def _suspected(self, group: Sequence[Work], *, defer: bool) -> list[Outcome]:
-        """`_begin`, and what it put on record taken back of those that did not run."""
+        """`_begin`, then take back what it put on record about those that did not run."""
         head = group[0]
         try:
             outcomes = await self._begin(group, defer=defer)
@@ -339,15 +339,15 @@ class Engine:
         return outcomes
 
     async def _begin(self, group: Sequence[Work], *, defer: bool) -> list[Outcome]:
-        """A group with suspects in it. The finished ones are answered together; the others run once it is on record
-        that they were begun: as a group, or alone where they were begun before."""
+        """A group with suspects in it. The finished ones are replayed together; the others run after it was put on
+        record that they begin: as a group, or alone if they were begun before."""
         suspects = [work for work in group if work.suspected]
         self._suspects.take_over(suspects)
         records = zip(suspects, await self._store.peek([work.key for work in suspects]), strict=True)
         final = {work: record for work, record in records if record is not None and _decided(work, record)}
-        if answered := [await self.endings.replay(work, final[work]) for work in takewhile(final.__contains__, group)]:
-            await self._suspects.unmark(group[: len(answered)])
-            return answered
+        if replayed := [await self.endings.replay(work, final[work]) for work in takewhile(final.__contains__, group)]:
+            await self._suspects.unmark(group[: len(replayed)])
+            return replayed
         head = group[0]
         together = list(takewhile(lambda work: not work.alone, group))
         shared = len(together) > 1 or not head.suspected or head.suspicion is Suspicion.MARKED
@@ -373,13 +373,13 @@ def _decided(work: Work, record: Record) -> bool:
 
 
 def _together(group: Sequence[Work]) -> list[Work]:
-    """Those that may share the next transaction. What failed before is a batch of its own: in a larger one it would
-    fail for the others too, and have to be searched for again."""
+    """Those that may share the next transaction. What failed before is a batch of its own: a larger one would fail
+    with it again, and it would have to be searched for again."""
     if group[0].handler.batch:
         group = list(takewhile(lambda work: not work.attempts, group)) or group[:1]
     return list(takewhile(lambda work: work.refusal is None, group))
 
 
 def _stops(outcomes: Sequence[Outcome]) -> bool:
-    """Whether the last one is to be run again, so that nothing behind it may go first."""
+    """Whether the last one must run again, so that nothing behind it may run first."""
     return bool(outcomes) and outcomes[-1].kind in (OutcomeKind.RETRYING, OutcomeKind.BUSY)

@@ -14,7 +14,7 @@ log = structlog.get_logger("idemconsumer")
 
 
 class GroupSizes:
-    """One `GroupSize` a handler, by name; each method tells what happened to a group of it."""
+    """One `GroupSize` per handler, by name; each method reports what happened to a group of it."""
 
     def __init__(self, *, lanes: int, most_locks: int) -> None:
         self._lanes = lanes

@@ -1,10 +1,10 @@
-"""What is on record about a suspect before it runs, so that a message that kills its worker is found out (B6).
+"""What is on record about a suspect before it runs, so that a message that kills its worker is identified (B6).
 
-A suspect was delivered before, or may have been, so a worker may have died of it; most did not kill anybody. Those
-that nothing is known of are *marked*, by one commit, and run as one group whose completion forgets the marks (B7). A
-row that somebody else has left means that this message was begun before and came to no end: it is *counted*, in a
-commit of its own, and runs alone (B8). A mark counts nothing, so beside a killer no other message loses an attempt; the
-killer takes one more worker along for it.
+A suspect was delivered before, or may have been, so it may have killed a worker; most have not. Those with nothing on
+record are *marked*, by one commit, and run as one group whose completion deletes the marks (B7). A row that another
+process left means that this message was begun before and did not end: it is *counted*, in a commit of its own, and runs
+alone (B8). A mark counts nothing, so no message loses an attempt for sharing a group with a killer; in exchange the
+killer kills one more worker.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import JoinedStore
 from idemconsumer.user_code.cancellation import uninterrupted
 
-_MOST_CUT_OFF = 10_000
+_MAX_CUT_OFF = 10_000
 
 
 class Suspects:
@@ -31,7 +31,7 @@ class Suspects:
         self._cut_off: dict[bytes, int] = {}
 
     def take_over(self, suspects: Iterable[Work]) -> None:
-        """What was cut off in this process killed nothing: its mark, or its count, is still ours."""
+        """A run that was cut off in this process killed nothing: its mark, or its count, is still ours."""
         for work in suspects:
             attempts = self._cut_off.get(work.key)
             if attempts == 0:
@@ -41,14 +41,14 @@ class Suspects:
                 work.suspicion = Suspicion.BEGUN  # and counted once: see `count`
 
     async def mark(self, group: Sequence[Work], final: Container[Work]) -> list[Work]:
-        """As many of the first of `group` as may run together, now that those that are suspects are marked; the `final`
-        ones will not run. Empty when the first one turns out to have been begun before."""
+        """Mark the suspects of `group` but the `final` ones, which will not run. Returns the first of `group` that may
+        run together: none when the first one turns out to have been begun before."""
         unmarked = [work for work in group if work.suspicion is Suspicion.SUSPECT and work not in final]
         if unmarked:
             await uninterrupted(self._mark(unmarked))
             self._at(Point.SUSPECTS_MARKED, group[0].handler.name, [work.key for work in unmarked])
         together = list(takewhile(lambda work: not work.alone, group))
-        running = {work.key for work in together}  # one of these may be delivered once more behind
+        running = {work.key for work in together}  # the same key may come once more behind
         await self.unmark([work for work in group[len(together) :] if work.key not in running])
         return together
 
@@ -58,7 +58,7 @@ class Suspects:
             work.suspicion = Suspicion.MARKED if work.key in marked else Suspicion.BEGUN
 
     async def count(self, work: Work) -> None:
-        """For a run alone; not again what was counted and then cut off."""
+        """Before a run alone. What was counted and then cut off is not counted again."""
         cut_off = self._cut_off.pop(work.key, None)
         if work.suspicion is not Suspicion.COUNTED:
             await uninterrupted(self._count(work, cut_off))
@@ -69,16 +69,16 @@ class Suspects:
         work.suspicion = Suspicion.COUNTED
 
     async def uncount(self, work: Work) -> None:
-        """For what did not run, or was cancelled (B9)."""
+        """For a message that did not run, or was cancelled (B9)."""
         if work.suspicion is Suspicion.COUNTED:
             work.suspicion = Suspicion.BEGUN
             await uninterrupted(self._store.uncount_attempt(work.claim))
             work.attempts -= 1
-            if not work.attempts:  # nothing is left on record of a run before
+            if not work.attempts:  # no earlier run is left on record
                 work.suspicion = Suspicion.SUSPECT
 
     async def unmark(self, group: Sequence[Work]) -> None:
-        """For what did not run, or was undone. Where that fails they are still marked, and known here as ours."""
+        """For messages that did not run, or were rolled back. If it fails they stay marked, and known here as ours."""
         if marked := [work for work in group if work.suspicion is Suspicion.MARKED]:
             with suppress(StoreUnavailable):
                 await uninterrupted(self._unmark(marked))
@@ -89,9 +89,9 @@ class Suspects:
             work.suspicion = Suspicion.SUSPECT
 
     def cut_off(self, group: Sequence[Work]) -> None:
-        """An outage: the next delivery of each key in this process takes its mark or its count over."""
+        """An outage: the next delivery of each key in this process takes over its mark or its count."""
         for work in group:
             if work.suspicion in (Suspicion.MARKED, Suspicion.COUNTED):
-                if len(self._cut_off) >= _MOST_CUT_OFF:
+                if len(self._cut_off) >= _MAX_CUT_OFF:
                     self._cut_off.pop(next(iter(self._cut_off)))
                 self._cut_off[work.key] = work.attempts

@@ -23,7 +23,7 @@ class Suspicion(Enum):
     NONE = "none"
     SUSPECT = "suspect"  # delivered before; nothing is on record of it
     MARKED = "marked"  # this process has put on record that it is about to run
-    BEGUN = "begun"  # an earlier run is on record that came to no end, or failed: it runs alone
+    BEGUN = "begun"  # an earlier run is on record that failed or did not end: it runs alone
     COUNTED = "counted"  # as BEGUN, and the coming run is among its attempts already
 
 
@@ -44,7 +44,7 @@ class SagaWork:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One delivery on its way through the engine: decoded, or refused before it could be.
+    """One delivery on its way through the engine: decoded, or refused because it could not be.
 
     `attempts` were counted so far; `collisions` cost none. `saga` is there if the handler is a saga's.
     `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
@@ -110,7 +110,7 @@ class Work:
 
     @property
     def claim(self) -> Claim:
-        """Of what could be decoded."""
+        """Only for a message that could be decoded."""
         assert self.call is not None
         return self.call.claim
 
@@ -119,7 +119,7 @@ class Work:
         return self.attempts if self.suspicion is Suspicion.COUNTED else self.attempts + 1
 
     def failed(self, attempts: int) -> None:
-        """A run of it failed, and was counted: there are now so many attempts."""
+        """A run of it failed and was counted: `attempts` is the new number."""
         self.attempts = attempts
         if self.suspected:
             self.suspicion = Suspicion.BEGUN
