@@ -1,4 +1,4 @@
-"""A feed: one session after another, and what each delivery of theirs becomes."""
+"""A feed: one session after another, and what happens to each of their deliveries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = structlog.get_logger("idemconsumer")
 
 
 class Feed:
-    """The sessions of the subscriptions that share one. `bounds` are asked for anew by each session."""
+    """One session after another for the subscriptions that share it. `bounds` is called for each session."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Feed:
                 failures += 1
                 await pause(self._draining, failures)
                 continue
-            if self._draining.is_set():  # it came while the session was being opened
+            if self._draining.is_set():  # the drain began while the session was being opened
                 await session.close()
                 return
             if failures == 0:
@@ -109,7 +109,7 @@ class Feed:
         self._lanes.dispatch(Work.of(handler, message, suspect=suspect), delivery, session)
 
     async def _take_over(self, delivery: Delivery, session: Session, handler: BoundHandler) -> None:
-        """Committed here first, then settled: a crash in between leaves a duplicate, which is found to be one."""
+        """Commit here first, then settle: a crash in between leaves a duplicate, which is recognised as one."""
         while not delivery.epoch.retiring:
             try:
                 await self._store.take_over(handler.own_source.partition(":")[2], delivery.message)

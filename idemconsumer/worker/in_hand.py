@@ -60,7 +60,7 @@ class Place(Protocol):
 
 
 class Outage:
-    """The database is away (R8): logged once, and waited for with backoff by all that need it."""
+    """The database is down (R8): logged once, and waited for with backoff by all that need it."""
 
     def __init__(self) -> None:
         self._failures = 0
@@ -92,16 +92,16 @@ class InHand:
         self._places: dict[bytes, tuple[Place, int]] = {}  # of each key: where it is, and how many deliveries it has
 
     def drain(self) -> None:
-        """Nothing new is to start from now on. Sagas are let go at once."""
+        """Start nothing new from now on. Sagas are released at once."""
         self.draining = True
         if self._sagas is not None:
             self._sagas.drain()
 
     # ------------------------------------------------------------------------------------------------------------ keys
     def add(self, held: Held, place: Place) -> Place:
-        """Have it in hand. Returns the place that has its key already, else `place`."""
+        """Take it in hand. Returns the place that has its key already, else `place`."""
         self.in_flight += 1
-        if key := held.work.key:  # also of a saga whose message cannot be read any more
+        if key := held.work.key:  # even a saga with a message that can no longer be read has one
             place, count = self._places.get(key, (place, 0))
             self._places[key] = (place, count + 1)
         return place
@@ -124,14 +124,14 @@ class InHand:
                 self._places[held.work.key] = (place, count - 1)
 
     def keys(self, waiting: Mapping[bytes, int]) -> list[bytes]:
-        """Those with more deliveries than `waiting` has of them."""
+        """The keys with more deliveries than `waiting` counts for them."""
         return [key for key, (_, count) in self._places.items() if count > waiting.get(key, 0)]
 
     # --------------------------------------------------------------------------------------------------------- running
     async def run(self, deliveries: Sequence[Held], *, defer: bool = False) -> list[Outcome]:
-        """Run a group through its engine; empty, after a pause, when the database is away.
+        """Run a group through its engine; empty, after a pause, when the database is down.
 
-        What has ended is settled and forgotten; where the others go is up to their place.
+        What has ended is settled and forgotten; the place decides where the others go.
         """
         for held in deliveries:
             held.delivery.epoch.start(1)
@@ -159,9 +159,9 @@ class InHand:
         return [await self._sagas.run(head.work, lambda: self._settle([head]), defer=defer)]
 
     async def replay_committed(self, deliveries: Sequence[Held]) -> list[tuple[Held, Outcome]]:
-        """Those that a committed record decides, by one read of all records and one settlement, as `run` does.
+        """Those that a committed record decides, with one read and one settlement for all; settles as `run` does.
 
-        None, after a pause, when the database is away.
+        Empty, after a pause, when the database is down.
         """
         try:
             outcomes = await self.engine.replay_committed([held.work for held in deliveries])
@@ -180,7 +180,7 @@ class InHand:
             self.forget(deliveries)
 
     async def _settle(self, deliveries: Sequence[Held]) -> None:
-        """Settle those that are not settled yet, a call a session. Comes after the commit is known (R5)."""
+        """Settle those that are not settled yet, one call per session. Only after the commit is known (R5)."""
         deliveries = [held for held in deliveries if not held.settled]
         if not deliveries:
             return
@@ -197,7 +197,7 @@ class InHand:
         self._at(Point.SETTLED, name, keys)
 
     def settled(self, session: Session) -> bool:
-        """Whether anything of a session that is over was settled. To be asked once."""
+        """Whether anything of a session that is over was settled. Call it once: it forgets the session."""
         progress = session in self._settled
         self._settled.discard(session)
         return progress

@@ -13,11 +13,11 @@ from idemconsumer.worker.in_hand import Held, InHand
 from idemconsumer.worker.turns import Turns
 from idemconsumer.worker.waiting_room import WaitingRoom
 
-_LOOK_UP: Final = 1.0  # seconds after which a lane that holds a delivery looks whether it still owns it
+_LOOK_UP: Final = 1.0  # seconds after which a lane that holds a delivery checks whether it still owns it
 
 
 class Lane:
-    """`index` tells it from the others where an epoch counts what each of them ran."""
+    """`index` is the number under which an epoch counts what this lane ran."""
 
     def __init__(self, index: int, in_hand: InHand, waiting_room: WaitingRoom, turns: Turns) -> None:
         self._index = index

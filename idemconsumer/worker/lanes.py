@@ -1,8 +1,8 @@
 """All lanes of a worker and the waiting room: which delivery goes where, and how they end.
 
 A delivery is decoded and keyed before it has a lane (D1). If its key is in flight in this process, it follows that
-delivery; else its lane is a hash of its order key (D2). So two deliveries of one key never meet as rivals here, and
-what belongs to one order key runs in order.
+delivery; else its lane is a hash of its order key (D2). So two deliveries of one key never become rivals here,
+and what belongs to one order key runs in order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Lanes:
         order = work.message.position if work.call is None else work.call.order
         place = in_hand.add(held, self._lane_of(work.message.source, order))
         if work.leased is not None:
-            # Ours already, and out of its order: what waits for its end here, or has its lane, must not delay it.
+            # Ours already, and outside the order: what waits here for its end, or shares its lane, must not delay it.
             place = min(self._lanes, key=lambda lane: lane.load)
         place.add(held)
 
@@ -52,18 +52,18 @@ class Lanes:
 
     @property
     def held_up(self) -> int:
-        """How many deliveries wait behind one that is retried later: what is fetched for other lanes must not stop."""
+        """How many deliveries wait behind one that is retried later: they must not stop fetching for other lanes."""
         return sum(lane.held_up for lane in self._lanes)
 
     @property
     def keys(self) -> list[bytes]:
-        """What this process has in hand. Not what only waits in the room for the owner of its key: that may be
-        ourselves, since an answer was lost, and then nothing here would go on with it."""
+        """The keys in hand, without those that only wait in the waiting room for the owner of their key: after a lost
+        answer the owner may be this process, and then nothing here would go on with the saga."""
         return self.in_hand.keys(self.waiting_room.waiting)
 
     # --------------------------------------------------------------------------------------------------------- working
     async def work(self) -> None:
-        """Until drained. A bug in one lane ends them all: better a restart than a lane that silently stopped."""
+        """Run until drained. A bug in one lane ends them all: better a restart than a lane that silently stopped."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._tasks = [group.create_task(self._work_in(place)) for place in self._places]
@@ -71,7 +71,7 @@ class Lanes:
             self.finished.set()
 
     async def _work_in(self, place: Place) -> None:
-        """A TaskGroup forgets a task that was cancelled, and the other lanes would go on without this one (D9)."""
+        """A TaskGroup ignores a task that was cancelled, and the other lanes would go on without this one (D9)."""
         _, error = await run_isolated(lane := asyncio.create_task(place.work()))
         if lane.cancelled():
             raise RuntimeError("a lane was cancelled by what it ran, and the worker cannot go on without it") from error
@@ -84,7 +84,7 @@ class Lanes:
             task.cancel()
 
     def drain(self) -> None:
-        """Start nothing new; `work` returns when what runs has been settled. Sagas are let go at once."""
+        """Start nothing new; `work` returns when what runs has been settled. Sagas are released at once."""
         self.in_hand.drain()
         for place in self._places:
             place.drain()

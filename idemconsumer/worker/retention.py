@@ -1,6 +1,6 @@
-"""Retention: final records leave when their scope's `retain` is over.
+"""Retention: final records are deleted when their scope's `retain` is over.
 
-It never runs a handler and decides about no message: a record past its time that is still here counts.
+It runs no handler and decides about no message: an expired record counts as long as it is there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from idemconsumer.sql.queries import load
 
 log = structlog.get_logger("idemconsumer")
 
-# About 6,000 records, near 0.1 s if all go with their results. A new claim of such a key may have to wait that long.
+# About 6,000 records, near 0.1 s if all have results to delete. A new claim of such a key may have to wait that long.
 _BLOCKS = 64
 # A pass reads the whole table. Resting nine times as long keeps it below a tenth of one connection's time.
 _REST = 9.0
@@ -31,14 +31,14 @@ async def prune_once(dsn: str, schema: str, *, dry_run: bool = False, progress: 
     Returns how many records were deleted (with `dry_run`: would be), or None when another process is pruning
     this schema. Dead records stay for a person. Each range of blocks is one short transaction, so a
     cancellation leaves whole ranges done. `progress` is called with the number of blocks done and of all blocks.
-    Raises psycopg.Error. Needs a session of its own: not to be sent through a transaction pooler.
+    Raises psycopg.Error. Needs a session of its own: a transaction pooler does not give it one.
     """
     queries = load(schema)
     connection = await psycopg.AsyncConnection.connect(
         dsn, autocommit=True, application_name="idemconsumer upkeep", connect_timeout=10
     )
     async with connection:
-        # Of the session, since the pass is many transactions: two at once would only walk the same blocks.
+        # A lock of the session, since a pass is many transactions: two at once would only walk the same blocks.
         if not await _number(await connection.execute(_LOCK, [schema])):
             return None
         blocks = await _number(await connection.execute(queries["blocks"]))
@@ -66,7 +66,7 @@ async def prune_once(dsn: str, schema: str, *, dry_run: bool = False, progress: 
 class Retention:
     """What one worker does beside its lanes: a pass of `prune_once` about every `every` seconds.
 
-    All workers run it; the first one does the pass. A database that is away is waited for, and logged once.
+    All workers run it; the first one does the pass. An outage of the database is waited for, and logged once.
     """
 
     def __init__(self, dsn: str, schema: str, every: float) -> None:

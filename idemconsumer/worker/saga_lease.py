@@ -11,7 +11,7 @@ from idemconsumer.stores.leases import PostgresLeases
 
 
 class SagaLease:
-    """One for all sagas of a process. `close` gives up the lease, so that others can go on with them at once."""
+    """One for all sagas of a process. `close` gives up the lease, so that others can resume them at once."""
 
     def __init__(
         self, store: PostgresStore, heartbeat: Heartbeat, leases: PostgresLeases, engine: LeasedEngine

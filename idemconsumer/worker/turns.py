@@ -41,7 +41,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # given in the same moment
+            if not turn.cancelled():  # given at the same moment
                 await self.__aexit__()
             raise
 
@@ -66,7 +66,7 @@ class Turns:
             self._admit()
 
     def _watch(self) -> None:
-        """Go on looking while a group waits, since for long none may begin or end."""
+        """Go on looking while a group waits, since for a long time none may begin or end."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_LOOK, self._on_timer)
 

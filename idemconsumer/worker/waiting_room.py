@@ -19,7 +19,7 @@ _FIRST, _LAST = 0.05, 1.0  # seconds between two rounds; they double while no de
 
 
 class WaitingRoom:
-    """Unsettled deliveries, `size` of each source. They are claimed again in rounds, and give up their order."""
+    """Unsettled deliveries, up to `size` of each source. They are claimed again in rounds, and give up their order."""
 
     def __init__(self, in_hand: InHand, size: int) -> None:
         self._in_hand = in_hand
@@ -51,7 +51,7 @@ class WaitingRoom:
 
     @property
     def waiting(self) -> Counter[bytes]:
-        """How many deliveries of each key are here and nothing else: not running, and without a saga."""
+        """How many deliveries of each key only wait: those that do not run and hold no saga."""
         idle = self._deliveries.keys() - self._running
         return Counter(held.work.key for held in idle if held.work.leased is None)
 

@@ -33,7 +33,7 @@ log = structlog.get_logger("idemconsumer")
 T = TypeVar("T")
 Planned = tuple[str, Broker, list[Subscription]]  # of one feed
 
-_SPARE_CONNECTIONS: Final = 2  # the room and the feeds, beside one connection a lane
+_SPARE_CONNECTIONS: Final = 2  # for the waiting room and the feeds, beside one per lane
 
 
 class Worker:
@@ -57,7 +57,7 @@ class Worker:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many deliveries came to which outcome, so far."""
+        """How many deliveries have had each outcome so far."""
         return {} if self._lanes is None else {str(kind): n for kind, n in self._lanes.in_hand.counts.items()}
 
     def drain(self) -> None:
@@ -116,7 +116,7 @@ class Worker:
             await self._consume(dsn, planned, store, engine, saga_lease)
 
     async def _reached(self, opening: Callable[[], Awaitable[T]]) -> T | None:
-        """What is opened in the database. None when a drain came before the database did."""
+        """Open something in the database once it can be reached. None when a drain came first."""
         failures = 0
         while not self._drain.is_set():
             try:
