@@ -1,7 +1,7 @@
-"""One worker process: how it is told to stop, and how it is gone in time.
+"""One worker process: how it is asked to stop, and how it ends in time.
 
 The environment of a supervised process names the read end of a pipe whose only writer is the parent. End of
-file there means that the parent is gone, however it went; the worker then drains and leaves, so that none
+file there means that the parent is gone, however it ended; the worker then drains and leaves, so that none
 outlives a SIGKILL of its launcher.
 """
 
@@ -22,16 +22,16 @@ log = structlog.get_logger("idemconsumer")
 LIFELINE = "IDEMCONSUMER_LIFELINE"  # the pipe's file descriptor, in a child's environment
 WORKER = "IDEMCONSUMER_WORKER"  # the child's index, from 0
 
-# A worker ends its drain by itself at the deadline, and leaves its brokers. So much later (seconds) it is
-# cancelled whole, and after as much again the process ends without it.
+# Seconds. A worker ends its drain by itself at the deadline, and leaves its brokers. One GRACE later it is
+# cancelled as a whole, and one more GRACE later the process exits without it.
 GRACE = 1.5
 
-# From the parent to its children: stop now. Not a second SIGTERM, since two of the same that are pending are one.
+# From the parent to its children: stop now. Not a second SIGTERM, since two pending signals of one kind merge into one.
 STOP_NOW = signal.SIGQUIT
 
 
 class Exit(IntEnum):
-    """How a process says what became of it."""
+    """How a process reports its end: the exit codes."""
 
     DONE = 0
     ERROR = 1
@@ -61,7 +61,7 @@ class Worker(Protocol):
 
 
 def launch(make: Callable[[], Worker], drain_timeout: float) -> Exit:
-    """Run one worker in this process until it is told to stop; `make` is called inside the loop.
+    """Run one worker in this process until it is asked to stop; `make` is called inside the loop.
 
     The first SIGTERM or SIGINT, or the parent's end, asks for a drain. A second one cancels what runs, as a
     drain beyond its deadline does. What ignores even that (a thread, a handler that swallows its cancellation)
@@ -70,7 +70,7 @@ def launch(make: Callable[[], Worker], drain_timeout: float) -> Exit:
     stop = _Stop(drain_timeout)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code = runner.run(stop.serve(make))
-        # The runner now waits for the threads of handlers that are not async; the timers still hold.
+        # The runner now waits for the threads of handlers that are not async; the timers still apply.
     stop.dismiss()
     return code
 
@@ -88,10 +88,10 @@ class _Stop:
     async def serve(self, make: Callable[[], Worker]) -> Exit:
         loop = asyncio.get_running_loop()
         self._worker = make()
-        loop.add_signal_handler(signal.SIGTERM, self._ask, "SIGTERM")
-        # Taken out: it means nothing to the processes that a handler may start.
+        loop.add_signal_handler(signal.SIGTERM, self._request_drain, "SIGTERM")
+        # Removed: it means nothing to the processes that a handler may start.
         if (lifeline := os.environ.pop(LIFELINE, None)) is None:
-            loop.add_signal_handler(signal.SIGINT, self._ask, "SIGINT")
+            loop.add_signal_handler(signal.SIGINT, self._request_drain, "SIGINT")
         else:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             loop.add_signal_handler(STOP_NOW, self._abort, STOP_NOW.name)
@@ -102,7 +102,7 @@ class _Stop:
             if not self._cut_off:
                 raise
         if self._deadline is None:
-            self._exit_after(self._drain_timeout)  # for threads that do not come back
+            self._exit_after(self._drain_timeout)  # for threads that do not return
         late = self._deadline is not None and loop.time() >= self._deadline
         return Exit.CUT_OFF if late or self._cut_off else Exit.DONE
 
@@ -113,9 +113,9 @@ class _Stop:
     def _orphaned(self, lifeline: int) -> None:
         asyncio.get_running_loop().remove_reader(lifeline)
         if self._deadline is None:
-            self._ask("parent gone")
+            self._request_drain("parent gone")
 
-    def _ask(self, why: str) -> None:
+    def _request_drain(self, why: str) -> None:
         assert self._worker is not None
         if self._deadline is not None:
             self._abort(why)

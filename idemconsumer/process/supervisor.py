@@ -1,7 +1,7 @@
 """The parent: keeps N worker processes alive, stops them together, restarts them when code changes.
 
 A child is a fresh interpreter, never a fork: a fork copies locks, threads and connections in any state. How a
-child lives and ends stands in `process.py`.
+child lives and ends is in `child.py`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _SIGNALS: Mapping[int, str] = {each.value: each.name for each in signal.Signals}
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """When a worker has crashed: how long to wait, or that it is enough. Times are monotonic seconds."""
+    """After a worker crashed: how long to wait, or whether to give up. Times are monotonic seconds."""
 
     limit: int
     crashes: tuple[float, ...] = ()
     pause: float = 0.0
 
     def crashed(self, now: float, lived: float) -> Restarts:
-        """The state after a crash at `now` of a process that had lived so long."""
+        """The state after a crash at `now` of a process that had lived `lived` seconds."""
         recent = tuple(at for at in self.crashes if now - at < _WINDOW)
         fresh = self.pause == 0.0 or lived >= _STEADY
         pause = _FIRST_PAUSE if fresh else min(self.pause * 2, _LONGEST_PAUSE)
@@ -56,7 +56,7 @@ class Supervisor:
     """Runs `command` `workers` times and keeps it running.
 
     Guaranteed: a stop reaches all children in the same moment and they share one deadline; children end with
-    this process, by SIGKILL too. A child that crashes comes back after 0.5 s, doubling to 30 s; more than
+    this process, even when it gets SIGKILL. A child that crashes comes back after 0.5 s, doubling to 30 s; more than
     `max_restarts` crashes of one child in ten minutes end everything. With `changes`, a stream of names of
     changed files, each one restarts all children, and a crashed child waits for the next one.
     Not guaranteed: that grandchildren end. Times are seconds.
@@ -103,7 +103,7 @@ class Supervisor:
                 loop.remove_signal_handler(number)
             reloader.cancel()
             await asyncio.gather(reloader, return_exceptions=True)
-            os.close(write_end)  # whoever is left drains
+            os.close(write_end)  # the children that are left drain
             os.close(self._lifeline)
         return self._code
 
@@ -124,7 +124,7 @@ class Supervisor:
             self._end(self._children, self._drain_timeout)
 
     def _blame(self, code: Exit) -> None:
-        """The first thing that went wrong is what the exit code tells."""
+        """The exit code reports the first failure."""
         self._code = self._code or code
 
     def _end(
@@ -158,7 +158,7 @@ class Supervisor:
             log.error("changes are no longer seen", error=str(error))
 
     async def _keep(self, index: int) -> None:
-        """One worker's place: a child in it until it may stay empty."""
+        """Keep a child in one worker's place until the place may stay empty."""
         restarts = Restarts(self._max_restarts)
         while not self._stopping.is_set():
             changed = self._changed
@@ -166,7 +166,7 @@ class Supervisor:
             pid, code = await self._live(index, changed)
             lived = time.monotonic() - born
             if self._stopping.is_set():
-                # Killed by SIGTERM: it had no handler for it yet, so it had not begun.
+                # Killed by SIGTERM: it had no signal handler yet, so it had not begun.
                 if code not in (Exit.DONE, -signal.SIGTERM):
                     self._blame(Exit.ERROR if code == Exit.ERROR else Exit.CUT_OFF)
                 return
@@ -210,7 +210,7 @@ class Supervisor:
         self._children[index] = child
         try:
             log.info("worker started", worker=index, pid=child.pid)
-            if self._stopping.is_set() or changed.is_set():  # both signal whoever was there, and this one was not
+            if self._stopping.is_set() or changed.is_set():  # both signal only the children that were there
                 self._end({index: child}, 0.0)
             return child.pid, await child.wait()
         finally:
