@@ -47,7 +47,7 @@ class App:
         self._handlers: dict[str, Handler[..., Any]] = {}
         self._opening = asyncio.Lock()
         self._resources: dict[type, Resource] = {}
-        self._made = Resources(())
+        self._open_resources = Resources(())
         self._inline: InlineRunner | None = None
         self._bound: dict[Handler[..., Any], BoundHandler] = {}
         self._settings: Settings | None = None
@@ -71,7 +71,7 @@ class App:
         return included
 
     def include(self, *handlers: Handler[..., Any]) -> None:
-        """Add decorated functions. ConfigurationError for a second handler of a name, or on a source."""
+        """Add decorated functions. ConfigurationError for a second one with the same name or source."""
         for handler in handlers:
             given: object = handler
             if not isinstance(given, Handler):
@@ -93,7 +93,7 @@ class App:
             self._handlers[handler.name] = handler
 
     def resource(self, fn: Callable[[], AsyncIterator[T]], /) -> Callable[[], AsyncIterator[T]]:
-        """Decorate an async generator function that makes one object a process, such as an HTTP client.
+        """Decorate an async generator function that makes one object per process, such as an HTTP client.
 
             @app.resource
             async def gateway() -> AsyncIterator[Gateway]:
@@ -137,11 +137,11 @@ class App:
         """Run one message through the same engine, for those who own their consumer loop.
 
         The handler is the one on `message.source` unless given. Settle the message yourself, by the outcome, and only
-        after this returns; `retrying` and `busy` mean that it is not done. One attempt a call; the first call opens
-        the database named by the settings, and makes the resources; `close` closes them. A saga goes on in this call,
+        after this returns; `retrying` and `busy` mean that it is not done. One attempt per call; the first call opens
+        the database named by the settings, and makes the resources; `close` closes them. A saga runs in this call,
         under a lease of this process; one that another process runs is waited for as its handler says (`on_busy`,
-        `wait`). Not guaranteed: that somebody else goes on with what this process leaves; that takes a worker, or
-        another call. Raises StoreUnavailable when nothing could be decided.
+        `wait`). Not guaranteed: that what this process leaves unfinished is resumed; that takes a worker, or another
+        call. Raises StoreUnavailable when nothing could be decided.
         """
         chosen = handler or next((h for h in self._handlers.values() if message.source in h.plan.sources), None)
         if chosen is None:
@@ -149,7 +149,7 @@ class App:
         self._decorated(chosen)
         inline = self._inline or await self._open_inline()
         if (bound := self._bound.get(chosen)) is None:
-            bound = self._bound[chosen] = self._bind(chosen, inline.settings, self._made)
+            bound = self._bound[chosen] = self._bind(chosen, inline.settings, self._open_resources)
         return await inline.process(bound, message)
 
     async def start(
@@ -163,10 +163,10 @@ class App:
     ) -> None:
         """Begin a saga from code; a worker of this app runs it.
 
-        With `tx` (of a handler, or a psycopg connection of one's own) it begins if and only if that transaction
+        With `tx` (of a handler, or a psycopg connection of your own) it begins if and only if that transaction
         commits; without, it is committed on return. A second start under the same key is a duplicate, or a conflict
         when its payload differs. `key` stands in for the handler's key rule, and `tenant` for its tenant rule.
-        Raises BadMessage when the handler could not take the payload or the key, TypeError when the payload is no
+        Raises BadMessage when the handler could not take the payload or the key, TypeError when the payload is not
         JSON, and ConfigurationError when it is not a saga of this app.
         """
         if not self._has(handler) or not handler.plan.signature.needs_saga:
@@ -189,12 +189,12 @@ class App:
     async def result(
         self, handler: Handler[..., Any], *, key: str, tenant: str | None = None, wait: Duration = 0.0
     ) -> Outcome:
-        """What became of a key, waiting up to `wait` for its end. Runs nothing.
+        """The outcome of a key, waiting up to `wait` for its end. Runs nothing.
 
         `duplicate` carries the stored result (state COMPLETED) or the rejection (FAILED); `dead` was put aside for a
-        person; `busy` has not ended: its state is None when nobody has begun it, or nobody knows of it. All callers of
-        a process that wait are answered by one statement at a time, at most a second after the end. Raises
-        StoreUnavailable, BadMessage for what can be no key, and ConfigurationError for another app's handler.
+        person; `busy` has not ended: its state is None when it has not begun, as far as is known. One statement at a
+        time looks for all waiting callers of a process, which learn of the end at most a second later. Raises
+        StoreUnavailable, BadMessage for an invalid key, and ConfigurationError for another app's handler.
         """
         if not self._has(handler):
             raise ConfigurationError(
@@ -218,15 +218,15 @@ class App:
         return handler
 
     async def _open_inline(self) -> InlineRunner:
-        async with self._opening:  # the first messages often come together
+        async with self._opening:  # the first messages often arrive together
             if self._inline is None:
                 plans = [handler.plan for handler in self._handlers.values()]
-                self._made, self._bound = Resources(list(self._resources.values())), {}
-                self._inline = await InlineRunner.open(self._configured(), plans, self._made)
+                self._open_resources, self._bound = Resources(list(self._resources.values())), {}
+                self._inline = await InlineRunner.open(self._configured(), plans, self._open_resources)
             return self._inline
 
     def _configured(self) -> Settings:
-        """As this process's worker was; without one as the environment says, which is read once."""
+        """The settings of this process's worker; without one those of the environment, which is read once."""
         if self._settings is None:
             self._settings = load()
         return self._settings

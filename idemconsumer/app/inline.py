@@ -1,4 +1,4 @@
-"""An app without a worker: what a process needs to run single messages and to ask for results."""
+"""An app without a worker: what a process needs to run single messages and to wait for results."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.user_code.resources import Resources
 from idemconsumer.worker.saga_lease import SagaLease
 
-_MOST_ATTEMPTS: Final = 10_000  # keys; the failures of more are forgotten, oldest first
+_MAX_ATTEMPTS: Final = 10_000  # keys; the failures of more are forgotten, oldest first
 
 
 class InlineRunner:
-    """Made by the first call that needs it. A lease and the resources are opened only for what needs them."""
+    """Opened by the first call that needs it. A lease and the resources are opened only for what needs them."""
 
     def __init__(
         self, settings: Settings, dsn: str, store: PostgresStore, leased: Sequence[Resolved], resources: Resources
@@ -72,20 +72,20 @@ class InlineRunner:
         if not handler.leased or work.call is None:
             return await self._joined(work)
         lease = self._saga_lease or await self._open_saga_lease(handler.options)
-        outcome = await lease.engine.run(work, _untold, unfed=True)
+        outcome = await lease.engine.run(work, _settled_by_caller, unfed=True)
         waits = handler.options.on_busy == "wait" and outcome.kind is OutcomeKind.BUSY
         if waits and await self._results.over(work.key, handler.options.wait) is not None:
-            (answered,) = await self._engine.replay_committed([work])
-            return answered or outcome
+            (replayed,) = await self._engine.replay_committed([work])
+            return replayed or outcome
         return outcome
 
     async def _joined(self, work: Work) -> Outcome:
-        """With the attempts that were seen to fail in this process, as for a delivery that a worker holds."""
+        """Counts the attempts that have failed in this process, as for a delivery that a worker holds."""
         work.attempts = self._attempts.get(work.key, 0)
         outcome = await self._engine.process(work)
         self._attempts.pop(work.key, None)
         if work.attempts and settle(outcome) is not Settlement.FINISH:
-            if len(self._attempts) >= _MOST_ATTEMPTS:
+            if len(self._attempts) >= _MAX_ATTEMPTS:
                 self._attempts.pop(next(iter(self._attempts)))
             self._attempts[work.key] = work.attempts
         return outcome
@@ -120,7 +120,7 @@ class InlineRunner:
             return self._saga_lease
 
 
-async def _untold() -> None:
+async def _settled_by_caller() -> None:
     """The caller settles by the outcome."""
 
 

@@ -1,4 +1,4 @@
-"""Waiting for what others run: all callers of this process that wait for a record share one statement a look."""
+"""Waiting for what others run: all callers of this process that wait for a record share one statement per look."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Final
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.rules.values import Record, State
 
-_FIRST: Final = 0.05  # seconds between two looks, doubling while nobody new comes and nothing ends
+_FIRST: Final = 0.05  # seconds between two looks, doubling while no caller arrives and no record ends
 _LAST: Final = 1.0
 _OVER: Final = (State.COMPLETED, State.FAILED, State.DEAD)
 
 
 class Results:
-    """`peek` reads committed records. Nothing is told by the database: completions must not pay for a NOTIFY."""
+    """`peek` reads committed records. The database sends no word of them: completions must not pay for a NOTIFY."""
 
     def __init__(self, peek: Callable[[Sequence[bytes]], Awaitable[list[Record | None]]]) -> None:
         self._peek = peek
@@ -27,7 +27,7 @@ class Results:
     async def over(self, key: bytes, seconds: float) -> Record | None:
         """The record of `key` once it is completed, failed or dead; None when that takes longer than `seconds`.
 
-        An outage of the database only takes time: whoever gets None may look for himself.
+        An outage of the database only takes time: callers that get None can query again.
         """
         future: asyncio.Future[Record] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, set()).add(future)
@@ -69,7 +69,7 @@ class Results:
         return bool(ended)
 
     async def _pause(self, seconds: float) -> bool:
-        """Whether somebody came meanwhile; he waits for the shortest pause, so that arrivals do not set the pace."""
+        """Whether a caller arrived meanwhile; it waits for the shortest pause, so that arrivals do not set the pace."""
         deadline, came = asyncio.get_running_loop().time() + seconds, False
         while True:
             try:

@@ -125,7 +125,7 @@ async def test_a_handler_is_told_of_the_attempts_that_failed_before(ledger: Ledg
 async def test_the_attempts_of_so_many_keys_are_remembered(
     ledger: Ledger, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.app.inline._MOST_ATTEMPTS", 2)
+    monkeypatch.setattr("idemconsumer.app.inline._MAX_ATTEMPTS", 2)
     seen: list[tuple[int, int]] = []
 
     @app.idempotent_handler(SOURCE, key="id")
