@@ -1,4 +1,4 @@
-"""The broker adapters, a folder or a file each, and how one is had by the scheme of a source.
+"""The broker adapters, a folder or a file each, chosen by the scheme of a source.
 
-Whatever one broker alone must do is done in its adapter. Knows the ports, and no engine.
+What only one broker must do is done in its adapter. Knows the ports, and no engine.
 """

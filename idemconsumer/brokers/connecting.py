@@ -21,7 +21,7 @@ _PACKAGES: Final = {"kafka": "aiokafka", "rabbitmq": "aio-pika", "sqs": "aioboto
 
 
 def destination(text: str) -> tuple[str, str]:
-    """Scheme and name of `scheme:name`, as publishing takes it. Raises ConfigurationError for anything else."""
+    """Scheme and name of `scheme:name`, where to publish. Raises ConfigurationError for anything else."""
     try:
         return split_source(text)
     except BadSource as error:

@@ -49,9 +49,9 @@ class DueSagas:
 
 
 class DueSagasSession:
-    """See `ports.Session`. Takes no more sagas than lanes are free; what it leaves, another worker may have at once.
+    """See `ports.Session`. Takes no more sagas than lanes are free; what it leaves, another worker may take at once.
 
-    With all lanes busy it takes one at a time, or else a stream of new messages could keep it from ever taking any.
+    With all lanes busy it takes one at a time; otherwise a stream of new messages could keep it from taking any.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class DueSagasSession:
         return [Delivery(holding.message, self._epoch, handle=holding) for holding in taken]
 
     async def _unheld(self) -> list[tuple[bytes, int]]:
-        """What is ours in the database, and not in hand here (L12). Asked in this order: a saga that was begun in
+        """What is ours in the database, and not in hand here (L12). Read in this order: a saga that was begun in
         between is not among those seen, and what the last fetch took has been handed over by now."""
         own = await self._leases.own()
         held = set(self._held())

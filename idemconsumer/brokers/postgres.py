@@ -1,7 +1,7 @@
 """The queue in Postgres: `postgres:name`, built in, needs nothing but the database.
 
 A delivery is a row made invisible until a deadline, which the session moves on while the delivery is held. Each
-delivery carries a token of its own, so that settling an expired one hits nothing. NOTIFY only wakes a fetch early;
+delivery carries a token of its own, so that settling an expired one changes nothing. NOTIFY only wakes a fetch early;
 without it the queue is read once a second (P5).
 """
 
@@ -56,7 +56,7 @@ class PostgresBroker:
         return subscription.source
 
     async def _connect(self) -> Connection:
-        # enable_seqscan: a plan cached while the queue was empty must not scan it when it is full (as DESIGN G5).
+        # enable_seqscan: a plan cached while the queue was empty must not scan it when it is full (G5).
         options = f"-c enable_seqscan=off -c statement_timeout={int(_TIMEOUT * 1000)} -c lock_timeout=5s"
         try:
             return await psycopg.AsyncConnection.connect(
@@ -145,7 +145,7 @@ class PostgresSession:
         return [self._delivery(*row) for row in sorted(rows)]
 
     def _room(self) -> int:
-        """What waits for a rival is not ahead."""
+        """Deliveries in the waiting room do not count as fetched ahead."""
         ready = len(self._held) - self._epoch.waiting
         return min(self._bounds.ahead - ready, self._bounds.in_flight - len(self._held))
 
@@ -197,7 +197,7 @@ class PostgresSession:
 
     async def close(self) -> None:
         self._stopped = True
-        # What a take under way still brings would stay invisible until its deadline.
+        # What a take under way still brings would otherwise stay invisible until its deadline.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2), self._taking:
                 pass
@@ -240,7 +240,7 @@ class PostgresSession:
             self._end(str(error).strip())
 
     async def _keep_visible(self) -> None:
-        """Move the deadline of everything outstanding, three times within it (P3)."""
+        """Move the deadline of everything outstanding, three times per visibility timeout (P3)."""
         with contextlib.suppress(SessionEnded):
             while True:
                 await asyncio.sleep(VISIBILITY / 3)

@@ -1,4 +1,4 @@
-"""Kafka through aiokafka: connecting, publishing and checking. Consuming is in `_kafka_session`."""
+"""Kafka through aiokafka: connecting, publishing and checking. Consuming is in `session`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from idemconsumer.brokers.kafka.session import KafkaSession
 OPEN_TIMEOUT = 15.0
 PUBLISH_TIMEOUT = 30.0
 CHECK_TIMEOUT = 10.0
-HEARTBEAT_MS = 1_000  # a rebalance is noticed by a heartbeat, and all others wait until the last has noticed
+HEARTBEAT_MS = 1_000  # a member notices a rebalance by its heartbeat, and all wait for the last one to notice
 METADATA_MAX_AGE_MS = 30_000  # a topic or partition that appears is consumed after this long at the latest
 
 PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
@@ -41,8 +41,8 @@ class KafkaBroker:
     """See `ports.Broker`. One session is one membership in a consumer group, for all topics of that group.
 
     The constructor raises ConfigurationError for settings that cannot work. It also silences aiokafka's
-    loggers, which write hundreds of lines while a broker is down; give the logger "aiokafka" a level of your
-    own to hear them.
+    loggers, which write hundreds of lines while a broker is down; set a level on the logger "aiokafka" to
+    see them.
     """
 
     hands_over = False
@@ -64,7 +64,7 @@ class KafkaBroker:
         return f"kafka:{subscription.group}"
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> KafkaSession:
-        """Join the group for all topics. BrokerUnavailable when none exists; a missing one is said, once."""
+        """Join the group for all topics. BrokerUnavailable when none exists; a missing one is logged, once."""
         group = subscriptions[0].group
         topics = sorted({subscription.name for subscription in subscriptions})
         rebalance_ms = int((bounds.drain + 10) * 1000)
@@ -146,7 +146,7 @@ class KafkaBroker:
         return found
 
     async def retention_seconds(self, subscription: Subscription) -> float | None:
-        """How long the topic keeps a message, hence can redeliver it; `inf`: for ever, None: unknown."""
+        """How long the topic keeps a message, and so can redeliver it; `inf`: for ever, None: unknown."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
                 return await _retention(admin, subscription.name)
@@ -176,8 +176,7 @@ class KafkaBroker:
                     raise
                 self._producer = producer
             if name not in self._confirmed:
-                # Sending to a topic that is not there waits for the whole request time-out, and does not say
-                # why.
+                # Sending to a missing topic waits for the whole request time-out, and gives no reason.
                 async with self._admin() as admin:
                     if not await _partitions(admin, name):
                         raise BrokerUnavailable(self._missing([name]))
@@ -206,7 +205,7 @@ class KafkaBroker:
 
 
 def _connection(settings: Settings) -> dict[str, Any]:
-    """What every client of aiokafka is given. Raises ConfigurationError."""
+    """The arguments of every client of aiokafka. Raises ConfigurationError."""
     protocol, mechanism = settings.kafka_security_protocol.upper(), settings.kafka_sasl_mechanism.upper()
     if protocol not in PROTOCOLS:
         raise ConfigurationError(f"kafka_security_protocol: {protocol!r}; write one of {', '.join(PROTOCOLS)}")

@@ -1,4 +1,4 @@
-"""What an aiokafka consumer is asked beside fetching and committing, each made to end in time."""
+"""Calls to an aiokafka consumer besides fetching and committing, each bounded in time."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ async def stop(consumer: AIOKafkaConsumer) -> None:
     """Leave the group and close the connections, within `STOP_TIMEOUT` and a few seconds (K8).
 
     `stop()` waits for a join under way, and a join waits for the slowest member. Cut off there, this member
-    would be given partitions that nobody reads until its session times out; and it cannot say goodbye on the
-    connection that waits. So it leaves on another one, which answers the join. With the broker away `stop()`
+    would be given partitions that go unread until its session times out; and it cannot say that it leaves on the
+    connection that waits. So it leaves on another one, which answers the join. With the broker down `stop()`
     may wait for ever, or raise the CancelledError of a task of its own. Then the client's parts are closed
     one by one, since a second `stop()` does nothing.
     """
@@ -61,7 +61,7 @@ async def _leave(consumer: AIOKafkaConsumer) -> None:
 
 
 async def _done(closing: Coroutine[Any, Any, None] | asyncio.Task[None], seconds: float) -> bool:
-    """Whether it came to its end in time, in a task of its own so that only *our* cancellation is one."""
+    """Whether it ended in time. It runs in a task of its own, so that only *our* cancellation counts as one."""
     task = asyncio.ensure_future(closing)
     await asyncio.wait({task}, timeout=seconds)
     if task.cancel():

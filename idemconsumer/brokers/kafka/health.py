@@ -1,4 +1,4 @@
-"""Asking Kafka something at intervals: a dead broker or a missing topic is as silent as an empty one (K7)."""
+"""Probing Kafka at intervals: a dead broker or a missing topic is as silent as an empty one (K7)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIVE_UP = 60.0  # seconds without an answer: longer than a group remembers a sil
 
 
 class Health:
-    """Broker down, topic missing, fetch stalled: each is said once when it begins and when it is over."""
+    """Broker down, topic missing, fetch stalled: each is logged once when it begins and once when it is over."""
 
     def __init__(self, consumer: AIOKafkaConsumer, topics: frozenset[str], servers: str, log: Any) -> None:
         self._consumer = consumer
@@ -56,7 +56,7 @@ class Health:
         except (TimeoutError, KafkaError) as error:
             if self._absent() == self._topics - known:
                 return self._unreachable(error)
-            # Otherwise a topic went away under the question.
+            # Otherwise a topic disappeared during the request.
         if self._down_since is not None:
             self._down_since = None
             self._log.info("kafka reachable", servers=self._servers)
@@ -82,7 +82,7 @@ class Health:
         return None
 
     async def _look_for_stalls(self, ends: Mapping[TopicPartition, int]) -> None:
-        """A stall: a poll brought nothing since the last probe, and a partition with more did not move."""
+        """A stall: a poll brought nothing since the last probe, and a partition with more records did not move."""
         paused = self._consumer.paused()
         positions = {at: found for at in ends if (found := await position_of(self._consumer, at)) is not None}
         stalled = frozenset(

@@ -1,9 +1,9 @@
 """What may be committed for one partition: finished offsets in, the next commit out. Pure.
 
-Theory: deliveries finish in any order, a commit is one number below which everything is done. So the number
+Theory: deliveries finish in any order; a commit is one number below which everything is done. So the number
 is the lowest *delivered* offset that is not finished (K2). Offsets have holes (transaction markers, compaction),
 hence "last finished + 1" is not enough once nothing is left (K3): then the number is the reader's position, which
-has stepped over the holes, else a partition that ends in a marker shows lag for ever.
+has stepped over the holes; otherwise a partition that ends in a marker shows lag for ever.
 
 A tracker lives as long as one assignment of its partition. After `end()` it refuses every mark and yields no
 commit: the broker accepts a commit of a former assignment, even one that moves the group backwards.

@@ -39,7 +39,7 @@ PATIENCE = 3.0  # seconds without room before pausing: a pause throws the client
 COMMIT_EVERY = 1.0
 COMMIT_TIMEOUT = 3.0  # two of them and the drain fit into the rebalance time-out (drain + 10 s)
 PROBE_EVERY = 10.0
-WORTH_SAYING = 5  # commits that failed in a row; one or two are a rebalance
+WORTH_LOGGING = 5  # commits that failed in a row; one or two are a rebalance
 
 log = structlog.get_logger("idemconsumer")
 
@@ -141,7 +141,7 @@ class KafkaSession:
         self._changed.set()
 
     async def release(self, deliveries: Sequence[Delivery]) -> None:
-        """Nothing to do: what is unmarked holds the low-water mark, where the next owner starts."""
+        """Nothing to do: what is not finished holds back the low-water mark, where the next owner starts."""
 
     async def idle(self) -> bool:
         if not self._member():
@@ -173,7 +173,7 @@ class KafkaSession:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await stop(self._consumer)
-        if self._poll is not None:  # it may still wait for an assignment that nobody will announce
+        if self._poll is not None:  # it may still wait for an assignment that will never come
             self._poll.cancel()
             await asyncio.gather(self._poll, return_exceptions=True)
 
@@ -229,7 +229,7 @@ class KafkaSession:
         return sum(partition.tracker.outstanding for partition in self._partitions.values())
 
     async def _has_room(self) -> bool:
-        """Wait for settlements before pausing: a shortage is mostly over sooner than a refetch."""
+        """Wait for settlements before pausing: a shortage mostly ends sooner than a refetch would."""
         if self._outstanding < self._bounds.in_flight:
             self._full_since = None
             return True
@@ -273,7 +273,7 @@ class KafkaSession:
 
     # ------------------------------------------------------------------------------------ commits, rebalances
     async def revoked(self) -> None:
-        """Everything is taken away: let what runs finish (at most `bounds.drain`), commit, end."""
+        """All partitions are taken away: let what runs finish (at most `bounds.drain`), commit, end."""
         self._rebalancing = True
         leaving = list(self._partitions.values())
         try:
@@ -299,7 +299,7 @@ class KafkaSession:
         self._log.info("kafka assigned", partitions=sorted(map(name_of, partitions)))
 
     async def _quiet(self, partitions: Iterable[_Partition]) -> bool:
-        """Whether nothing of them runs any more; cut short by `close()`, which has seen to that itself."""
+        """Whether nothing of them runs any more; cut short by `close()`, which has waited for that itself."""
         waiting = asyncio.gather(*(partition.epoch.quiet() for partition in partitions))
         closing = asyncio.ensure_future(self._closing.wait())
         try:
@@ -328,10 +328,10 @@ class KafkaSession:
                     await self._consumer.commit(due)
             except (TimeoutError, KafkaError) as error:
                 self._failed_commits += 1
-                if self._failed_commits == WORTH_SAYING:
+                if self._failed_commits == WORTH_LOGGING:
                     self._log.warning("kafka commits fail, a restart would redeliver", error=words(error))
             else:
-                if self._failed_commits >= WORTH_SAYING:
+                if self._failed_commits >= WORTH_LOGGING:
                     self._log.info("kafka commits again")
                 self._failed_commits = 0
                 for at, offset in due.items():
@@ -360,7 +360,7 @@ class KafkaSession:
         return SessionEnded(f"kafka group {self._group!r}: {self._over}")
 
     async def _until(self, condition: Callable[[], bool]) -> bool:
-        """Whether `condition` came true within a second; something settled or revoked looks again."""
+        """Whether `condition` came true within a second; settling and revoking check it again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL):
                 while not condition() and not self._over:

@@ -28,7 +28,7 @@ class AckTags:
         self._finished: set[int] = set()
 
     def finish(self, tags: Iterable[int]) -> None:
-        """These deliveries are done with. Tags that were acked before are passed over."""
+        """These deliveries are finished. Tags that were acked before are ignored."""
         self._finished.update(tag for tag in tags if tag > self._through and tag not in self._alone)
 
     def due(self) -> Ack | None:

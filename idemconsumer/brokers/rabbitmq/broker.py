@@ -18,8 +18,8 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing
 from idemconsumer.settings import Settings
 
-# Seconds for a publish, connecting included. Under a memory or disk alarm the broker takes publishes and is
-# silent.
+# Seconds for a publish, connecting included. Under a memory or disk alarm the broker takes publishes and
+# never answers.
 CONFIRM = 30.0
 PERSISTENT = 2
 

@@ -21,8 +21,8 @@ Reader = Callable[[bytes], tuple[int, FieldValue]]
 def read_everything() -> None:
     """Teach pamqp, in this whole process, to give a value where it raised one of those errors.
 
-    What it could read it reads as before, and frames that are cut short are still refused; so other users of pamqp
-    notice nothing but connections that stay. A timestamp that no date can hold becomes None, as does nesting beyond
+    What it could read it reads as before, and frames that are cut short are still refused; so all that other users of
+    pamqp notice is connections that stay open. A timestamp that no date can hold becomes None, as does nesting beyond
     the interpreter's recursion limit; text that is not UTF-8 is read as Latin-1.
     """
     taught: dict[Any, Reader] = {
@@ -60,7 +60,7 @@ def _short_str(strict: Reader) -> Reader:
 
 
 def _field_table(value: bytes) -> tuple[int, FieldValue]:
-    """pamqp's own loop with a tolerant name; around it, a retry at every level would double the work per level."""
+    """pamqp's own loop with tolerant names; around it, a retry at every level would double the work per level."""
     end = 4 + int.from_bytes(value[:4], "big")
     if len(value) < max(end, 4):
         raise ValueError("Field table length exceeds available data")

@@ -12,9 +12,9 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from idemconsumer.ports.broker import Finding
 
-# RabbitMQ 4 deletes (or dead-letters) after this many deliveries where nothing else is said.
+# RabbitMQ 4 deletes (or dead-letters) after this many deliveries unless configured otherwise.
 DEFAULT_LIMIT_SINCE_4 = 20
-# Deliveries after which the worker is to take the message over into the database, out of the limit's reach.
+# Deliveries after which the worker takes the message over into the database, where no limit applies.
 TAKE_OVER_AFTER = 15
 
 

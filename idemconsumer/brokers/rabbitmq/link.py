@@ -27,12 +27,12 @@ T = TypeVar("T")
 # Seconds. aiormq calls a silent peer dead after three heartbeats; shorter ones would cost the connection
 # whenever a handler keeps the event loop busy for some seconds.
 HEARTBEAT = 15
-# Seconds for anything that the broker answers at once when it is well.
+# Seconds for anything that the broker answers at once when it is healthy.
 ANSWER = 10.0
-# Seconds for the farewell of one channel or connection; what is not acked by then comes again.
+# Seconds to close one channel or connection; what is not acked by then comes again.
 FAREWELL = 5.0
 
-# What the client raises for a lost channel or connection: besides its own errors, whatever it trips over.
+# What the client raises for a lost channel or connection: besides its own errors, those that it runs into.
 LOSS: tuple[type[Exception], ...] = (*CONNECTION_EXCEPTIONS, EOFError, asyncio.InvalidStateError)
 
 
@@ -61,7 +61,7 @@ class Link:
         self._url = settings.rabbitmq
         self._heartbeat = None if "heartbeat" in parse_qs(parts.query) else HEARTBEAT
         for name in ("aio_pika", "aiormq"):
-            # Both log every loss several times, as errors; whoever reconnects says once that a session ended.
+            # Both log every loss several times, as errors; the feed that reconnects logs once that a session ended.
             if (logger := logging.getLogger(name)).level == logging.NOTSET:
                 logger.setLevel(logging.CRITICAL)
 
@@ -83,7 +83,7 @@ class Link:
             raise self.unavailable("cannot connect", error) from error
 
     def unavailable(self, what: str, error: BaseException) -> BrokerUnavailable:
-        return BrokerUnavailable(f"RabbitMQ at {self.where}: {what}: {said(error)}")
+        return BrokerUnavailable(f"RabbitMQ at {self.where}: {what}: {text_of(error)}")
 
     def refused(self, queue: str, error: BaseException) -> BrokerUnavailable:
         """In our words, why a queue cannot be consumed."""
@@ -104,8 +104,8 @@ class Link:
         )
 
 
-def said(error: BaseException | None) -> str:
-    """What an error says, or its name where it says nothing."""
+def text_of(error: BaseException | None) -> str:
+    """The text of an error, or its name where it has none."""
     return str(error) or type(error).__name__
 
 
@@ -125,7 +125,7 @@ async def answered(answer: Awaitable[T], within: float = ANSWER) -> T:
 
 
 async def farewell(*resources: _Closable) -> None:
-    """Close each in turn, within FAREWELL seconds; a dead one cannot be closed, which is no news."""
+    """Close each in turn, within FAREWELL seconds; a dead one cannot be closed, and that is not reported."""
     for resource in resources:
         with contextlib.suppress(*LOSS):
             await answered(resource.close(), FAREWELL)

@@ -16,7 +16,7 @@ from aiormq.abc import DeliveredMessage
 
 from idemconsumer.brokers.rabbitmq.ack_tags import AckTags
 from idemconsumer.brokers.rabbitmq.limits import TAKE_OVER_AFTER
-from idemconsumer.brokers.rabbitmq.link import FAREWELL, LOSS, Link, answered, farewell, said
+from idemconsumer.brokers.rabbitmq.link import FAREWELL, LOSS, Link, answered, farewell, text_of
 from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch
@@ -27,10 +27,9 @@ T = TypeVar("T")
 MAX_PREFETCH = 65_535
 # Seconds that an empty fetch waits.
 POLL = 1.0
-# So many unconfirmed acks a quorum queue takes from a channel; the channel keeps the others to itself for a
-# while.
+# A quorum queue takes this many unconfirmed acks from a channel; the channel holds the others back for a while.
 ACKS_ON_THE_WAY = 32
-# Seconds for the channel to hand on what it kept: some forced writes of the queue's log.
+# Seconds for the channel to hand on what it held back: a few forced writes of the queue's log.
 HANDING_ON = 0.4
 
 
@@ -134,17 +133,17 @@ class RabbitmqSession:
         async with self._sending:
             try:
                 while not self._epoch.ended and (ack := self._tags.due()) is not None:
-                    # A dead connection's writer takes nothing from its full queue any more, and tells nobody.
+                    # A dead connection's writer takes nothing more from its full queue, and reports nothing.
                     await answered(self._wire.basic_ack(ack.tag, ack.multiple, wait=False), FAREWELL)
                     self._tags.sent(ack)
                     self._acks += 1
             except LOSS as error:
-                self._end(f"acks cannot be sent: {said(error)}")
+                self._end(f"acks cannot be sent: {text_of(error)}")
 
     async def _hand_on(self) -> None:
         """Keep the channel busy until its acks are with the queue (Q6).
 
-        A channel that is closed at once forgets those that it kept: of 300 single acks up to 267 were lost,
+        A channel that is closed at once forgets those that it held back: of 300 single acks up to 267 were lost,
         and their messages delivered again (RabbitMQ 3.10, quorum queue). It hands them on while it serves us.
         """
         if self._acks <= ACKS_ON_THE_WAY:
@@ -159,7 +158,7 @@ class RabbitmqSession:
         try:
             return await answered(answer)
         except LOSS as error:
-            self._end(f"no answer: {said(error)}")
+            self._end(f"no answer: {text_of(error)}")
             raise SessionEnded(self._ended) from error
 
     async def _on_message(self, delivered: DeliveredMessage) -> None:
@@ -172,7 +171,7 @@ class RabbitmqSession:
         self._end("the broker cancelled the consumer; was the queue deleted?")
 
     def _on_close(self, _sender: object, error: BaseException | None) -> None:
-        self._end(f"connection lost: {said(error)}")
+        self._end(f"connection lost: {text_of(error)}")
 
     def _end(self, reason: str) -> None:
         self._epoch.end()
@@ -185,9 +184,9 @@ class RabbitmqSession:
 def delivery_of(delivered: DeliveredMessage, queue: str, epoch: Epoch) -> Delivery:
     """Translate one arrival. Headers that are neither text nor bytes become JSON text (`x-death` is a list).
 
-    `x-delivery-count` (quorum queues) is believed only on a redelivery (Q8): a message that was dead-lettered or
-    shovelled from another queue may carry the count of its former life. A classic queue only says that it is
-    not the first time.
+    `x-delivery-count` (quorum queues) is trusted only on a redelivery (Q8): a message that was dead-lettered or
+    shovelled from another queue may carry the count of its former queue. A classic queue only tells that it
+    is not the first time.
     """
     properties = delivered.header.properties
     raw = properties.headers or {}

@@ -1,1 +1,1 @@
-"""SQS and what speaks its protocol, through aiobotocore. The only room that imports that driver."""
+"""SQS and servers that speak its protocol, through aiobotocore. The only room that imports that driver."""

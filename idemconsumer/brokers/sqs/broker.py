@@ -1,4 +1,4 @@
-"""SQS, standard and FIFO queues, through aiobotocore. Consuming is in `_sqs_session`."""
+"""SQS, standard and FIFO queues, through aiobotocore. Consuming is in `session`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from idemconsumer.ports.broker import Bounds, Finding, Outgoing
 from idemconsumer.settings import Settings
 
 CONFIRM: Final = 30.0  # seconds for a publish, connecting included
-SENDS: Final = 8  # requests at a time; a FIFO queue gets one after another
+SENDS: Final = 8  # requests at a time; one after another for a FIFO queue
 
 
 class SqsBroker:
@@ -53,7 +53,7 @@ class SqsBroker:
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         """Publish to the queue, with `Outgoing.key` as message id (FIFO: as deduplication id too).
 
-        The header `MessageGroupId` becomes the message's group, which a FIFO queue asks for. Nothing is sent when any
+        The header `MessageGroupId` becomes the message's group, which a FIFO queue requires. Nothing is sent when any
         message is larger than the queue takes (BadMessage) or lacks its group (ConfigurationError). Raises
         BrokerUnavailable when the queue is missing, or when not every message was confirmed in time. Some may have
         been: publish all again, with the same keys.
@@ -84,7 +84,7 @@ class SqsBroker:
         return [Finding("ok", subject, f"{self._link.where} has the {kind} {queue.name!r}"), *limits(subject, queue)]
 
     async def retention_seconds(self, subscription: Subscription) -> float | None:
-        """How long the queue keeps a message, hence can redeliver it; None: unknown."""
+        """How long the queue keeps a message, and so can redeliver it; None: unknown."""
         try:
             _, queue = await self._ready(subscription.name)
         except BrokerUnavailable:

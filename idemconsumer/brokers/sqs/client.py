@@ -1,4 +1,4 @@
-"""Connecting to SQS: endpoint, credentials, what a queue says of itself, and errors in our words."""
+"""Connecting to SQS: endpoint, credentials, the attributes of a queue, and errors in our words."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from idemconsumer.settings import Settings
 # Seconds. A receive is answered after its waiting time, everything else at once.
 CONNECT_TIMEOUT: Final = 5.0
 READ_TIMEOUT: Final = 10.0
-CALLS: Final = 3  # of one request, with the client's own backoff in between, until it counts as failed
+CALLS: Final = 3  # tries of one request, with the client's own backoff in between, until it counts as failed
 
-# What the client raises for a request that failed. It lets TimeoutError and OSError through where DNS is asked.
+# What the client raises for a request that failed. It lets TimeoutError and OSError of DNS lookups through.
 LOSS: Final[tuple[type[Exception], ...]] = (BotoCoreError, ClientError, TimeoutError, OSError)
 
 _GONE = ("QueueDoesNotExist", "AWS.SimpleQueueService.NonExistentQueue")
-# SQS has its own names for it, KMS others, and the gateway before both a status alone. OverLimit: as many messages
-# are in flight as one queue may have (120,000).
+# SQS has its own names for throttling, KMS others, and the gateway before both sends only a status. OverLimit: the
+# queue has as many messages in flight as it may have (120,000).
 _THROTTLED = ("Throttl", "TooManyRequests", "RequestLimitExceeded", "SlowDown", "OverLimit")
 _DENIED = ("AccessDenied", "InvalidClientTokenId", "UnrecognizedClient", "SignatureDoesNotMatch", "ExpiredToken")
 
-# What a queue says where it leaves the attribute out, as servers other than AWS do.
+# Used where a queue leaves the attribute out, as servers other than AWS do.
 _DEFAULTS: Final = {"VisibilityTimeout": "30", "MaximumMessageSize": "262144"}
 LEAST_VISIBILITY: Final = 10  # seconds: it is extended several times within it, over a network
 
 
 class Client(Protocol):
-    """What is used of the client; requests and answers are as in the SQS API reference."""
+    """The part of the client that is used; requests and answers are as in the SQS API reference."""
 
     async def get_queue_url(self, *, QueueName: str) -> dict[str, Any]: ...  # noqa: N803
     async def get_queue_attributes(self, **request: Any) -> dict[str, Any]: ...
@@ -49,7 +49,7 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A queue and its attributes, as they were when it was asked."""
+    """A queue and its attributes, as they were when read."""
 
     name: str
     url: str
@@ -61,7 +61,7 @@ class Queue:
 
     @property
     def content_based(self) -> bool:
-        """Whether SQS takes equal bodies for one message when no deduplication id is given."""
+        """Whether SQS treats equal bodies as one message when no deduplication id is given."""
         return self.attributes.get("ContentBasedDeduplication") == "true"
 
     @property
@@ -91,12 +91,12 @@ class Link:
         self._endpoint = settings.sqs
         self._session = get_session()
         for name in ("aiobotocore", "botocore"):
-            # Both report requests that they send again; whoever reconnects says once that a session ended.
+            # Both log each request that they send again; the feed that reconnects logs once that a session ended.
             if (logger := logging.getLogger(name)).level == logging.NOTSET:
                 logger.setLevel(logging.CRITICAL)
 
     async def connect(self, requests: int) -> Client:
-        """A client for so many requests at a time. It connects with its first one.
+        """A client for `requests` at a time. It connects with its first one.
 
         Raises ConfigurationError when no region is given.
         """
@@ -141,11 +141,11 @@ class Link:
             advice = "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the machine a role"
         elif code_of(error).startswith(_DENIED):
             advice = "; docs/operations.md lists the IAM actions that are needed"
-        return BrokerUnavailable(f"{self.where}: {what}: {said(error)}{advice}")
+        return BrokerUnavailable(f"{self.where}: {what}: {text_of(error)}{advice}")
 
 
-def said(error: Exception) -> str:
-    """What an error says, or its name where it says nothing."""
+def text_of(error: Exception) -> str:
+    """The text of an error, or its name where it has none."""
     return str(error) or type(error).__name__
 
 
@@ -155,7 +155,7 @@ def code_of(error: Exception) -> str:
 
 
 def throttled(error: Exception) -> bool:
-    """Whether the service only asks for patience."""
+    """Whether the service refused only because there were too many requests."""
     if not isinstance(error, ClientError):
         return False
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -163,6 +163,6 @@ def throttled(error: Exception) -> bool:
 
 
 async def farewell(client: Client) -> None:
-    """Close; what cannot be closed is no news."""
+    """Close; a client that cannot be closed is not worth reporting."""
     with contextlib.suppress(*LOSS):
         await client.close()

@@ -1,11 +1,11 @@
 """What a session has received and not yet deleted or given back. Pure: arrivals in, what may be deleted out.
 
 A message may arrive again while an earlier arrival of it is still in hand (its visibility ran out, or a standard
-queue doubled it). Only its latest receipt handle is sure to delete it: with an older one the service may say yes and
-delete nothing. So messages are known by their id, and the handle is looked up when it is used.
+queue doubled it). Only its latest receipt handle is sure to delete it: with an older one the service may report
+success and delete nothing. So messages are known by their id, and the handle is looked up when it is used.
 
 The messages of a FIFO group are deleted only as a finished prefix (A5). Deleting the third while the second is
-given back would let the second come after what the queue has forgotten.
+given back would deliver the second after the third.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Held:
             entry.arrivals += 1
 
     def finish(self, messages: Iterable[str]) -> list[str]:
-        """These are done with; returns what is to be deleted now, in order. Those that are not held are passed over."""
+        """These are finished; returns what is to be deleted now, in order. Those that are not held are ignored."""
         due: list[str] = []
         for message in messages:
             entry = self._entries.get(message)
@@ -112,13 +112,13 @@ class Held:
         return list(self._entries)
 
     def expiring(self, before: float) -> list[str]:
-        """What others could be given before then."""
+        """What becomes visible to others before then."""
         return [message for message, entry in self._entries.items() if entry.until < before and not entry.lapsed]
 
     def extended(self, used: Mapping[str, str], refused: Collection[str], until: float) -> None:
         """An extension was answered for these handles. What the broker refused comes again, here or elsewhere.
 
-        A message that arrived meanwhile has a newer handle, of which the answer says nothing.
+        A message that arrived meanwhile has a newer handle, which the answer does not cover.
         """
         for message, handle in used.items():
             if (entry := self._entries.get(message)) is None or entry.handle != handle:

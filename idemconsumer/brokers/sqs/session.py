@@ -19,8 +19,8 @@ from idemconsumer.ports.broker import Bounds, Delivery, Epoch
 
 log = structlog.get_logger("idemconsumer")
 
-# Seconds that a poll waits at the broker. A drain waits for it too (A1), since a cancelled poll swallows what it was
-# about to bring for its whole visibility time.
+# Seconds that a poll waits at the broker. A drain waits for it too (A1), since what a cancelled poll was about to
+# bring stays hidden for its whole visibility timeout.
 WAIT: Final = 1
 POLLS: Final = 8  # at a time, while each brings a full batch; one when the queue is empty
 DELETIONS: Final = 4  # at a time, while each is a full batch
@@ -28,8 +28,8 @@ EXTENSIONS: Final = 4
 CONNECTIONS: Final = POLLS + DELETIONS + EXTENSIONS
 _FETCH_SECONDS: Final = 1.0
 _FAREWELL: Final = 5.0  # seconds for what is left to be deleted or given back
-_PATIENCE: Final = 5  # how often in a row a throttled deletion or extension is sent again, until it is given up
-_CALM: Final = 30.0  # seconds without a throttled answer until it is over
+_PATIENCE: Final = 5  # retries in a row of a throttled deletion or extension, until it is given up
+_CALM: Final = 30.0  # seconds without a throttled answer until throttling counts as over
 _BACKOFF: Final = (0.2, 5.0)  # seconds: the first pause after a throttled request, and the longest
 
 Answer = dict[str, Any]
@@ -40,8 +40,8 @@ class SqsSession:
     """See `ports.Session`. Deliveries are known by their message id; the latest receipt handle settles them (A2).
 
     `settle` returns at once; deletions go out ten at a time, or fewer when none is under way. A deletion that the
-    broker refuses is tried once more and then left (A3): the message comes again, as a duplicate. So is one that stays
-    throttled.
+    broker refuses is tried once more and then left (A3): the message comes again, as a duplicate. So does that of
+    a deletion that stays throttled.
     """
 
     def __init__(self, link: Link, client: Client, queue: Queue, bounds: Bounds) -> None:
@@ -55,8 +55,8 @@ class SqsSession:
         self._due: deque[str] = deque()
         self._reserved = 0
         self._dry = False
-        self._throttled: float | None = None  # when it was last
-        self._overdue_said = False
+        self._throttled: float | None = None  # when a request last was
+        self._overdue_logged = False
         self._stopped = False
         self._lost: str | None = None
         self._wake = asyncio.Event()
@@ -124,7 +124,7 @@ class SqsSession:
         )
         arrivals = [self._delivery(raw, started + visibility) for raw in answer.get("Messages") or ()]
         if arrivals and not self._lost:
-            # The time was counted from when the broker took the messages out, which may be long before its answer.
+            # Visibility counts from when the broker took the messages out, which may be long before its answer.
             if loop.time() > started + visibility / 2:
                 await self._extend([delivery.handle for delivery in arrivals])
             self._arrived.extend(arrivals)
@@ -138,7 +138,7 @@ class SqsSession:
         return Delivery(message, self._epoch, handle=raw["MessageId"], suspect=count > 1, count=count)
 
     def _room(self) -> int:
-        """What waits for a rival is not ahead."""
+        """Deliveries in the waiting room do not count as fetched ahead."""
         taken = len(self._held) + self._reserved
         ahead = max(BATCH, self._bounds.ahead)
         return min(ahead - (taken - self._epoch.waiting), self._bounds.in_flight - taken)
@@ -172,7 +172,7 @@ class SqsSession:
         for _ in range(2):
             handles = self._held.handles(left)
             used |= handles
-            refused = await self._ask(self._client.delete_message_batch, handles)
+            refused = await self._request(self._client.delete_message_batch, handles)
             if not refused:
                 break
             left = refused
@@ -194,7 +194,7 @@ class SqsSession:
         handles = self._held.handles(messages)
         self._held.forget(messages)
         self._freed.set()
-        await asyncio.gather(*(self._ask_visibility(batch, 0) for batch in _batches(handles)))
+        await asyncio.gather(*(self._set_visibility(batch, 0) for batch in _batches(handles)))
 
     # ------------------------------------------------------------------------------------------------------- visibility
     async def _keep_invisible(self) -> None:
@@ -205,32 +205,32 @@ class SqsSession:
             await self._extend(self._held.expiring(loop.time() + visibility / 2))
 
     async def _extend(self, messages: Sequence[str]) -> None:
-        """What is refused has lapsed; what is given up is still expiring, and asked for again in the next round."""
+        """What is refused has lapsed; what is given up is still expiring, and is tried again in the next round."""
         loop, visibility = asyncio.get_running_loop(), self._queue.visibility
         batches = list(_batches(self._held.handles(messages)))
         for start in range(0, len(batches), EXTENSIONS):
             until = loop.time() + visibility
             some = batches[start : start + EXTENSIONS]
-            answers = await asyncio.gather(*(self._ask_visibility(batch, visibility) for batch in some))
+            answers = await asyncio.gather(*(self._set_visibility(batch, visibility) for batch in some))
             for batch, refused in zip(some, answers, strict=True):
                 if refused is not None:
                     self._held.extended(batch, refused, until)
 
-    async def _ask_visibility(self, handles: Mapping[str, str], seconds: int) -> list[str] | None:
-        return await self._ask(self._client.change_message_visibility_batch, handles, VisibilityTimeout=seconds)
+    async def _set_visibility(self, handles: Mapping[str, str], seconds: int) -> list[str] | None:
+        return await self._request(self._client.change_message_visibility_batch, handles, VisibilityTimeout=seconds)
 
     # --------------------------------------------------------------------------------------------------------- requests
-    async def _ask(self, operation: Operation, handles: Mapping[str, str], **more: object) -> list[str] | None:
-        """One batched request; the messages that were refused, None when it was given up.
+    async def _request(self, operation: Operation, handles: Mapping[str, str], **more: object) -> list[str] | None:
+        """Send one batch. Returns the messages that were refused, or None when it was given up.
 
         Ends the session when there is no answer, or one that makes no sense.
         """
-        asked, failures = list(handles), 0
-        entries = [{"Id": str(n), "ReceiptHandle": handles[message], **more} for n, message in enumerate(asked)]
+        messages, failures = list(handles), 0
+        entries = [{"Id": str(n), "ReceiptHandle": handles[message], **more} for n, message in enumerate(messages)]
         while entries and not self._lost:
             try:
                 refusals = (await operation(QueueUrl=self._queue.url, Entries=entries)).get("Failed") or []
-                refused = [asked[int(each["Id"])] for each in refusals]
+                refused = [messages[int(each["Id"])] for each in refusals]
             except Exception as error:  # noqa: BLE001 - the client lets through what it did not foresee
                 if not throttled(error):
                     self._end(error)
@@ -239,14 +239,14 @@ class SqsSession:
                     continue
                 return None
             self._eased()
-            self._say_overdue(refusals)
+            self._log_overdue(refusals)
             return refused
         return None if entries else []
 
-    def _say_overdue(self, refusals: Sequence[Answer]) -> None:
-        """SQS lets nobody keep a message for more than 12 hours."""
-        if not self._overdue_said and any("43200" in str(each.get("Message")) for each in refusals):
-            self._overdue_said = True
+    def _log_overdue(self, refusals: Sequence[Answer]) -> None:
+        """SQS allows a message to be kept for 12 hours, no longer."""
+        if not self._overdue_logged and any("43200" in str(each.get("Message")) for each in refusals):
+            self._overdue_logged = True
             log.warning("held for 12 hours, sqs delivers it again", queue=self._queue.name)
 
     async def _back_off(self, failures: int) -> None:
@@ -257,7 +257,7 @@ class SqsSession:
         await asyncio.sleep(min(longest, first * 2 ** min(failures - 1, 8)) * random.uniform(0.5, 1.0))
 
     def _eased(self) -> None:
-        # Not with the first answer: some requests pass while others are throttled, and it would be said all the time.
+        # Not at the first success: some requests pass while others are throttled, and it would be logged all the time.
         if self._throttled is not None and asyncio.get_running_loop().time() - self._throttled > _CALM:
             self._throttled = None
             log.info("sqs no longer throttles", queue=self._queue.name)
@@ -288,7 +288,7 @@ class SqsSession:
     async def close(self) -> None:
         self._stopped = True
         self._freed.set()
-        await self._polled(WAIT + READ_TIMEOUT)  # one whose connection hangs is left behind
+        await self._polled(WAIT + READ_TIMEOUT)  # a poll with a hanging connection is left behind
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL):
                 while self._deletions and not self._lost:
@@ -307,7 +307,7 @@ class SqsSession:
             await asyncio.wait(self._polls, timeout=within)
 
     def _end(self, error: Exception | None) -> None:
-        """`error`: what was lost; None: nothing, we leave."""
+        """`error`: why the session was lost; None: it was not, we leave."""
         if self._lost is None:
             name = self._queue.name
             self._lost = f"sqs:{name}: closed" if error is None else str(self._link.refused(name, error))

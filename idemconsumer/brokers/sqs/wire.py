@@ -70,13 +70,13 @@ def entry_of(queue: Queue, message: Outgoing) -> Entry:
 def requests(queue: Queue, entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     """Batches that fit one request each, numbered by `Id`, in order."""
     batch: list[Entry] = []
-    room = most = max(queue.max_bytes, _LEAST_REQUEST)
+    room = limit = max(queue.max_bytes, _LEAST_REQUEST)
     for entry in entries:
         attributes = {name: value["StringValue"] for name, value in entry.get("MessageAttributes", {}).items()}
         size = _size(entry["MessageBody"], attributes)
         if len(batch) == BATCH or (batch and size > room):
             yield batch
-            batch, room = [], most
+            batch, room = [], limit
         batch.append({"Id": str(len(batch)), **entry})
         room -= size
     if batch:
@@ -97,7 +97,7 @@ def _body(body: bytes) -> tuple[str, str | None]:
 
 
 def _attributes(headers: Mapping[str, str], mark: str | None) -> dict[str, str]:
-    """As many headers as can be attributes; the rest in one more."""
+    """As many headers as fit into attributes; the rest in one more."""
     attributes = {} if mark is None else {_BODY: mark}
     fit = [name for name, value in headers.items() if _NAME.fullmatch(name) and value and not _UNSAYABLE.search(value)]
     room = MAX_ATTRIBUTES - len(attributes)
@@ -140,8 +140,8 @@ def message_of(queue: Queue, raw: Mapping[str, Any]) -> Message:
     """Translate one arrival. Numbers arrive as text, binary attributes as text where they are UTF-8.
 
     The message id is the producer's: the key it was published with, else the deduplication id of a FIFO queue. One
-    that SQS made from the content is passed over, since two messages may be equal; then, and where there is none, it
-    is SQS's own id, which tells redeliveries but not what a producer sent twice.
+    that SQS made from the content is ignored, since two messages may be equal; then, and where there is none, it is
+    SQS's own id, which identifies redeliveries but not what a producer sent twice.
     """
     system = raw.get("Attributes") or {}
     headers = {name: _value(value) for name, value in (raw.get("MessageAttributes") or {}).items()}
@@ -180,7 +180,7 @@ def _read(text: str, mark: str | bytes | None) -> bytes:
         try:
             return base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
-            pass  # somebody else's mark: the body is what it is
+            pass  # another program's mark: the body is taken as it is
     return text.encode("utf-8", "surrogatepass")
 
 
