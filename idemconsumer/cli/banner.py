@@ -1,4 +1,4 @@
-"""What a worker says about itself when it starts."""
+"""What a worker reports about itself when it starts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sources(handler: BoundHandler) -> list[str]:
 
 
 def retention(handler: BoundHandler) -> str:
-    """How long a handler's records are kept, as one would write it."""
+    """How long a handler's records are kept, as a user would write it."""
     seconds = handler.options.retain
     return next((f"{seconds / size:g}{unit}" for unit, size in _UNITS if seconds >= size), f"{seconds:g}s")
 

@@ -33,13 +33,13 @@ from idemconsumer.stores.migrations import migrate
 
 _DUPLICATES: Final = 0.3  # share of the payments that are published a second time
 _CONCURRENCY: Final = 8
-_WORK_SECONDS: Final = 4.0  # about so long takes the work by itself: less, and it would end before the kills do
+_WORK_SECONDS: Final = 4.0  # what the work takes by itself, about; with less it would end before the kills do
 _PAUSES: Final = 0.002, 0.25  # seconds; the bounds of what one booking takes
-_KILLS_BETWEEN: Final = 0.05, 0.65  # of the payments applied; later, and each kill would cost a wait of its own
+_KILLS_BETWEEN: Final = 0.05, 0.65  # share of the payments applied; each later kill would cost a wait of its own
 _STALLED_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.05
 
-# The queue forgets a message when it is settled; this remembers how often it had been handed out by then.
+# The queue forgets a message when it is settled; this remembers how often it had been delivered by then.
 _COUNT_DELIVERIES: Final = """
 create table delivered (deliveries bigint not null);
 create function count_deliveries() returns trigger language plpgsql as $$
@@ -118,7 +118,7 @@ class Demo:
         self._workers = workers
         self._seed = seed
         low, high = (share * messages for share in _KILLS_BETWEEN)
-        self._kills = sorted(chance.uniform(low, high) for _ in range(kills))  # after so many applied
+        self._kills = sorted(chance.uniform(low, high) for _ in range(kills))  # payments applied before each
         self._killed = 0
         self._crew: list[subprocess.Popen[bytes]] = []
 
@@ -170,8 +170,8 @@ class Demo:
         self._stack.callback(os.close, self._lifeline)
         self._stack.callback(os.close, write_end)
         self._stack.callback(self._end_workers)
-        least, most = _PAUSES
-        pause = min(max(_WORK_SECONDS * self._workers * _CONCURRENCY / published, least), most)
+        shortest, longest = _PAUSES
+        pause = min(max(_WORK_SECONDS * self._workers * _CONCURRENCY / published, shortest), longest)
         # The caller's own settings are not for these workers.
         clean = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
         self._environment = clean | {PAUSE: str(pause), LIFELINE: str(self._lifeline)}
@@ -198,7 +198,7 @@ class Demo:
     def _watch(self) -> None:
         """Until all workers have left by themselves, because the queue is empty; kill on the way."""
         progress = Progress(self._messages)
-        before, changed, told = (-1, -1), time.monotonic(), False
+        before, changed, explained = (-1, -1), time.monotonic(), False
         while any(worker.poll() is None for worker in self._crew):
             applied, queued = (
                 self._number("select count(*) from ledger"),
@@ -211,8 +211,8 @@ class Demo:
                 return
             if self._kills[self._killed :] and applied >= self._kills[self._killed]:
                 self._kill_one(progress)
-            if self._killed and queued and not told and time.monotonic() - changed > 1.0:
-                told = True
+            if self._killed and queued and not explained and time.monotonic() - changed > 1.0:
+                explained = True
                 progress.clear()
                 _say(f"  what killed workers held is handed out again {VISIBILITY:.0f} s after they took it")
             progress.show(applied, queued)
@@ -222,7 +222,7 @@ class Demo:
         self._raise_if_failed()
 
     def _kill_one(self, progress: Progress) -> None:
-        """One that is in the middle of something; none is for a moment after a start, and then the next look kills."""
+        """Kill one that has payments in hand. Just after a start none has any, and then the next look kills."""
         in_hand: dict[str, int] = dict(self._db.execute(_IN_HAND).fetchall())
         ready = [index for index in range(self._workers) if in_hand.get(f"demo-{index}")]
         if not ready:
@@ -243,8 +243,8 @@ class Demo:
     def _raise_if_failed(self) -> None:
         for index, worker in enumerate(self._crew):
             if worker.returncode:
-                said = (self._folder / f"worker-{index}.log").read_text(errors="replace")
-                raise IdemConsumerError(f"demo: worker {index + 1} failed ({worker.returncode}):\n{said[-2000:]}")
+                output = (self._folder / f"worker-{index}.log").read_text(errors="replace")
+                raise IdemConsumerError(f"demo: worker {index + 1} failed ({worker.returncode}):\n{output[-2000:]}")
 
     def _number(self, query: Any) -> int:
         row = self._db.execute(query).fetchone()

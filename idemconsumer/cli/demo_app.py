@@ -12,7 +12,7 @@ from idemconsumer.ports.handler import Tx
 QUEUE = "payments"
 PAUSE = "IDEMCONSUMER_DEMO_PAUSE"  # seconds that a booking takes, so that there is something to kill
 
-# No unique constraint: whatever is applied twice stands there twice.
+# No unique constraint: a payment that is applied twice is there twice.
 LEDGER = "create table ledger (payment text not null, amount bigint not null)"
 
 app = App("demo")

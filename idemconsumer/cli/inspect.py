@@ -1,4 +1,4 @@
-"""`check`: everything that can be known to be wrong before the first message."""
+"""`check`: every mistake that can be found before the first message."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Retaining(Protocol):
 
 @runtime_checkable
 class Redriving(Protocol):
-    """A broker that may take a message away after so many deliveries."""
+    """A broker that may take a message away after too many deliveries."""
 
     async def max_receives(self, subscription: Subscription) -> int | None: ...
 
@@ -53,7 +53,7 @@ def check(target: str, as_json: bool, **flags: Any) -> None:
     Exit code 0: nothing is wrong; warnings may be. 1: something is, and is marked as error. 2: usage, or the app cannot
     be imported.
 
-    Reads only. What it finds: a database that is away, not migrated, closed to our role or would lose commits; sources
+    Reads only. What it finds: a database that is down, not migrated, closed to our role or would lose commits; sources
     that do not exist; brokers that drop messages after too many deliveries, or keep them longer than the records are
     kept.
     """
@@ -75,7 +75,7 @@ def check(target: str, as_json: bool, **flags: Any) -> None:
 
 
 async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
-    """Everything, in the order in which one would repair it."""
+    """All findings, in the order in which to repair them."""
     handlers = app.bound_handlers(settings)
     if not handlers:
         yield Finding("error", app.name, "has no handlers; decorate one with @app.idempotent_handler(…)")
@@ -145,7 +145,7 @@ async def _source(
 
 
 def _retention(handler: BoundHandler, subscription: Subscription, kept: float | None) -> list[Finding]:
-    """A message that outlives its record would be new when it comes again."""
+    """A message that outlives its record would count as new when it is redelivered."""
     if kept is None or math.isinf(kept) or kept <= handler.options.retain:
         return []
     days = math.ceil(kept / 86_400)
@@ -154,7 +154,7 @@ def _retention(handler: BoundHandler, subscription: Subscription, kept: float | 
 
 
 def _redrive(handler: BoundHandler, subscription: Subscription, most: int | None) -> list[Finding]:
-    """Each worker that dies or drains costs what it had fetched one delivery, so there have to be some to spare."""
+    """Each worker that dies or drains costs the messages that it had fetched one delivery, so some must be spare."""
     needed = handler.options.max_attempts + _SPARE_DELIVERIES
     if most is None:
         return []

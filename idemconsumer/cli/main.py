@@ -39,7 +39,7 @@ class _Root(click.Group):
 
 
 def _fail(error: Exception, code: Exit) -> NoReturn:
-    # Of several workers that cannot start the first one speaks: they all fail alike.
+    # Of several workers that cannot start only the first one reports: they all fail alike.
     if os.environ.get(WORKER, "0") == "0":
         click.echo(f"error: {str(error).strip()}", err=True)
     sys.exit(code)

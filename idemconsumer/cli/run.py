@@ -51,7 +51,7 @@ def _worker_options(command: F) -> F:
 @click.option("--until-empty", is_flag=True, default=None, help="Leave when every source is empty.")
 @click.option("--reload", is_flag=True, default=None, help="Restart when a .py file below this folder changes.")
 def run(target: str, **flags: Any) -> None:
-    """Consume with the handlers of an app until told to stop.
+    """Consume with the handlers of an app until asked to stop.
 
     SIGTERM or Ctrl-C drains: nothing new is fetched, what runs is finished, committed and settled. A second one
     stops now; what ran is rolled back and comes again.
@@ -115,5 +115,5 @@ def _serve(target: str, settings: Settings) -> Exit:
 
 
 def _as_environment(flags: Mapping[str, object]) -> dict[str, str]:
-    """What was given as options, for the children: they are started without any."""
+    """The given options as variables, for the children: they are started without options."""
     return {PREFIX + name.upper(): str(value) for name, value in flags.items() if value is not None}

@@ -1,4 +1,4 @@
-"""`sagas`: what runs, what waits, what happened to one, and what a person decides about it."""
+"""`sagas`: which run, which wait, what happened to one, and what a person decides about it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def status(as_json: bool, **flags: Any) -> None:
 @click.option("--all", "everything", is_flag=True, help="Also what is applied; needs no database.")
 @database
 def sql(everything: bool, **flags: Any) -> None:
-    """Print the SQL that `up` would run, for whoever must run it by hand."""
+    """Print the SQL that `up` would run, to run it by hand."""
     settings = load(**flags)
     wanted = (
         migrations.files()

@@ -55,7 +55,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _where(error: BaseException) -> str:
-    """The user's own last line on the way to the error."""
+    """The last line of the user's own code on the way to the error."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     not_theirs = (str(Path(__file__).parent.parent), str(Path(importlib.__file__).parent), "<frozen")

@@ -1,4 +1,4 @@
-"""What is told about a running worker: log lines today.
+"""What a running worker reports: log lines, today.
 
 Decides nothing.
 """

@@ -1,4 +1,4 @@
-"""Logging of a worker process: one stream, one format, for our events and for everybody else's.
+"""Logging of a worker process: one stream, one format, for our events and for all others.
 
 Never shown: payloads, and the local variables of a traceback, which may hold one. Keys are shown as the first 12
 hex digits of their digest.
@@ -15,9 +15,9 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-# These say the same thing hundreds of times while a server is away; our adapters say it once.
+# These log the same thing hundreds of times while a server is down; our adapters log it once.
 _LOUD = ("aiokafka", "aio_pika", "aiormq", "aiobotocore", "botocore")
-# Never heard, not at debug either: its pool quotes addresses and statements, and says more than it helps.
+# Never shown, not even at debug: its pool quotes addresses and statements, and is noisy.
 _SILENT = ("psycopg", "psycopg.pool")
 _KEY_DIGITS = 12
 
@@ -25,8 +25,9 @@ _KEY_DIGITS = 12
 def configure(log_format: str, level: str, stream: TextIO | None = None) -> None:
     """Send structlog and the standard library's logging to `stream` (default stderr).
 
-    `auto` is `console` on a terminal, else `json`, one object a line. A logging configuration of the application's
-    own, made later at its import, wins for the standard library's part. The values are those of the settings.
+    `auto` is `console` on a terminal, else `json`, one object a line. If the application configures
+    logging at its import, that comes later and wins for the standard library's part. The values are those of the
+    settings.
     """
     stream = stream or sys.stderr
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -58,7 +59,7 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> None
 
 
 def is_console(log_format: str, stream: TextIO) -> bool:
-    """Whether a person reads along."""
+    """Whether a person reads the log as it is written."""
     return log_format == "console" or (log_format == "auto" and stream.isatty())
 
 
@@ -74,7 +75,7 @@ def _json(event: Any, **_: Any) -> str:
 
 
 def _with_worker(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    # Read each time: the parent of several workers has none, and says of which one it speaks.
+    # Read each time: the parent of several workers has none, and names the worker that an event is about.
     if (worker := os.environ.get("IDEMCONSUMER_WORKER")) is not None:
         event.setdefault("worker", int(worker))
     return event
