@@ -1,7 +1,7 @@
 """What the project's users test with: a throwaway Postgres, crashes at named points, contract suites for adapters.
 
 Public: the names in `__all__`; docs/testing.md shows them at work. Not imported by anything that runs in production.
-The suites need pytest and pytest-asyncio; they are imported when one is asked for, so a worker that is to crash needs
+The suites need pytest and pytest-asyncio; they are imported when one is used, so a worker that is to crash needs
 neither.
 """
 

@@ -7,7 +7,7 @@ class TestMyBroker(BrokerContract):
         return MyHarness(my_server)
 ```
 
-It shows the rules that the worker relies on with any broker. What one broker alone must do is tested with it.
+It tests the rules that the worker relies on with any broker. What only one broker must do is tested with that one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from idemconsumer.errors import BrokerUnavailable, SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, Outgoing, Session
 
-# Seconds that anything expected may take; a first Kafka join is the slowest.
+# Seconds allowed for anything expected; a first Kafka join is the slowest.
 PATIENCE = 30.0
 WIDE = Bounds(lanes=4, group=8, room=100)
 
 
 class BrokerHarness(Protocol):
-    """How the suite gets at one broker."""
+    """How the suite reaches one broker."""
 
     @property
     def keeps_message_id(self) -> bool:
@@ -51,7 +51,7 @@ class BrokerHarness(Protocol):
         ...
 
     def subscription(self, name: str) -> Subscription:
-        """That of a handler which is alone on this queue or topic."""
+        """The subscription of a handler that is alone on this queue or topic."""
         ...
 
 
@@ -258,7 +258,7 @@ async def until_idle(session: Session) -> list[Delivery]:
 
 
 async def remaining(broker: Broker, harness: BrokerHarness, name: str) -> list[bytes]:
-    """The bodies that a new session would still be given."""
+    """The bodies that a new session still receives."""
     async with consuming(broker, harness, name) as session:
         return sorted(bodies(await until_idle(session)))
 

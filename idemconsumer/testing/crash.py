@@ -1,6 +1,6 @@
 """Kills a worker at a named point, to show that a crash there loses nothing and doubles nothing.
 
-Give it to a worker of a process of its own: `app.worker(settings, CrashAt(Point.COMMITTED))`. Nothing that runs in
+Give it to a worker in a process of its own: `app.worker(settings, CrashAt(Point.COMMITTED))`. Nothing that runs in
 production reads a variable or a flag for it.
 """
 

@@ -1,4 +1,4 @@
-"""The part of the LeaseStore suite that is about the fence: no write of a worker that has lost the saga (L2)."""
+"""The part of the LeaseStore suite about the fence: a worker that has lost the saga writes nothing (L2)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class FenceContract(LeaseFixtures):
     async def test_no_write_passes_after_what_was_left_is_taken_again(
         self, harness: LeaseHarness, one: LeaseWorker, saga: LeasedSaga, write: Write
     ) -> None:
-        """A run that was thought to be gone, by its own worker."""
+        """A run that its own worker took to be gone."""
         (taken,) = await one.leases.take(APP, [HANDLER], 1, unheld=await one.leases.own())
         await self.refused(harness, one, saga, write)
         await write(harness, one, taken)

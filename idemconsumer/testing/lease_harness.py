@@ -1,4 +1,4 @@
-"""How the suite of a LeaseStore gets at one database, and what its tests share."""
+"""How the suite of a LeaseStore reaches one database, and what its tests share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from idemconsumer.ports.store import Claim, JoinedStore
 from idemconsumer.rules.values import Record, StepKind, StepRow, StepState
 from idemconsumer.testing.store_contract import claim_of
 
-PATIENCE = 5.0  # seconds that anything may take that must not wait for a rival
-WHILE = 0.2  # seconds after which what has not ended is taken to wait
+PATIENCE = 5.0  # seconds allowed for anything that must not wait for a rival
+WHILE = 0.2  # seconds after which what has not ended is assumed to wait
 
 APP, HANDLER = "shop", "pay"
 OUTPUT = StoredResult(b'{"charge": "c-1"}')
@@ -38,7 +38,7 @@ class LeaseWorker:
 
 
 class LeaseHarness(Protocol):
-    """How the suite gets at one database."""
+    """How the suite reaches one database."""
 
     async def worker(self) -> LeaseWorker:
         """One more worker on the same database, with a lease of its own of an hour. The suite closes `joined`."""
@@ -97,7 +97,7 @@ def message_of(text: str) -> Message:
 
 
 async def begin(worker: LeaseWorker, text: str, *, scope: str | None = None, handler: str = HANDLER) -> LeasedSaga:
-    """A saga that this worker holds, of a key that is new."""
+    """Begin a saga under a new key; this worker holds it."""
     claim = claim_of(text)
     if scope is not None:
         claim = Claim(claim.key, scope, claim.fingerprint)
@@ -107,7 +107,7 @@ async def begin(worker: LeaseWorker, text: str, *, scope: str | None = None, han
 
 
 async def take(worker: LeaseWorker, limit: int = 10, *, key: bytes | None = None) -> list[LeasedSaga]:
-    """What of the sagas of `HANDLER` this worker may take over, at once."""
+    """Take over what this worker may of the sagas of `HANDLER`, without waiting."""
     async with asyncio.timeout(PATIENCE):
         return await worker.leases.take(APP, [HANDLER], limit, key=key)
 

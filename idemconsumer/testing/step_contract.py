@@ -1,4 +1,4 @@
-"""The part of the LeaseStore suite that is about steps: checkpoints, calls, undos, and the completion in doubt."""
+"""The part of the LeaseStore suite about steps: checkpoints, calls, undos, and the completion in doubt."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StepContract(LeaseFixtures):
     async def test_the_checkpoint_comes_before_the_functions_first_statement(
         self, harness: LeaseHarness, one: LeaseWorker, saga: LeasedSaga
     ) -> None:
-        """So a COMMIT of the function's own can make no effect last without it (L3)."""
+        """So not even a COMMIT by the function itself can make an effect last without it (L3)."""
         async with one.leases.step(saga, "s", has_undo=False, undo=False) as step:
             await harness.write(step.tx(), "effect")
             await harness.commit(step.tx())
@@ -218,7 +218,7 @@ class StepContract(LeaseFixtures):
         assert await one.leases.undo(saga, REJECTION) is not None
 
     async def test_an_intent_and_the_undos_never_begin_both(self, one: LeaseWorker) -> None:
-        """Else a call would be made of a saga whose undos have begun without it (L7)."""
+        """Otherwise a saga could make a call after its undos have begun without it (L7)."""
         for n in range(20):
             saga = await begin(one, f"{n}")
 

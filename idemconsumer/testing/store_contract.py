@@ -7,7 +7,7 @@ class TestMyStore(JoinedStoreContract):
         return MyHarness(my_database)
 ```
 
-It shows the rules that the engine relies on with any store. What one database alone must do is tested with it.
+It tests the rules that the engine relies on with any store. What only one database must do is tested with that one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.store import Claim, DeadLetter, JoinedStore
 from idemconsumer.rules.values import Mark, Record, State
 
-PATIENCE = 10.0  # seconds that anything may take that must not wait for a rival
+PATIENCE = 10.0  # seconds allowed for anything that must not wait for a rival
 
 JSON = StoredResult(b'{"charged": 1}')
 
 
 class StoreHarness(Protocol):
-    """How the suite gets at one database."""
+    """How the suite reaches one database."""
 
     async def store(self) -> JoinedStore:
         """One more store on the same database, as another worker has it. The suite closes it."""
@@ -269,7 +269,7 @@ class JoinedStoreContract:
             await harness.break_transaction(claims.tx())
             with pytest.raises(Exception, match=r".+") as refused:
                 await claims.complete([], [])
-        # Those blame no message, so the group would be run again for ever.
+        # Those blame no message, so the group would run again for ever.
         assert not isinstance(refused.value, (CommitUnknown, ConfigurationError, Contention, StoreUnavailable))
         assert await store.peek([A.key]) == [None]
 
