@@ -1,4 +1,4 @@
-"""The Kafka broker against a real Kafka: who owns what, what is committed, and what is said."""
+"""The Kafka broker against a real Kafka: who owns what, what is committed, and what is logged."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def world(kafka: Server) -> AsyncIterator[World]:
 
 @contextlib.contextmanager
 def killing(server: Kafka) -> Iterator[Kafka]:
-    """Give its memory back with the last test that needs it, not with the module."""
+    """Free its memory after the last test that needs it, not after the module."""
     try:
         yield server
     finally:
@@ -365,7 +365,7 @@ async def test_what_finishes_after_its_partition_was_revoked_is_forgotten(world:
 
 
 def owners(*sessions: KafkaSession) -> list[int]:
-    """Who has taken something over."""
+    """Which sessions have taken something over."""
     return [id(each) for each in sessions if any(p.tracker.outstanding for p in each._partitions.values())]
 
 
@@ -708,14 +708,14 @@ async def test_a_broker_that_stays_away_ends_the_session_and_closing_is_bounded_
     await mortal.create()
     await mortal.produce(6)
     before = asyncio.all_tasks()
-    brief = Bounds(lanes=4, group=8, drain=0)  # the next member waits so long, and 10 s, for one that cannot leave
+    brief = Bounds(lanes=4, group=8, drain=0)  # the next member waits for this and 10 s more for one that cannot leave
     session = await mortal.open(brief)
     taken = await take(session, 6)
     await session.settle(taken[:2])
     await mortal.commits(2)
     mortal.own.kill()
     await session.settle(taken[2:3])
-    await until(session._committing.locked)  # a commit that nobody will answer
+    await until(session._committing.locked)  # a commit that will never be answered
     with pytest.raises(SessionEnded, match="has not answered"):
         await asyncio.wait_for(take_any(session), PATIENCE)
     assert all(each.epoch.ended for each in taken)

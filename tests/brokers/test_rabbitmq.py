@@ -1,4 +1,4 @@
-"""The RabbitMQ adapter against a real node: sessions that end, acks that must not, publishes, limits, TLS."""
+"""The RabbitMQ adapter against a real node: sessions that end, acks, publishes, limits, TLS."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Node:
         return await asyncio.to_thread(self.server.ctl, *arguments)
 
     async def has(self, name: str, *, ready: int, unacked: int) -> bool:
-        """Whether the broker counts so. Quorum queues are counted every five seconds, classic ones at once."""
+        """Whether these are the broker's counts. Quorum queues are counted every five seconds, classic ones at once."""
         columns = ("name", "messages_ready", "messages_unacknowledged")
         rows = json.loads(await self.ctl("list_queues", "-q", "--formatter=json", *columns))
         (row,) = [row for row in rows if row["name"] == name]
@@ -156,7 +156,7 @@ async def ended(session: RabbitmqSession, within: float = 10.0) -> str:
 
 
 async def opening(broker: RabbitmqBroker, name: str) -> None:
-    """Try until a session can be had, as a worker does: a queue may be up later than its node."""
+    """Try until a session opens, as a worker does: a queue may be up later than its node."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with contextlib.suppress(BrokerUnavailable):
@@ -442,7 +442,7 @@ async def test_a_killed_broker_ends_the_session_and_loses_nothing(node: Node, br
         await broker.publish(name, numbered(20))
     async with consuming(broker, names[0]) as session:
         held = await arriving(session, 20)
-        # RabbitMQ 3 knows a quorum queue again only by a table that it writes out half a second later.
+        # After a restart RabbitMQ 3 finds a quorum queue only in a table that it writes half a second later.
         await node.ctl("eval", "[dets:sync(Table) || Table <- dets:all()].")
         node.server.kill()
         assert "connection lost" in await ended(session)

@@ -275,7 +275,7 @@ async def test_a_drain_does_not_wait_for_lanes_that_go_on_settling(
         settle()
         stopping = asyncio.create_task(session.stop_fetching())
         await until(lambda: not session._polls)
-        double.refuse = settle  # whatever is deleted or given back, another one is finished meanwhile
+        double.refuse = settle  # while any message is deleted or given back, another one is finished
         double.throttling.clear()
         await stopping
         assert deliveries

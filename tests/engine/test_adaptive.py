@@ -50,7 +50,7 @@ def waiting(ledger: Ledger) -> bool:
 
 
 class Meeting:
-    """Two groups are made to hold a row each at one moment, unless one of them waits, or is done."""
+    """Makes two groups hold a row each at the same time, unless one of them waits, or is done."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -102,7 +102,7 @@ async def two_lanes(
 
 
 def keep_turns(engine: Engine, handler: BoundHandler) -> None:
-    """As within the time for which the gate is shut, however long the machine takes over the rest of the test."""
+    """Keep the gate shut, however long the machine takes for the rest of the test."""
     size = engine._sizes.of(handler)
     assert size.gated(asyncio.get_running_loop().time()), "they did not collide"
     engine._sizes._sizes[handler.name] = replace(size, gate=Gate(float("inf")))
@@ -119,7 +119,7 @@ async def test_groups_that_collide_take_turns_and_do_not_collide_again(
     strike = hitting(meeting, group_size=4, name="strike").plan.bind("shop")
     handlers = [hit, strike if apart == "two handlers" else hit]
 
-    for _ in range(20):  # until both have been the one that is rolled back
+    for _ in range(20):  # until each has been rolled back once
         assert set(await two_lanes(meeting, engines, handlers, groups=1)) <= {"applied", "duplicate"}
         now = asyncio.get_running_loop().time()
         shut = [e._sizes.of(h).gated(now) for e, h in zip(engines, handlers, strict=True)]

@@ -123,7 +123,7 @@ async def test_pauses_grow_while_a_message_collides(engine: Engine) -> None:
 async def test_a_group_that_idles_longer_than_the_server_lets_it_shrinks_until_it_fits(
     ledger: Ledger, last_writes: bool
 ) -> None:
-    """The server ends a transaction after longest_run + 5 s without a statement: here 0.3 s, two handlers' worth."""
+    """The server ends a transaction after longest_run + 5 s without a statement: here 0.3 s, two handlers' time."""
     ran: list[int] = []
 
     @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=1)
@@ -157,7 +157,7 @@ async def test_a_group_that_idles_longer_than_the_server_lets_it_shrinks_until_i
 async def test_a_handler_that_blocks_the_loop_past_its_timeout_is_late_even_if_its_connection_is_gone(
     ledger: Ledger,
 ) -> None:
-    """Nobody could cancel it, and meanwhile the server has ended its transaction: no outage, but its own failure."""
+    """It could not be cancelled, and meanwhile the server ended its transaction: its own failure, not an outage."""
 
     @idempotent_handler(SOURCE, key="id", timeout="50ms", max_attempts=2)
     async def block(order: dict[str, Any], tx: Tx) -> None:

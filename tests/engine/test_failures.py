@@ -1,4 +1,4 @@
-"""One message that does not go well: what becomes of it, what it costs, and that nothing of it stays behind."""
+"""One message that fails: how it ends, what it costs, and that none of its effects remain."""
 
 from __future__ import annotations
 

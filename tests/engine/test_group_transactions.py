@@ -292,7 +292,7 @@ async def test_two_groups_that_deadlock_both_come_through_without_an_attempt(
         await tx.execute("update hot set hits = hits + 1 where id = %s", (order["row"],))
         await write(tx, order["id"])
         if order["meet"] and not meeting.broken:
-            try:  # at the first meeting alone: each then wants the row that the other has
+            try:  # only when they first meet: each then wants the row that the other has
                 await asyncio.wait_for(meeting.wait(), 2)
                 await meeting.abort()
             except asyncio.BrokenBarrierError:

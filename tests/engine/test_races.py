@@ -1,4 +1,4 @@
-"""Many deliveries of one key at once: one effect, the others get its result, and nobody pins a connection."""
+"""Many deliveries of one key at once: one effect, the others get its result, and none pins a connection."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ async def test_when_the_winner_ends_without_an_effect_the_next_one_is_judged_ane
         outcomes = await asyncio.gather(*rivals)
 
     if end == "rejects":
-        # Its rejection is committed after the rollback. A rival in between is refused in its place, and may hold the
-        # key just then: whoever finds that is told to come again.
+        # Its rejection is committed after the rollback. A rival in between is refused instead, and may hold the key
+        # just then: a delivery that finds it must come again.
         outcomes = [await decided(engine, first_fails, outcome) for outcome in [*outcomes, await winner]]
         assert counted(outcomes) == {"failed": 1, "duplicate": 8}
         assert {outcome.result for outcome in outcomes} == {b'{"code":"no","body":null}'}
@@ -175,7 +175,7 @@ async def test_a_rejection_whose_key_a_rival_holds_by_then_comes_again(ledger: L
 
 
 async def decided(engine: Engine, handler: Handler[..., Any], outcome: Outcome) -> Outcome:
-    """As its lane would: presented again after a collision that is nobody's fault."""
+    """As its lane would: presented again after a collision, which is no message's fault."""
     while outcome.reason == "contention":
         outcome = await engine.process(*works(handler, 1))
     return outcome
@@ -238,7 +238,7 @@ async def test_who_waits_in_vain_stops_when_its_delivery_is_taken_away(store: Po
 async def test_many_messages_in_many_lanes_of_two_processes_are_each_applied_once(
     ledger: Ledger, store: PostgresStore
 ) -> None:
-    """No script, only load: 60 messages, each delivered to 8 lanes in another order."""
+    """No script, only load: 60 messages, delivered to 8 lanes, to each in a different order."""
 
     @idempotent_handler(SOURCE, key="id", group_size=16, on_busy="defer")
     async def grouped(order: dict[str, Any], tx: Tx) -> None:

@@ -72,7 +72,7 @@ async def test_after_an_outage_a_suspect_has_its_attempts_and_no_more(
 
 
 async def test_another_process_does_count_what_was_cut_off_here(ledger: Ledger, store: PostgresStore) -> None:
-    """It cannot know that the process that counted is alive: for all that it sees, this message killed it."""
+    """It cannot know that the process that counted is alive: as far as it can tell, this message killed it."""
     cuts = Cuts(1, max_attempts=3)
     with pytest.raises(StoreUnavailable):
         await Engine(store).process(cuts.suspect())

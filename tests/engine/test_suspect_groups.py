@@ -1,4 +1,4 @@
-"""Suspects that nothing is known of run in groups, and what killed a worker in one is found out all the same."""
+"""Suspects with nothing on record run in groups, and one that kills a worker is identified all the same."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def stay_marked_as_cancelled(tx: Tx) -> None:
 
 
 async def one_life_after_the_other(store: PostgresStore, given: Callable[[], list[Work]]) -> list[int]:
-    """A new process on each death, until one has come to the end. How many each of them ran together."""
+    """Start a new process after each death, until one ends. Returns how many messages each of them ran together."""
     sizes: list[int] = []
     for _ in range(50):
         engine, left = Engine(store), given()
@@ -176,7 +176,7 @@ async def test_a_failure_among_suspects_is_one_failure(ledger: Ledger, store: Po
 async def test_a_suspect_that_cancels_its_own_task_has_failed_and_costs_nobody_else_anything(
     ledger: Ledger, engine: Engine, how: Callable[[Tx], Awaitable[None]]
 ) -> None:
-    """It ended its worker when it was none yet, and would end each one after that."""
+    """It ended its worker before it was a suspect, and would end each worker after that."""
     pay = Pay({"own": how}, max_attempts=2)
     group = pay.suspects(1, "own", 2)
     assert (kinds(await engine.run(group)), ledger.attempts) == (["applied", "retrying"], [1])
@@ -300,7 +300,7 @@ async def test_duplicates_among_suspects_are_answered_once_and_leave_nothing_on_
 
 
 class Rivalled(PostgresStore):
-    """Somebody else is quicker: `between` happens after a mark."""
+    """A rival is quicker: `between` happens after a mark."""
 
     between: Callable[[], Awaitable[object]]
 

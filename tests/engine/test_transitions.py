@@ -1,4 +1,4 @@
-"""TRANSITIONS is documentation: whatever the workers write to a record is a move of it, and each move of it is made."""
+"""TRANSITIONS is documentation: each write of a worker to a record is one of its moves, and each move is made."""
 
 from __future__ import annotations
 

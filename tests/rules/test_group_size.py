@@ -102,7 +102,7 @@ def test_all_lanes_together_stay_within_their_share_of_the_locks(
 
 # ---- failures
 def cost(n: int, failing: float, transaction: float) -> float:
-    """Of a message, in handlers: a failed group has cost half a transaction, what it ran, and the rerun before it."""
+    """What a message costs, in handlers: a failed group costs half a transaction, what it ran, and a rerun."""
     good = 1 - failing
     spent, decided = good**n * (transaction + n), n * good**n
     for index in range(n):

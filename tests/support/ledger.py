@@ -53,7 +53,7 @@ class Ledger:
 
     @property
     def effects(self) -> list[str]:
-        """Each effect that was committed, as often as it was."""
+        """The committed effects, one entry for each commit."""
         return [str(row[0]) for row in self.run("select id from witness order by id")]
 
     @property

@@ -1,4 +1,4 @@
-"""Observers of the engine, and an end that looks like a process's."""
+"""Observers of the engine, and an exception that looks like the death of a process."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ async def take_back(tx: Tx, output: str, name: str) -> None:
 
 
 class Remote:
-    """Remembers what it was asked under each key, and for how often."""
+    """Remembers under each key what it was asked, and how often."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, UUID]] = []
@@ -123,7 +123,7 @@ class Station:
         return await self.run(Work.of(handler, holding.message, leased=holding))
 
     async def to_the_end(self, handler: BoundHandler, outcome: Outcome) -> list[Outcome]:
-        """Resume the saga until it is tried no more; all outcomes, of which `outcome` is the first."""
+        """Resume the saga until it has ended. Returns all outcomes, of which `outcome` is the first."""
         outcomes = [outcome]
         while outcomes[-1].kind is OutcomeKind.RETRYING:
             assert len(outcomes) < 10, "it is tried for ever"

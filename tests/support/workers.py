@@ -124,7 +124,7 @@ class Bench:
 
     @asynccontextmanager
     async def rival(self, key: bytes) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Somebody elsewhere who holds this key, uncommitted; call what is given to let go."""
+        """A rival elsewhere that holds this key, uncommitted; call what it yields to release the key."""
         connection = await psycopg.AsyncConnection.connect(self.dsn)
         async with connection:
             lock = int.from_bytes(key[:8], "big", signed=True)

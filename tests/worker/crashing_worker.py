@@ -31,7 +31,7 @@ class Payment:
 # Many attempts, since the death of its worker costs a message one.
 @app.idempotent_handler(SOURCE, key="id", group_size=4, max_attempts=20, backoff="10ms, 10ms")
 async def pay(payment: Payment, tx: Tx, message: Message) -> dict[str, int]:
-    """What it does is told by the payment's name."""
+    """The payment's name decides what it does."""
     assert payment.id is not None
     await tx.execute("insert into effect values (%s, %s)", (payment.id, payment.amount))
     if payment.id.startswith("refused"):

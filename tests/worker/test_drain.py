@@ -20,7 +20,7 @@ from tests.support.workers import Bench, Item, Lasting, body, connected, note
 
 
 class Gate:
-    """A handler that says when it has started and waits to be let go."""
+    """A handler that reports when it has started, and waits until it may go on."""
 
     def __init__(self, *held: str) -> None:
         self.held = set(held)

@@ -183,7 +183,7 @@ async def test_a_record_table_that_somebody_locks_while_the_room_looks_is_waited
 
 @pytest.mark.usefixtures("impatient")
 async def test_an_attempt_that_cannot_be_taken_back_does_not_end_the_worker(bench: Bench, logged: LogCapture) -> None:
-    """A suspect is counted, then found busy; meanwhile somebody locks the counts."""
+    """A suspect is counted, then found busy; meanwhile the counts are locked."""
     app = App("outage")
 
     @app.idempotent_handler("postgres:q", key="id", wait="200ms")

@@ -1,4 +1,4 @@
-"""Rows of the Postgres queue that somebody wrote by SQL, and not as we would have."""
+"""Rows of the Postgres queue that were written by SQL, not as the library writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What its broker would soon drop for having been delivered too often is taken over into the queue in Postgres."""
+"""A message that its broker would soon drop after too many deliveries is taken over into the queue in Postgres."""
 
 from __future__ import annotations
 

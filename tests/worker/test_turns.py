@@ -29,7 +29,7 @@ def test_fewer_groups_are_open_while_the_cpu_is_busy(limit: int, lanes: int, bus
 
 
 class Machine:
-    """Its clock and its CPU, which have run for so long."""
+    """A clock and a CPU time, in seconds, as far as they have run."""
 
     def __init__(self) -> None:
         self.now = 0.0

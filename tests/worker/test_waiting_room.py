@@ -96,7 +96,7 @@ async def test_no_connection_is_held_while_a_message_waits_for_its_rival(bench: 
     async with AsyncExitStack() as stack:
         rivals = [await stack.enter_async_context(bench.rival(key_of(name))) for name in names]
         async with bench.running(app, concurrency=8) as running:
-            # Whoever looks at the lanes between two of their claims finds no transaction of theirs open.
+            # Between two claims of the lanes no transaction of theirs is open.
             pinned = "select count(*) from pg_stat_activity where application_name = 'idemconsumer' and xact_start < %s"
             begun = bench.do("select clock_timestamp()")[0][0]
             claims = running.points.count(Point.CLAIMED)
@@ -182,7 +182,7 @@ async def test_the_room_settles_at_once_what_its_rivals_have_committed(bench: Be
 async def test_a_conflict_in_the_room_is_not_settled_before_its_dead_letter(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The dead letter comes too late the first time, as if somebody had locked its table."""
+    """The dead letter comes too late the first time, as if its table had been locked."""
     started, go = asyncio.Event(), asyncio.Event()
     tried: list[float] = []
     bury = PostgresStore.bury

@@ -39,7 +39,7 @@ NTH: Final = {
     Point.SETTLED: 3,
 }
 
-# Where a batch takes another way than messages one after another do.
+# Where a batch takes a different path from single messages.
 OF_BATCHES: Final = (
     Point.CLAIMED,
     Point.HANDLED,
@@ -148,7 +148,7 @@ def nothing_is_lost_or_doubled(bench: Bench) -> None:
     ).fetchall()
     assert [json.loads(body) for (body,) in rejection] == [{"code": "no_funds", "body": {"amount": 1}}]
     letters = bench.letters()
-    # Where its attempts were over when the worker died, the next one counts one more and blames that.
+    # If its attempts were over when the worker died, the next worker counts one more and blames that.
     poison = "killed_worker" if ("killed_worker", payment("poison-1")) in letters else "attempts_exhausted"
     assert letters == sorted(
         [
@@ -179,7 +179,7 @@ def test_a_message_that_kills_its_worker_ends_as_a_dead_letter_and_takes_no_othe
     while deaths < 10 and bench.work() != 0:
         deaths += 1
         bench.let_visibility_pass()
-    # Once in a group that nobody suspected, once in a group of suspects, then alone and counted, as often as it may.
+    # Once in a group without suspects, once in a group of suspects, then alone and counted, as often as it may.
     assert deaths == 4
     assert ("killed_worker", payment("bomb")) in bench.letters()
     assert bench.effects() == Counter([*APPLIED, *around])

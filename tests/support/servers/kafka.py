@@ -52,7 +52,7 @@ class Kafka:
             "share.coordinator.state.topic.min.isr": "1",
             "group.initial.rebalance.delay.ms": "0",
             "auto.create.topics.enable": "false",
-            # A broker that was killed is let in again when its old session is over: 3 s instead of 11.
+            # A broker that was killed may register again when its old session is over: 3 s instead of 11.
             "broker.session.timeout.ms": "1500",
             "broker.heartbeat.interval.ms": "300",
             **(properties or {}),

@@ -51,7 +51,7 @@ class Processes:
         return self.folder / "log"
 
     def log(self) -> str:
-        """What the server has said since it was started last."""
+        """What the server has logged since its last start."""
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
@@ -73,7 +73,7 @@ class Processes:
         return bool(self._running) and all(process.poll() is None for process in self._running)
 
     def wait_ready(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Poll until the server is ready; kill it and say what its log ends with when it is not in time."""
+        """Poll until the server is ready; kill it and raise with the end of its log when it is not in time."""
         deadline = time.monotonic() + seconds
         while not ready():
             if not self.running or time.monotonic() > deadline:

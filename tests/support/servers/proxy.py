@@ -30,7 +30,7 @@ class Trap:
 
 
 class Proxy:
-    """Forwards `address` to a target on 127.0.0.1 until told otherwise. Use it with `async with`.
+    """Forwards `address` to a target on 127.0.0.1. Use it with `async with`.
 
     `cut()` resets every connection and refuses new ones until `restore()`. `cut_at` resets one connection,
     the one on which a client first sends the given bytes, and leaves the others and new ones alone.
@@ -89,7 +89,7 @@ class Proxy:
 
     @property
     def tail(self) -> int:
-        """How many bytes of a connection's past a needle that is split over two reads may begin in."""
+        """How many of the last bytes must be kept, since a needle may be split over two reads."""
         return len(self._trap.needle) - 1 if self._trap is not None else 0
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""A certificate for 127.0.0.1 that its holder must be told to trust."""
+"""A certificate for 127.0.0.1 that clients do not trust unless configured to."""
 
 from __future__ import annotations
 
