@@ -1,9 +1,9 @@
 """The rules of a saga's replay, as pure functions.
 
 Theory of operation. A resumed handler runs from its start and asks for its steps by their names. `answer` says what
-each one gets: what is recorded of it, or a run of its own. Nothing that is recorded may be left out (L6): a handler
-that passes over a recorded step is not the one that recorded it. In UNDOING nothing new is run, so the first step
-without a record ends the replay, after the branches beside it have asked for what is to be undone.
+each one gets: its recorded result, or a run of its own. Nothing that is recorded may be skipped (L6): a handler that
+skips a recorded step is not the one that recorded it. In UNDOING nothing new is run, so the first step without a record
+ends the replay, after the branches beside it have asked for the steps to undo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from idemconsumer.rules.values import State, StepRow, StepState
 
 
 class Answer(Enum):
-    """What a step gets that the handler asks for."""
+    """What a step gets when the handler asks for it."""
 
     OUTPUT = "output"  # it has finished: its stored output
     REJECTION = "rejection"  # it was refused: the same refusal again
@@ -61,6 +61,6 @@ def asked_by_branches(rows: Iterable[StepRow], reached: StepRow | None, *, in_br
 
 
 def recovery_point(rows: Iterable[StepRow]) -> str | None:
-    """The name of the step that finished last; None before the first."""
+    """The name of the last step to finish; None before the first."""
     finished = [row for row in rows if row.position is not None]
     return max(finished, key=lambda row: row.position or 0).name if finished else None

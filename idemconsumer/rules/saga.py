@@ -1,9 +1,9 @@
 """The rules of a saga's attempts, as pure functions.
 
 Theory of operation. `start` says whether an attempt may run the handler at all. When the run has failed,
-`may_try_again` decides on another attempt; after the last one `after_last_attempt` says what becomes of the saga. What
-was refused is undone, the step that finished last first (`to_undo`, L7). Whatever is not known to have ended is never
-undone on a guess: a person decides.
+`may_try_again` decides on another attempt; after the last one `after_last_attempt` decides how the saga ends. A refused
+saga is undone, beginning with the last step to finish (`to_undo`, L7). A step whose end is not known is never undone on
+a guess: a person decides.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def start(
     begun_with: str | None,
     version: str | None,
 ) -> Start:
-    """`stale`: its worker was lost; `review`: of such a saga a person decides, unless its handler `reconciles` (L8).
+    """`stale`: its worker was lost; `review`: a person decides about such a saga, unless its handler `reconciles` (L8).
 
-    `begun_with` and `version` are the handler's version when the saga began and now. What an undoing saga leads to is
-    decided, so its handler is not asked.
+    `begun_with` and `version` are the handler's version when the saga began and now. How an undoing saga ends is
+    decided already, so its handler is not asked.
     """
     reconcile = stale and reconciles and phase is State.PROCESSING
     if stale and review and not reconcile:
@@ -66,12 +66,12 @@ def start(
 
 
 def may_try_again(*, attempt: int, max_attempts: int, progressed: bool = False) -> bool:
-    """`attempt` is the one that failed. A step that it finished makes the next attempt the first again (L10)."""
+    """`attempt` is the one that failed. If it finished a step, the next attempt is the first again (L10)."""
     return progressed or attempt < max_attempts
 
 
 class LastResort(Enum):
-    """What becomes of a saga that gets no other attempt."""
+    """How a saga ends that gets no other attempt."""
 
     UNDO = "undo"
     EXHAUSTED = "exhausted"  # put aside: nothing is there to undo
@@ -89,16 +89,16 @@ def after_last_attempt(rows: Iterable[StepRow]) -> LastResort:
 
 
 def to_undo(rows: Iterable[StepRow]) -> list[StepRow]:
-    """The steps to undo, the one that finished last first. An undo that was begun is done again."""
+    """The steps to undo, beginning with the last to finish. An undo that was begun is run again."""
     todo = (row for row in rows if row.has_undo and row.state in (StepState.DONE, StepState.UNDO_INTENT))
     return sorted(todo, key=lambda row: row.position or 0, reverse=True)
 
 
 def refusal(error: Exception, fail_on: tuple[type[Exception], ...]) -> Reject | None:
-    """The final refusal that an error of a step is, if it is one. One of `fail_on` becomes what a resume will raise.
+    """An error of a step as a final refusal, None if it is not one. An error of `fail_on` becomes what a resume raises.
 
-    What tells nothing of the step (a server that is away, an interruption, a cancellation) is none, even where
-    `fail_on` names it.
+    An error that says nothing about the step (a server that is down, an interruption, a cancellation) is not one, even
+    where `fail_on` names it.
     """
     if isinstance(error, Reject):
         return error
