@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 from idemconsumer.errors import Reject
@@ -15,16 +14,12 @@ _NOT_THEIRS = tuple(
 
 
 class HandlerFailed(Exception):
-    """The handler of the group's message at `index` failed. None: the error cannot be attributed to one of several.
-
-    `ran`: which of the group's messages were to run; the others were busy, or had records.
-    """
+    """The handler of the group's message at `index` failed. None: the error cannot be attributed to one of several."""
 
     def __init__(self, index: int | None, error: Exception) -> None:
         super().__init__(index)
         self.index = index
         self.error = error
-        self.ran: Sequence[int] = ()
 
 
 def rejection_of(error: BaseException) -> tuple[str, object]:

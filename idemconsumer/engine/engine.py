@@ -188,18 +188,14 @@ class Engine:
             self._at(Point.CLAIMED, name, keys)
             new = [i for i, work in enumerate(group) if leaders[work.key] is work and verdicts[work.key] is Verdict.RUN]
             began = now()
-            try:
-                if handler.batch:
-                    results = await self._handle_batch(claims, group, new) if new else {}
-                else:
-                    for index in new:
-                        key, result = group[index].key, await self._handle(claims, index, group[index])
-                        self._at(Point.HANDLED, name, (key,))
-                        if result is not None:
-                            results[key] = result
-            except HandlerFailed as failure:
-                failure.ran = new
-                raise
+            if handler.batch:
+                results = await self._handle_batch(claims, group, new) if new else {}
+            else:
+                for index in new:
+                    key, result = group[index].key, await self._handle(claims, index, group[index])
+                    self._at(Point.HANDLED, name, (key,))
+                    if result is not None:
+                        results[key] = result
             seconds = now() - began
             self._at(Point.SEALING, name, keys)
             begun = [work.key for work in group if work.attempts or work.suspicion is Suspicion.MARKED]
