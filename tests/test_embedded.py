@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.embedded import postgres
 from idemconsumer.embedded.binaries import EmbeddedUnavailable, wheel_binaries
@@ -78,6 +79,37 @@ def test_a_named_folder_is_kept_and_used_again(folder: Path) -> None:
             assert connection.execute("select n from kept").fetchall() == expected
             connection.execute("insert into kept values (1)")
     assert (folder / "pg" / "data").exists()
+
+
+def test_only_the_password_gets_in_and_only_its_owner_can_read_it(server: EmbeddedPostgres) -> None:
+    dsn = server.start()
+    assert server.directory is not None
+    for wrong in (make_conninfo(dsn, password=""), make_conninfo(dsn, password="guess")):
+        with pytest.raises(psycopg.OperationalError, match="password"):
+            psycopg.connect(wrong, passfile="/dev/null")
+    holding = [
+        path for path in server.directory.rglob("*")
+        if path.is_file() and str(conninfo_to_dict(dsn)["password"]).encode() in path.read_bytes()
+    ]  # fmt: skip
+    assert holding == [server.directory / "pgpass"]
+    assert holding[0].stat().st_mode & 0o777 == 0o600
+    assert holding[0].stat().st_uid == os.geteuid()
+
+
+def test_the_address_for_people_works_and_shows_no_password(server: EmbeddedPostgres) -> None:
+    dsn = server.start()
+    assert str(conninfo_to_dict(dsn)["password"]) not in server.shown_dsn
+    with psycopg.connect(server.shown_dsn) as connection:
+        assert connection.execute("select current_user").fetchone() == ("postgres",)
+
+
+def test_each_server_has_a_password_of_its_own_and_a_named_folder_keeps_it(folder: Path) -> None:
+    with EmbeddedPostgres(folder / "a") as one, EmbeddedPostgres(folder / "b") as other:
+        passwords = [conninfo_to_dict(each.dsn)["password"] for each in (one, other)]
+    assert passwords[0] != passwords[1]
+    (folder / "a" / "pgpass").unlink()
+    with pytest.raises(EmbeddedUnavailable, match="no file `pgpass`"):
+        EmbeddedPostgres(folder / "a").start()
 
 
 def test_settings_reach_the_server() -> None:

@@ -72,9 +72,10 @@ def dev(target: str, **flags: Any) -> None:
     settings = load(**flags)
     with ExitStack() as stack:
         if settings.dsn is None:
-            flags["dsn"] = stack.enter_context(EmbeddedPostgres()).dsn
+            server = stack.enter_context(EmbeddedPostgres())
+            click.echo(f"throwaway database: IDEMCONSUMER_DSN='{server.shown_dsn}'", err=True)
+            flags["dsn"] = server.dsn
             settings = load(**flags)
-            click.echo(f"throwaway database: IDEMCONSUMER_DSN={settings.dsn}", err=True)
         assert settings.dsn is not None
         migrate(settings.dsn, settings.schema)
         sys.exit(_run(target, settings, _as_environment(flags), reload=True))

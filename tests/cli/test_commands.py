@@ -201,7 +201,9 @@ def test_dev_brings_a_migrated_database_and_leaves_at_an_interrupt(empty: Shop) 
     dev.send_signal(signal.SIGINT)
 
     assert dev.wait(30) == Exit.DONE
-    assert re.match(r"throwaway database: IDEMCONSUMER_DSN=postgresql://postgres@127.0.0.1:\d+/postgres", said[0])
+    shown = r"throwaway database: IDEMCONSUMER_DSN='(postgresql://postgres@127.0.0.1:\d+/postgres\?passfile=(.*))'\n"
+    assert (address := re.fullmatch(shown, said[0]))
+    assert not Path(address[2]).exists(), "the password goes with the database"
 
 
 # --------------------------------------------------------------------------------------------------- mistakes of people
@@ -299,7 +301,7 @@ def test_a_role_without_rights_is_told_which_and_the_grants_it_names_are_enough(
     owner = psycopg.connect(shop.dsn, autocommit=True)
     shop("publish", "postgres:orders", '{"id":"a"}')
     try:
-        owner.execute(f"create role {role} login")
+        owner.execute(f"create role {role} login password '{owner.info.password}'")
         owner.execute(f"grant all on taken to {role}")
         owner.execute("revoke execute on all functions in schema idemconsumer from public")
         theirs, shop.dsn = shop.dsn, make_conninfo(shop.dsn, user=role)

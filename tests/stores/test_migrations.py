@@ -110,7 +110,8 @@ def test_status_of_an_empty_database_is_all_pending_and_changes_nothing(database
 def test_an_owner_of_the_schema_who_may_not_create_schemas_can_migrate(database: str) -> None:
     with psycopg.connect(database, autocommit=True) as admin:
         role = "r" + str(abs(hash(database)))[:12]
-        admin.execute(sql.SQL("create role {0} login").format(sql.Identifier(role)))
+        login = sql.SQL("create role {0} login password {1}")
+        admin.execute(login.format(sql.Identifier(role), sql.Literal(admin.info.password)))
         admin.execute(sql.SQL("create schema idemconsumer authorization {}").format(sql.Identifier(role)))
         try:
             assert migrate(psycopg.conninfo.make_conninfo(database, user=role), "idemconsumer")

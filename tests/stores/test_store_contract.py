@@ -155,7 +155,7 @@ async def test_a_role_that_may_not_write_to_one_of_the_tables_is_refused(ledger:
     role = sql.Identifier(f"app_{secrets.token_hex(4)}")
     with psycopg.connect(ledger.dsn, autocommit=True) as owner:
         for statement in (
-            "create role {} login",
+            "create role {} login password " + sql.Literal(owner.info.password).as_string(),
             "grant usage on schema idemconsumer to {}",
             "grant all on all tables in schema idemconsumer to {}",
             "grant all on all sequences in schema idemconsumer to {}",
