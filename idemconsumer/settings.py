@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import psycopg
-from psycopg.conninfo import conninfo_to_dict
 
+from idemconsumer.addresses import check_dsn
 from idemconsumer.errors import ConfigurationError
 
 PREFIX = "IDEMCONSUMER_"
@@ -107,22 +106,6 @@ def load(environ: Mapping[str, str] | None = None, directory: Path | None = None
         if value is not None:
             given[name] = f"--{name.replace('_', '-')}", value
     return Settings(**{name: _read(label, name, value) for name, (label, value) in given.items()})
-
-
-def check_dsn(dsn: str, label: str = "the database's address") -> None:
-    """Raise ConfigurationError for a text that is not the address of a database.
-
-    Neither the text nor the driver's message about it is quoted: both may hold a password.
-    """
-    instead = "write postgresql://user:password@host:5432/database, with @ : / in a password as %40 %3A %2F"
-    try:
-        parts = conninfo_to_dict(dsn)
-    except psycopg.Error:
-        raise ConfigurationError(f"{label} cannot be read; {instead}") from None
-    # libpq takes part of a password with such characters for host and port, and would quote it when it cannot connect.
-    ports = str(parts.get("port") or "").split(",")
-    if "@" in str(parts.get("host") or "") or not all(port.isdecimal() or not port for port in ports):
-        raise ConfigurationError(f"{label} has a host or port that cannot be one; {instead}")
 
 
 def _is_setting(variable: str) -> bool:

@@ -13,6 +13,7 @@ from psycopg.rows import dict_row
 
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.message.headers import decode_headers
+from idemconsumer.redaction import error_text
 from idemconsumer.sql.queries import load, misconfigured
 
 _CONNECT_SECONDS = 10
@@ -120,4 +121,4 @@ async def connected(dsn: str, schema: str) -> AsyncIterator[psycopg.AsyncConnect
             raise cause from error
         if not isinstance(error, psycopg.OperationalError):
             raise
-        raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
+        raise StoreUnavailable(f"the database cannot be reached: {error_text(error)}") from error

@@ -19,6 +19,7 @@ from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEn
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
+from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
 from idemconsumer.sql.queries import load, misconfigured
 
@@ -63,7 +64,7 @@ class PostgresBroker:
                 self._dsn, autocommit=True, connect_timeout=5, options=options, application_name="idemconsumer-queue"
             )
         except psycopg.Error as error:
-            raise BrokerUnavailable(f"postgres queue: no connection to the database: {error}") from error
+            raise BrokerUnavailable(f"postgres queue: no connection to the database: {error_text(error)}") from error
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> PostgresSession:
         (subscription,) = subscriptions
@@ -73,7 +74,7 @@ class PostgresBroker:
             await session.start()
         except psycopg.Error as error:
             await session.close()
-            raise BrokerUnavailable(f"{subscription.source}: {error}") from error
+            raise BrokerUnavailable(f"{subscription.source}: {error_text(error)}") from error
         return session
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
@@ -84,7 +85,7 @@ class PostgresBroker:
         except psycopg.Error as error:
             if (cause := misconfigured(error, self._schema)) is not None:
                 raise cause from error
-            raise BrokerUnavailable(f"postgres:{name}: could not publish: {error}") from error
+            raise BrokerUnavailable(f"postgres:{name}: could not publish: {error_text(error)}") from error
 
     async def check(self, subscription: Subscription) -> list[Finding]:
         try:
@@ -94,7 +95,7 @@ class PostgresBroker:
                 (waiting,) = await cursor.fetchone() or (0,)
         except (BrokerUnavailable, psycopg.Error) as error:
             cause = misconfigured(error, self._schema) if isinstance(error, psycopg.Error) else None
-            return [Finding("error", subscription.source, str(cause or error).strip())]
+            return [Finding("error", subscription.source, error_text(cause or error))]
         return [Finding("ok", subscription.source, f"queue readable, {waiting} waiting")]
 
     async def close(self) -> None:
@@ -217,7 +218,7 @@ class PostgresSession:
                 cursor = await self._connection.execute(self._queries[query], params)
                 return await cursor.fetchall() if cursor.description else []
         except (psycopg.Error, TimeoutError) as error:
-            self._end(str(error).strip() or "no answer from the database")
+            self._end(error_text(error) or "no answer from the database")
             raise SessionEnded(f"postgres:{self._name}: {self._lost}") from error
 
     def _end(self, why: str) -> None:
@@ -237,7 +238,7 @@ class PostgresSession:
                     self._arrived.set()
             self._end("the listening connection ended")
         except psycopg.Error as error:
-            self._end(str(error).strip())
+            self._end(error_text(error))
 
     async def _keep_visible(self) -> None:
         """Move the deadline of everything outstanding, three times per visibility timeout (P3)."""

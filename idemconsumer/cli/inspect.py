@@ -20,6 +20,7 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Broker, Finding
 from idemconsumer.process.child import Exit
+from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.migrations import status
@@ -123,7 +124,7 @@ async def _database(settings: Settings) -> Finding:
         await check_database(dsn, settings.schema)
         await asyncio.to_thread(status, dsn, settings.schema)  # raises for a migration that is not the one applied
     except IdemConsumerError as error:
-        return Finding("error", subject, str(error).removeprefix("database: "))
+        return Finding("error", subject, error_text(error).removeprefix("database: "))
     return Finding("ok", subject, f"reachable, schema {settings.schema} is up to date, commits are durable")
 
 
@@ -141,7 +142,7 @@ async def _source(
             found += _redrive(handler, subscription, await broker.max_receives(subscription))
         return found
     except IdemConsumerError as error:
-        return [Finding("error", subscription.source, str(error))]
+        return [Finding("error", subscription.source, error_text(error))]
 
 
 def _retention(handler: BoundHandler, subscription: Subscription, kept: float | None) -> list[Finding]:

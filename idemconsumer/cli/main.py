@@ -17,6 +17,7 @@ from idemconsumer.cli.sagas import sagas
 from idemconsumer.cli.schema import migrate
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.process.child import MEANINGS, WORKER, Exit
+from idemconsumer.redaction import error_text
 
 VERBS: tuple[click.Command, ...] = (demo, run, dev, check, migrate, publish, dead, sagas, prune)
 
@@ -41,7 +42,7 @@ class _Root(click.Group):
 def _fail(error: Exception, code: Exit) -> NoReturn:
     # Of several workers that cannot start only the first one reports: they all fail alike.
     if os.environ.get(WORKER, "0") == "0":
-        click.echo(f"error: {str(error).strip()}", err=True)
+        click.echo(f"error: {error_text(error)}", err=True)
     sys.exit(code)
 
 

@@ -10,6 +10,7 @@ from types import ModuleType
 
 from idemconsumer.app.app import App
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.redaction import error_text
 
 
 def load_app(target: str) -> App:
@@ -50,7 +51,7 @@ def _module(name: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and (name == missing or name.startswith(f"{missing}.")):
             raise ConfigurationError(f"there is no module {missing!r} in {folder}; write MODULE:APP") from None
         raise ConfigurationError(
-            f"{name!r} cannot be imported: {type(error).__name__}: {error} ({_where(error)})"
+            f"{name!r} cannot be imported: {type(error).__name__}: {error_text(error)} ({_where(error)})"
         ) from error
 
 

@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 from idemconsumer.errors import Reject
+from idemconsumer.redaction import typed_text
 
 _NOT_THEIRS = tuple(
     {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parent.parent)},
@@ -28,8 +29,9 @@ def rejection_of(error: BaseException) -> tuple[str, object]:
 
 
 def describe(error: BaseException) -> str:
-    """For the database, which holds the payload as well; logs get only the type and the place (R13)."""
-    return f"{''.join(traceback.format_exception_only(error)).strip()[:4000]} ({where(error)})"
+    """For dead letters and histories, without the DETAIL of a database error; logs get the type and the place alone
+    (R13)."""
+    return f"{typed_text(error)[:4000]} ({where(error)})"
 
 
 def where(error: BaseException) -> str:

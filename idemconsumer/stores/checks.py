@@ -7,8 +7,9 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
+from idemconsumer.addresses import check_dsn
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
-from idemconsumer.settings import check_dsn
+from idemconsumer.redaction import error_text
 from idemconsumer.sql.queries import check_schema
 from idemconsumer.stores.migrations import files
 
@@ -63,15 +64,19 @@ async def check_database(dsn: str, schema: str) -> int:
     """
     check_dsn(dsn)
     check_schema(schema)
-    try:
-        connection = await psycopg.AsyncConnection.connect(dsn, connect_timeout=5, autocommit=True)
-    except psycopg.Error as error:
-        raise StoreUnavailable(f"no connection to the database: {error}") from error
+    connection = await _connect(dsn)
     try:
         async with connection:
             return await _check(connection, schema)
     except psycopg.Error as error:
-        raise StoreUnavailable(f"the database does not answer: {error}") from error
+        raise StoreUnavailable(f"the database does not answer: {error_text(error)}") from error
+
+
+async def _connect(dsn: str) -> Connection:
+    try:
+        return await psycopg.AsyncConnection.connect(dsn, connect_timeout=5, autocommit=True)
+    except psycopg.Error as error:
+        raise StoreUnavailable(f"no connection to the database: {error_text(error)}") from error
 
 
 async def _check(connection: Connection, schema: str) -> int:

@@ -29,6 +29,7 @@ from idemconsumer.errors import (
 from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim, DeadLetter
+from idemconsumer.redaction import error_text
 from idemconsumer.rules.values import Found, Mark, Record, State
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.literals import bytea_array, clean, written
@@ -221,7 +222,7 @@ class PostgresClaims:
             answers = await connection.simple(b"; ".join([*statements, b"COMMIT"]))
         except psycopg.Error as error:
             if connection.closed:
-                raise CommitUnknown(f"the answer to COMMIT was lost: {error}") from error
+                raise CommitUnknown(f"the answer to COMMIT was lost: {error_text(error)}") from error
             if error.sqlstate == NOT_DURABLE and not await _durable(connection):
                 raise ConfigurationError(f"database: {error.diag.message_primary}; set it to on") from error
             raise translate(connection, error) from error

@@ -20,6 +20,7 @@ import psycopg
 import structlog
 
 from idemconsumer.errors import StoreUnavailable
+from idemconsumer.redaction import error_text
 from idemconsumer.sql.queries import load
 
 log = structlog.get_logger("idemconsumer")
@@ -52,7 +53,7 @@ class Heartbeat:
         try:
             await asyncio.to_thread(self._register)
         except psycopg.Error as error:
-            raise StoreUnavailable(f"no lease: {error}") from error
+            raise StoreUnavailable(f"no lease: {error_text(error)}") from error
         self._ticking = asyncio.create_task(self._tick())
         self._thread.start()
 
@@ -88,7 +89,7 @@ class Heartbeat:
                     connection = connection or self._connect()
                     self._renew(connection)
                 except psycopg.Error as error:
-                    log.debug("lease not renewed", error=str(error))
+                    log.debug("lease not renewed", error=error_text(error))
                     _close(connection)
                     connection = None
             if self._left() <= 0:

@@ -20,8 +20,9 @@ from typing import LiteralString
 import psycopg
 from psycopg import sql
 
+from idemconsumer.addresses import check_dsn
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
-from idemconsumer.settings import check_dsn
+from idemconsumer.redaction import error_text
 from idemconsumer.sql.queries import check_schema
 
 _FILE = re.compile(r"(\d{4})_(\w+)\.sql")
@@ -125,7 +126,7 @@ def connect(dsn: str) -> psycopg.Connection:
             application_name="idemconsumer",
         )
     except psycopg.OperationalError as error:
-        raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
+        raise StoreUnavailable(f"the database cannot be reached: {error_text(error)}") from error
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from idemconsumer.errors import Contention, StoreUnavailable
 from idemconsumer.ports.store import Claim
+from idemconsumer.redaction import error_text
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.sqlstates import translate
@@ -68,7 +69,7 @@ class Pool:
             try:
                 connection = await self._pool.getconn()
             except (PoolTimeout, psycopg.OperationalError) as error:
-                raise StoreUnavailable(f"no connection to the database: {error}") from error
+                raise StoreUnavailable(f"no connection to the database: {error_text(error)}") from error
             try:
                 # Python 3.11: asyncio.wait_for inside the pool can swallow a cancellation (cpython #86296).
                 if outside.requested:

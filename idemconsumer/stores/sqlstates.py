@@ -7,6 +7,7 @@ from typing import Final
 import psycopg
 
 from idemconsumer.errors import Contention, GuardViolated, StoreUnavailable, TransactionEnded
+from idemconsumer.redaction import error_text
 from idemconsumer.stores.connection import Connection
 
 NOT_DURABLE: Final = "IC002"  # raised by the seal (migrations/0001): synchronous_commit is off
@@ -23,7 +24,7 @@ _OUR_TROUBLE: Final = ("53", "57", "58", "0A000", "25006")
 def translate(connection: Connection, error: psycopg.Error, *, ours: bool = False) -> Exception:
     """`ours`: it came from a statement of the engine, for which no message can be blamed."""
     if connection.closed:
-        return StoreUnavailable(f"the connection to the database broke: {error}")
+        return StoreUnavailable(f"the connection to the database broke: {error_text(error)}")
     state = error.sqlstate or ""
     if state in _CONTENTION:
         return Contention(f"{state}: {error.diag.message_primary}", cap_groups=state == _OUT_OF_LOCKS)

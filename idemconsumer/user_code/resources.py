@@ -13,6 +13,7 @@ import structlog
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Batch, Saga, Tx
+from idemconsumer.redaction import error_text
 from idemconsumer.user_code.cancellation import CancellationWatch
 
 log = structlog.get_logger("idemconsumer")
@@ -80,7 +81,7 @@ class Resources:
                     if outside.requested:
                         raise
                     raise ConfigurationError(
-                        f"resource {resource.name!r} could not be made: {type(error).__name__}: {error}"
+                        f"resource {resource.name!r} could not be made: {type(error).__name__}: {error_text(error)}"
                     ) from error
                 self._open.append((resource, generator))
         except BaseException:
@@ -100,6 +101,8 @@ class Resources:
             except (Exception, asyncio.CancelledError) as error:  # the user's error; the others must still be closed
                 if outside.requested:
                     raise
-                log.warning("resource not closed", resource=resource.name, error=f"{type(error).__name__}: {error}")
+                log.warning(
+                    "resource not closed", resource=resource.name, error=f"{type(error).__name__}: {error_text(error)}"
+                )
             else:
                 log.warning("resource yielded twice", resource=resource.name)

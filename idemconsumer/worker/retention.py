@@ -12,6 +12,7 @@ from collections.abc import Callable
 import psycopg
 import structlog
 
+from idemconsumer.redaction import error_text
 from idemconsumer.sql.queries import load
 
 log = structlog.get_logger("idemconsumer")
@@ -83,7 +84,7 @@ class Retention:
                 pruned = await prune_once(self._dsn, self._schema)
             except (psycopg.Error, OSError) as error:
                 if not failing:
-                    log.warning("pruning failed, will try again", error=str(error).strip(), every=self._every)
+                    log.warning("pruning failed, will try again", error=error_text(error), every=self._every)
                 failing = True
             else:
                 if failing:

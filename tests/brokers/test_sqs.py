@@ -228,7 +228,7 @@ async def test_missing_credentials_and_region_are_said(sqs: Server, monkeypatch:
 
 @pytest.mark.parametrize("endpoint", ["localhost:9324", "sqs://host", "http://"])
 def test_an_endpoint_that_is_no_address_is_a_mistake(endpoint: str) -> None:
-    with pytest.raises(ConfigurationError, match="`sqs` is not an endpoint"):
+    with pytest.raises(ConfigurationError, match="`sqs` is not an address"):
         connect("sqs", Settings(sqs=endpoint))
 
 

@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from idemconsumer.addresses import read_hosts
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing
@@ -24,7 +25,7 @@ try:
 except ImportError as error:
     raise ConfigurationError("kafka: sources need aiokafka; pip install 'idemconsumer[kafka]'") from error
 
-from idemconsumer.brokers.kafka.client import create_command, stop
+from idemconsumer.brokers.kafka.client import create_command, stop, words
 from idemconsumer.brokers.kafka.session import KafkaSession
 
 OPEN_TIMEOUT = 15.0
@@ -50,6 +51,8 @@ class KafkaBroker:
     def __init__(self, settings: Settings) -> None:
         if settings.kafka is None:
             raise ConfigurationError("kafka: no address; set IDEMCONSUMER_KAFKA=host:9092[,host:9092]")
+        instead = "write host:9092[,host:9092], and credentials into IDEMCONSUMER_KAFKA_SASL_USERNAME and _PASSWORD"
+        read_hosts(settings.kafka, "kafka", instead)
         self._servers = settings.kafka
         self._settings = settings
         self._connection = _connection(settings)
@@ -122,8 +125,7 @@ class KafkaBroker:
                         raise answer
         except (TimeoutError, KafkaError, OSError) as error:
             raise BrokerUnavailable(
-                f"Kafka at {self._servers} did not confirm {len(messages)} message(s) to topic {name!r}: "
-                f"{type(error).__name__}: {error}"
+                f"Kafka at {self._servers} did not confirm {len(messages)} message(s) to topic {name!r}: {words(error)}"
             ) from error
 
     async def check(self, subscription: Subscription) -> list[Finding]:
@@ -199,7 +201,7 @@ class KafkaBroker:
 
     def _unreachable(self, error: BaseException) -> BrokerUnavailable:
         return BrokerUnavailable(
-            f"Kafka at {self._servers} cannot be used ({type(error).__name__}: {error}); start it, or "
+            f"Kafka at {self._servers} cannot be used ({words(error)}); start it, or "
             "correct IDEMCONSUMER_KAFKA, IDEMCONSUMER_KAFKA_SECURITY_PROTOCOL and the credentials"
         )
 

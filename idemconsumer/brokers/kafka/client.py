@@ -11,6 +11,8 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.group import LeaveGroupRequest
 
+from idemconsumer.redaction import error_text
+
 PROBE_TIMEOUT = 5.0
 STOP_TIMEOUT = 5.0
 
@@ -78,4 +80,4 @@ def name_of(at: TopicPartition) -> str:
 
 
 def words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"{type(error).__name__}: {error_text(error)}".rstrip(": ")

@@ -10,12 +10,14 @@ from aiormq import spec
 from aiormq.abc import AbstractChannel as Wire
 from aiormq.abc import DeliveredMessage
 
+from idemconsumer.addresses import read_url
 from idemconsumer.brokers.rabbitmq.limits import limits, read_queue
 from idemconsumer.brokers.rabbitmq.link import LOSS, Link, answered, farewell
 from idemconsumer.brokers.rabbitmq.session import RabbitmqSession
 from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing
+from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
 
 # Seconds for a publish, connecting included. Under a memory or disk alarm the broker takes publishes and
@@ -35,6 +37,9 @@ class RabbitmqBroker:
     def __init__(self, settings: Settings) -> None:
         self._link = Link(settings)
         self._management = settings.rabbitmq_management
+        if self._management is not None:
+            example = "http(s)://user:password@host:15672"
+            read_url(self._management, "rabbitmq_management", ("http", "https"), example)
         self._publisher = _Publisher(self._link)
 
     def feed(self, subscription: Subscription) -> str:
@@ -78,7 +83,7 @@ class RabbitmqBroker:
                 read_queue, self._management, self._link.vhost, queue, self._link.tls
             )
         except (OSError, ValueError) as error:
-            return [*found, Finding("warning", subject, f"limits of {queue!r} cannot be read: {error}")]
+            return [*found, Finding("warning", subject, f"limits of {queue!r} cannot be read: {error_text(error)}")]
         return [*found, *limits(subject, described, version)]
 
     async def close(self) -> None:

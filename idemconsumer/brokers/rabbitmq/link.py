@@ -8,15 +8,17 @@ import logging
 import ssl
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote
 
 import aio_pika
 import aiormq
 from aio_pika.abc import AbstractConnection
 from aio_pika.exceptions import CONNECTION_EXCEPTIONS
 
+from idemconsumer.addresses import read_url
 from idemconsumer.brokers.rabbitmq.decoding import read_everything
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
+from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
 from idemconsumer.user_code.cancellation import being_cancelled
 
@@ -49,12 +51,8 @@ class Link:
                 "settings: a `rabbitmq:` source is used, but no address is given; "
                 "set IDEMCONSUMER_RABBITMQ=amqp://user:password@host:5672/vhost"
             )
-        parts = urlsplit(settings.rabbitmq)
-        if parts.scheme not in ("amqp", "amqps") or not parts.hostname:
-            raise ConfigurationError(
-                "settings: `rabbitmq` is not an address; write amqp://user:password@host:5672/vhost, "
-                "or amqps:// for TLS"
-            )
+        example = "amqp://user:password@host:5672/vhost, or amqps:// for TLS"
+        parts = read_url(settings.rabbitmq, "rabbitmq", ("amqp", "amqps"), example)
         self.where = f"{parts.hostname}:{parts.port or (5671 if parts.scheme == 'amqps' else 5672)}"
         self.vhost = unquote(parts.path[1:]) or "/"
         self.tls = _tls(settings)
@@ -106,7 +104,7 @@ class Link:
 
 def text_of(error: BaseException | None) -> str:
     """The text of an error, or its name where it has none."""
-    return str(error) or type(error).__name__
+    return (error and error_text(error)) or type(error).__name__
 
 
 async def answered(answer: Awaitable[T], within: float = ANSWER) -> T:

@@ -7,13 +7,14 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
-from urllib.parse import urlsplit
 
 from aiobotocore.config import AioConfig
 from aiobotocore.session import get_session
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError
 
+from idemconsumer.addresses import read_url
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
+from idemconsumer.redaction import error_text, redact
 from idemconsumer.settings import Settings
 
 # Seconds. A receive is answered after its waiting time, everything else at once.
@@ -82,12 +83,8 @@ class Link:
 
     def __init__(self, settings: Settings) -> None:
         if settings.sqs is not None:
-            parts = urlsplit(settings.sqs)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ConfigurationError(
-                    "settings: `sqs` is not an endpoint; write http(s)://host:port, or leave it out for AWS"
-                )
-        self.where = f"SQS at {settings.sqs}" if settings.sqs else "SQS"
+            read_url(settings.sqs, "sqs", ("http", "https"), "http(s)://host:port, or leave it out for AWS")
+        self.where = f"SQS at {redact(settings.sqs)}" if settings.sqs else "SQS"
         self._endpoint = settings.sqs
         self._session = get_session()
         for name in ("aiobotocore", "botocore"):
@@ -146,7 +143,7 @@ class Link:
 
 def text_of(error: Exception) -> str:
     """The text of an error, or its name where it has none."""
-    return str(error) or type(error).__name__
+    return error_text(error) or type(error).__name__
 
 
 def code_of(error: Exception) -> str:

@@ -1,0 +1,100 @@
+"""What may be shown of an address and of an error, in logs, on the terminal, in dead letters and in histories.
+
+Never shown: passwords in addresses, and what Postgres quotes of rows and statements (R13).
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import traceback
+from collections.abc import Iterator
+from typing import Final
+
+import psycopg
+
+_HIDDEN: Final = "***"
+# Up to the last @ and not the first /: a password that should have been percent-encoded may contain anything. The word
+# `password` stands in our own hints.
+_PASSWORD: Final = re.compile(r"(?<=://)([^\s:@]*:)(?!password@)\S*@")
+_TOKEN: Final = re.compile(r"(https?://)[^\s:@/]+@")
+_QUERY: Final = re.compile(
+    r"([?&;][\w.~%-]*(?:passw|pwd|secret|token|credential|sig|key)[\w.~%-]*=)[^&\s\"'#]+", re.IGNORECASE
+)
+_KEYWORD: Final = re.compile(r"(?<![?&;\w])((?:ssl)?password\s*=\s*)('(?:[^'\\]|\\.)*'|\S+)", re.IGNORECASE)
+
+_CAUSED: Final = "\nThe above exception was the direct cause of the following exception:\n"
+_DURING: Final = "\nDuring handling of the above exception, another exception occurred:\n"
+
+
+def redact(text: str) -> str:
+    """The text without the passwords of the addresses in it: URLs, their query parameters, and `password=…`."""
+    if "://" in text:
+        for pattern, shown in ((_PASSWORD, rf"\1{_HIDDEN}@"), (_TOKEN, rf"\1{_HIDDEN}@"), (_QUERY, rf"\1{_HIDDEN}")):
+            text = pattern.sub(shown, text)
+    return _KEYWORD.sub(rf"\1{_HIDDEN}", text) if "=" in text else text
+
+
+def error_text(error: BaseException) -> str:
+    """What an error says, redacted, without its type.
+
+    Of an error of the database, in one line: its primary message, SQLSTATE and the names of table, column and
+    constraint. Its DETAIL, CONTEXT and position quote values of rows and statements. An error that quotes one, as
+    SQLAlchemy's do, is cut off there.
+    """
+    if isinstance(error, psycopg.Error):
+        return redact(_database_text(error))
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the user's own code, and it is called while a failure is being recorded
+        return "its text cannot be shown"
+    for inner in (error.__cause__, error.__context__):
+        if isinstance(inner, psycopg.Error) and str(inner) and str(inner) in text:
+            text = text.partition(str(inner))[0] + _database_text(inner)
+    return redact(text)
+
+
+def typed_text(error: BaseException) -> str:
+    """`Type: what it says`, and the notes that were added to it."""
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    text = f"{name}: {error_text(error)}".removesuffix(": ")
+    return "\n".join([text, *(redact(str(note)) for note in getattr(error, "__notes__", ()))])
+
+
+def traceback_text(error: BaseException) -> str:
+    """The traceback as Python prints it, with all that led to it; each error as `typed_text`."""
+    return redact("\n".join(_traceback(error, set())))
+
+
+def _traceback(error: BaseException, seen: set[int]) -> Iterator[str]:
+    seen.add(id(error))
+    before, link = error.__cause__, _CAUSED
+    if before is None and not error.__suppress_context__:
+        before, link = error.__context__, _DURING
+    if before is not None and id(before) not in seen:
+        yield from _traceback(before, seen)
+        yield link
+    if error.__traceback__ is not None:
+        yield "Traceback (most recent call last):"
+        yield "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    yield typed_text(error)
+    if isinstance(error, BaseExceptionGroup):
+        for number, inner in enumerate(error.exceptions, 1):
+            yield f"  +---------------- {number} ----------------"
+            yield textwrap.indent("\n".join(_traceback(inner, seen)), "  | ", lambda _: True)
+
+
+def _database_text(error: psycopg.Error) -> str:
+    diagnosis = error.diag
+    if diagnosis.message_primary is None:  # from the driver, or of a connection that was never made, or has been lost
+        return " ".join(str(error).split())
+    names = {
+        "table": diagnosis.table_name,
+        "column": diagnosis.column_name,
+        "constraint": diagnosis.constraint_name,
+    }
+    facts = [error.sqlstate or "", *(f"{kind} {name}" for kind, name in names.items() if name)]
+    return f"{diagnosis.message_primary} ({', '.join(filter(None, facts))})"
