@@ -17,10 +17,11 @@ from idemconsumer.cli.banner import announce
 from idemconsumer.cli.options import database
 from idemconsumer.cli.target import load_app
 from idemconsumer.embedded.postgres import EmbeddedPostgres
-from idemconsumer.errors import IdemConsumerError
-from idemconsumer.observe.logging import configure
+from idemconsumer.errors import ConfigurationError, IdemConsumerError
+from idemconsumer.observe.logging import configure, is_console
 from idemconsumer.process.child import LIFELINE, WORKER, Exit, launch
 from idemconsumer.process.supervisor import Supervisor, python_changes
+from idemconsumer.redaction import error_text
 from idemconsumer.settings import FORMATS, LEVELS, PREFIX, Settings, load
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.worker.worker import Worker
@@ -83,6 +84,17 @@ def dev(target: str, **flags: Any) -> None:
 
 def _run(target: str, settings: Settings, environment: Mapping[str, str], *, reload: bool) -> Exit:
     configure(settings.log_format, settings.log_level)
+    try:
+        return _start(target, settings, environment, reload=reload)
+    except IdemConsumerError as error:
+        if is_console(settings.log_format, sys.stderr):
+            raise
+        if os.environ.get(WORKER, "0") == "0":
+            log.critical("cannot run", error=error_text(error))
+        return Exit.USAGE if isinstance(error, ConfigurationError) else Exit.ERROR
+
+
+def _start(target: str, settings: Settings, environment: Mapping[str, str], *, reload: bool) -> Exit:
     if LIFELINE in os.environ or (settings.workers == 1 and not reload):
         return _serve(target, settings)
     supervisor = Supervisor(

@@ -1,24 +1,32 @@
-"""Logging of a worker process: one stream, one format, for our events and for all others.
+"""Logging of a worker process: one stream, one format, for our events and for those of every library.
 
-Never shown: payloads, and the local variables of a traceback, which may hold one. Keys are shown as the first 12
-hex digits of their digest.
+Never shown: payloads, the local variables of a traceback, which may hold one, passwords of addresses, and what
+Postgres quotes of rows. Keys are shown as the first 12 hex digits of their digest.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
+import threading
 from typing import Any, TextIO
 
 import msgspec
+import psycopg
 import structlog
-from structlog.typing import EventDict, Processor, WrappedLogger
+from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 
-# These log the same thing hundreds of times while a server is down; our adapters log it once.
-_LOUD = ("aiokafka", "aio_pika", "aiormq", "aiobotocore", "botocore")
+from idemconsumer.redaction import redact, traceback_text
+
+# These log the same thing hundreds of times while a server is down; our adapters log it once. Not below WARNING at
+# debug either: there botocore writes each request with its body and the session token, aiormq each frame.
+_LOUD = ("aiokafka", "aio_pika", "aiormq", "pamqp", "aiobotocore", "botocore")
 # Never shown, not even at debug: its pool quotes addresses and statements, and is noisy.
 _SILENT = ("psycopg", "psycopg.pool")
+
+log = structlog.get_logger("idemconsumer")
 _KEY_DIGITS = 12
 
 
@@ -37,6 +45,7 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> None
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _with_worker,
         _with_short_keys,
+        _redacted,
     ]
     rendering = _rendering(console=is_console(log_format, stream), colors=stream.isatty())
     structlog.configure(
@@ -53,9 +62,27 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> None
     )
     logging.basicConfig(handlers=[handler], level=number, force=True)
     for name in _LOUD:
-        logging.getLogger(name).setLevel(logging.DEBUG if level == "debug" else logging.CRITICAL)
+        logging.getLogger(name).setLevel(logging.WARNING if level == "debug" else logging.CRITICAL)
     for name in _SILENT:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    # What Python itself would write to stderr: several lines, with the DETAIL of a database error in them.
+    logging.captureWarnings(True)
+    sys.excepthook = lambda _, error, __: log.critical("uncaught exception", exc_info=error)
+    sys.unraisablehook = _log_ignored
+    threading.excepthook = lambda caught: log.error("thread ended by an exception", exc_info=caught.exc_value)
+
+
+def log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An event loop's exception handler. Its own logs the repr of the task, and so the text of the exception."""
+    task = context.get("task") or context.get("future")
+    name = task.get_name() if isinstance(task, asyncio.Task) else None
+    log.error("unhandled in the event loop", what=context["message"], task=name, exc_info=context.get("exception"))
+
+
+def _log_ignored(caught: sys.UnraisableHookArgs) -> None:
+    # psycopg drops a pipeline of each connection that breaks. The loss of the server is logged elsewhere, once.
+    level = logging.DEBUG if isinstance(caught.exc_value, psycopg.OperationalError) else logging.ERROR
+    log.log(level, "exception ignored", exc_info=caught.exc_value)
 
 
 def is_console(log_format: str, stream: TextIO) -> bool:
@@ -66,8 +93,17 @@ def is_console(log_format: str, stream: TextIO) -> bool:
 def _rendering(*, console: bool, colors: bool) -> list[Processor]:
     if console:
         # Not its default for exceptions, which prints local variables where `rich` is installed.
-        return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)]
-    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_json)]
+        return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_print_traceback)]
+    formatted = structlog.processors.ExceptionRenderer(_traceback)
+    return [formatted, structlog.processors.JSONRenderer(serializer=_json)]
+
+
+def _traceback(exc_info: ExcInfo) -> str:
+    return traceback_text(exc_info[1])
+
+
+def _print_traceback(stream: TextIO, exc_info: ExcInfo) -> None:
+    stream.write("\n" + _traceback(exc_info))
 
 
 def _json(event: Any, **_: Any) -> str:
@@ -84,4 +120,11 @@ def _with_worker(logger: WrappedLogger, method: str, event: EventDict) -> EventD
 def _with_short_keys(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     if isinstance(key := event.get("key"), bytes):
         event["key"] = key.hex()[:_KEY_DIGITS]
+    return event
+
+
+def _redacted(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = redact(value)
     return event

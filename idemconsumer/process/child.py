@@ -17,6 +17,8 @@ from typing import Protocol
 
 import structlog
 
+from idemconsumer.observe.logging import log_unhandled
+
 log = structlog.get_logger("idemconsumer")
 
 LIFELINE = "IDEMCONSUMER_LIFELINE"  # the pipe's file descriptor, in a child's environment
@@ -87,6 +89,7 @@ class _Stop:
 
     async def serve(self, make: Callable[[], Worker]) -> Exit:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(log_unhandled)
         self._worker = make()
         loop.add_signal_handler(signal.SIGTERM, self._request_drain, "SIGTERM")
         # Removed: it means nothing to the processes that a handler may start.

@@ -182,9 +182,9 @@ def test_only_the_chosen_handlers_run(shop: Shop) -> None:
 def test_a_worker_without_a_database_says_so_once_in_one_line(empty: Shop, workers: str) -> None:
     said = empty("run", "shop:app", "--workers", workers, code=Exit.USAGE)
 
-    assert [line for line in said.splitlines() if line.startswith("error:")] == [
-        "error: no database is given; set IDEMCONSUMER_DSN, e.g. postgresql://user@host/db"
-    ]
+    lines = [json.loads(line) for line in said.splitlines()]
+    (reason,) = [line["error"] for line in lines if line["event"] == "cannot run"]
+    assert reason == "no database is given; set IDEMCONSUMER_DSN, e.g. postgresql://user@host/db"
     assert "Traceback" not in said
 
 
@@ -306,7 +306,7 @@ def test_a_role_without_rights_is_told_which_and_the_grants_it_names_are_enough(
         owner.execute("revoke execute on all functions in schema idemconsumer from public")
         theirs, shop.dsn = shop.dsn, make_conninfo(shop.dsn, user=role)
 
-        said = shop("run", "shop:app", "--until-empty", code=Exit.USAGE)
+        said = json.loads(shop("run", "shop:app", "--until-empty", code=Exit.USAGE).splitlines()[-1])["error"]
         assert f"role '{role}' may not work in schema 'idemconsumer': it lacks USAGE on the schema, " in said
         grants = said.partition("run as the schema's owner: ")[2]
         assert "lacks USAGE on the schema" in shop("check", "shop:app", code=Exit.ERROR)
