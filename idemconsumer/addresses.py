@@ -57,6 +57,16 @@ def check_dsn(dsn: str, label: str = "the database's address") -> None:
         raise ConfigurationError(f"{label} has a host, port or database that cannot be one; {instead}")
 
 
+def is_local(host: str | None) -> bool:
+    """Whether what is sent to that host stays on this machine. None and a path are Unix sockets."""
+    if not host or host.startswith(("/", "@")) or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _host(address: str) -> str:
     """Of `host[:port]`; empty for anything else."""
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from idemconsumer.addresses import read_hosts, read_url
+from idemconsumer.addresses import is_local, read_hosts, read_url
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import PREFIX, Settings, load
@@ -70,3 +70,12 @@ def test_every_form_of_an_address_is_taken() -> None:
     ]  # fmt: skip
     for url in ("amqp://h", "amqps://u:p%2F%40@[::1]:5/v%2Fw?heartbeat=5", "amqp://h/%2F"):
         assert read_url(url, "rabbitmq", ("amqp", "amqps"), "").hostname in ("h", "::1")
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("", True), ("/run/postgresql", True), ("localhost", True), ("127.0.0.2", True), ("::1", True),
+     ("10.0.0.1", False), ("db.example", False), ("::", False)],
+)  # fmt: skip
+def test_a_host_is_this_machine_only_where_that_is_certain(host: str, local: bool) -> None:
+    assert is_local(host) is local

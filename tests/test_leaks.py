@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -18,13 +20,17 @@ from uuid import uuid4
 import psycopg
 import pytest
 from aiobotocore.session import get_session
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from idemconsumer import App, Tx
 from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.cli.inspect import findings
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 from tests.support.servers.made import PrivatePostgres, Server
+from tests.support.servers.proxy import Proxy
 from tests.support.waiting import eventually
 
 _SECONDS = 60.0  # of any worker here
@@ -227,6 +233,46 @@ def until_two(connection: psycopg.Connection) -> Sequence[str]:
     )
     eventually(lambda: len(connection.execute(query).fetchall()) >= 2)
     return [str(text) for (text,) in connection.execute(query).fetchall()]
+
+
+# ---------------------------------------------------------------------------------------------------------- the servers
+def address_of_this_machine() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: the route to anywhere else tells our own address
+        except OSError:
+            pytest.skip("this machine has no address but its loopback")
+        return str(probe.getsockname()[0])
+
+
+@pytest.mark.parametrize("kind", ["postgres", "rabbitmq", "kafka"])
+async def test_check_warns_of_a_server_across_a_network_without_tls(
+    kind: str, database: str, request: pytest.FixtureRequest
+) -> None:
+    prepared(database)
+    server: Server | None = None if kind == "postgres" else request.getfixturevalue(kind)
+    near = database if server is None else server.address
+    port = conninfo_to_dict(near)["port"] if server is None else re.findall(r":(\d+)", near)[0]
+    host = address_of_this_machine()
+    async with Proxy(int(str(port)), host) as proxy:
+        far = make_conninfo(near, host=host, port=proxy.port) if server is None else near.replace(
+            f"127.0.0.1:{port}", f"{host}:{proxy.port}"
+        )  # fmt: skip
+        output = [await texts_of(kind, database, address) for address in (near, far)]
+
+    assert ["without TLS" in text for text in output] == [False, True], output
+    assert "write" in output[1] or "set" in output[1] or "add sslmode=verify-full" in output[1]
+
+
+async def texts_of(kind: str, database: str, address: str) -> str:
+    """What `check` finds, for an app with one source of that kind."""
+    app = App("shop")
+
+    @app.idempotent_handler(f"{kind}:test-{uuid4().hex}", key="id")
+    async def keep(person: dict[str, Any], tx: Tx) -> None: ...
+
+    given: dict[str, Any] = {"dsn": database, kind: address} if kind != "postgres" else {"dsn": address}
+    return "\n".join([finding.text async for finding in findings(app, Settings(**given))])
 
 
 # ------------------------------------------------------------------------------------------------------------ addresses

@@ -22,7 +22,7 @@ from idemconsumer.ports.broker import Broker, Finding
 from idemconsumer.process.child import Exit
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings, load
-from idemconsumer.stores.checks import check_database
+from idemconsumer.stores.checks import check_database, is_exposed
 from idemconsumer.stores.migrations import status
 
 _SPARE_DELIVERIES = 10
@@ -85,7 +85,8 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
         yield Finding("ok", f"handler {handler.name}", text)
     for finding in _leases(handlers):
         yield finding
-    yield await _database(settings)
+    for finding in await _database(settings):
+        yield finding
     brokers: dict[str, Broker] = {}
     try:
         for handler in handlers:
@@ -117,15 +118,20 @@ def _leases(handlers: Sequence[BoundHandler]) -> list[Finding]:
     ]
 
 
-async def _database(settings: Settings) -> Finding:
+async def _database(settings: Settings) -> list[Finding]:
     subject = f"database {database_name(settings.dsn)}"
     try:
         dsn = need_dsn(settings)
         await check_database(dsn, settings.schema)
         await asyncio.to_thread(status, dsn, settings.schema)  # raises for a migration that is not the one applied
+        exposed = await is_exposed(dsn)
     except IdemConsumerError as error:
-        return Finding("error", subject, error_text(error).removeprefix("database: "))
-    return Finding("ok", subject, f"reachable, schema {settings.schema} is up to date, commits are durable")
+        return [Finding("error", subject, error_text(error).removeprefix("database: "))]
+    found = [Finding("ok", subject, f"reachable, schema {settings.schema} is up to date, commits are durable")]
+    if exposed:
+        text = "reached over a network without TLS; add sslmode=verify-full to the address, and sslrootcert"
+        found.append(Finding("warning", subject, text))
+    return found
 
 
 async def _source(

@@ -7,7 +7,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from idemconsumer.addresses import check_dsn
+from idemconsumer.addresses import check_dsn, is_local
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.redaction import error_text
 from idemconsumer.sql.queries import check_schema
@@ -70,6 +70,12 @@ async def check_database(dsn: str, schema: str) -> int:
             return await _check(connection, schema)
     except psycopg.Error as error:
         raise StoreUnavailable(f"the database does not answer: {error_text(error)}") from error
+
+
+async def is_exposed(dsn: str) -> bool:
+    """Whether what goes to the database crosses a network without TLS. Raises StoreUnavailable."""
+    async with await _connect(dsn) as connection:
+        return not connection.pgconn.ssl_in_use and not is_local(connection.info.hostaddr or connection.info.host)
 
 
 async def _connect(dsn: str) -> Connection:

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from idemconsumer.addresses import read_hosts
+from idemconsumer.addresses import is_local, read_hosts
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing
@@ -52,10 +52,12 @@ class KafkaBroker:
         if settings.kafka is None:
             raise ConfigurationError("kafka: no address; set IDEMCONSUMER_KAFKA=host:9092[,host:9092]")
         instead = "write host:9092[,host:9092], and credentials into IDEMCONSUMER_KAFKA_SASL_USERNAME and _PASSWORD"
-        read_hosts(settings.kafka, "kafka", instead)
+        hosts = read_hosts(settings.kafka, "kafka", instead)
         self._servers = settings.kafka
         self._settings = settings
         self._connection = _connection(settings)
+        plain = not self._connection["security_protocol"].endswith("SSL")
+        self._exposed = plain and not all(map(is_local, hosts))
         self._producer: AIOKafkaProducer | None = None
         self._starting = asyncio.Lock()
         self._confirmed: set[str] = set()
@@ -130,15 +132,20 @@ class KafkaBroker:
 
     async def check(self, subscription: Subscription) -> list[Finding]:
         subject = subscription.source
+        found = []
+        if self._exposed:
+            instead = "set IDEMCONSUMER_KAFKA_SECURITY_PROTOCOL=SSL or SASL_SSL"
+            text = f"Kafka at {self._servers} is reached over a network without TLS; {instead}"
+            found.append(Finding("warning", subject, text))
         try:
             async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
                 partitions = await _partitions(admin, subscription.name)
                 if not partitions:
-                    return [Finding("error", subject, self._missing([subscription.name]))]
+                    return [*found, Finding("error", subject, self._missing([subscription.name]))]
                 retention = await _retention(admin, subscription.name)
         except (TimeoutError, KafkaError, OSError) as error:
-            return [Finding("error", subject, str(self._unreachable(error)))]
-        found = [Finding("ok", subject, f"topic {subscription.name!r} with {partitions} partition(s)")]
+            return [*found, Finding("error", subject, str(self._unreachable(error)))]
+        found.append(Finding("ok", subject, f"topic {subscription.name!r} with {partitions} partition(s)"))
         if retention is None:
             found.append(Finding("warning", subject, "this client may not read the topic's retention"))
         elif math.isinf(retention):

@@ -66,6 +66,10 @@ class RabbitmqBroker:
 
     async def check(self, subscription: Subscription) -> list[Finding]:
         subject, queue = subscription.source, subscription.name
+        found = []
+        if self._link.exposed:
+            text = f"RabbitMQ at {self._link.where} is reached over a network without TLS; write amqps://"
+            found.append(Finding("warning", subject, text))
         try:
             connection = await self._link.connect("check")
             try:
@@ -73,8 +77,8 @@ class RabbitmqBroker:
             finally:
                 await farewell(connection)
         except BrokerUnavailable as error:
-            return [Finding("error", subject, str(error))]
-        found = [Finding("ok", subject, f"RabbitMQ at {self._link.where} has the queue {queue!r}")]
+            return [*found, Finding("error", subject, str(error))]
+        found.append(Finding("ok", subject, f"RabbitMQ at {self._link.where} has the queue {queue!r}"))
         if self._management is None:
             unread = "set IDEMCONSUMER_RABBITMQ_MANAGEMENT=http://user:password@host:15672"
             return [*found, Finding("warning", subject, f"limits of {queue!r} were not read; {unread}")]

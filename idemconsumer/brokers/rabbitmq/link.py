@@ -15,7 +15,7 @@ import aiormq
 from aio_pika.abc import AbstractConnection
 from aio_pika.exceptions import CONNECTION_EXCEPTIONS
 
-from idemconsumer.addresses import read_url
+from idemconsumer.addresses import is_local, read_url
 from idemconsumer.brokers.rabbitmq.decoding import read_everything
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.redaction import error_text
@@ -56,6 +56,7 @@ class Link:
         self.where = f"{parts.hostname}:{parts.port or (5671 if parts.scheme == 'amqps' else 5672)}"
         self.vhost = unquote(parts.path[1:]) or "/"
         self.tls = _tls(settings)
+        self.exposed = parts.scheme == "amqp" and not is_local(parts.hostname)
         self._url = settings.rabbitmq
         self._heartbeat = None if "heartbeat" in parse_qs(parts.query) else HEARTBEAT
         for name in ("aio_pika", "aiormq"):

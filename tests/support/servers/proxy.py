@@ -30,14 +30,15 @@ class Trap:
 
 
 class Proxy:
-    """Forwards `address` to a target on 127.0.0.1. Use it with `async with`.
+    """Forwards a port of `host` to a target on 127.0.0.1. Use it with `async with`.
 
     `cut()` resets every connection and refuses new ones until `restore()`. `cut_at` resets one connection,
     the one on which a client first sends the given bytes, and leaves the others and new ones alone.
     """
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, host: str = "127.0.0.1") -> None:
         self.port = free_port()
+        self._host = host
         self._target_port = target_port
         self._server: asyncio.Server | None = None
         self._pairs: set[_Pair] = set()
@@ -66,7 +67,7 @@ class Proxy:
     async def restore(self) -> None:
         """Accept connections (again), on the same port."""
         if self._server is None:
-            self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+            self._server = await asyncio.start_server(self._accept, self._host, self.port)
 
     def cut_at(
         self, needle: bytes = COMMIT, *, mode: Literal["before", "after"], answer: bytes = READY_FOR_QUERY
