@@ -45,7 +45,7 @@ class BadMessage(IdemConsumerError):
 class Retry(IdemConsumerError):
     """Raised by a handler: roll back and run me again after `after`: seconds, a duration like "5s", or the backoff.
 
-    It costs an attempt. `message` is for people: it becomes the error of the attempt, and is logged.
+    It costs an attempt. `message` is for people: it is stored as the error of the attempt, and not logged (R13).
     """
 
     def __init__(self, message: str = "", *, after: str | float | timedelta | None = None) -> None:
