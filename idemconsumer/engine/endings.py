@@ -1,6 +1,6 @@
 """How an attempt ends when it is not applied: replayed, tried again, rejected, or put aside.
 
-Everything here starts from a rolled-back transaction and commits in one of its own.
+What is written here is a commit of its own, after the group's transaction has ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How the functions of a saga are called: with the app's resources, in their time, and blamed for what they did.
 
-A step, its undo and its reconcile all pass through `StepFunctions.call`; what runs in a transaction of the store passes
-through `in_transaction` too.
+A step, its undo and its reconcile all begin with `StepFunctions.begin`; `user_code.call` awaits them.
 """
 
 from __future__ import annotations
@@ -9,12 +8,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from idemconsumer.sagas.injection import injected
 from idemconsumer.user_code.time_limit import TimeLimit
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)

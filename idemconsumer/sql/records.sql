@@ -23,7 +23,7 @@ on conflict (name) do update set retain = excluded.retain
 returning id
 
 -- name: claim
--- See the function (migrations/0004). What it returns was not claimed.
+-- The insert is in the function (migrations/0004). What it returns was not claimed.
 select * from {schema}.claim(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[], %(state)s::smallint)
 
 -- name: read

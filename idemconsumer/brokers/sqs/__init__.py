@@ -1,1 +1,4 @@
-"""SQS and servers that speak its protocol, through aiobotocore. The only room that imports that driver."""
+"""SQS and what speaks its protocol, through aiobotocore. The only room that imports that driver.
+
+`session` polls and settles, `client` connects, `limits` reports what a queue's attributes would lose.
+"""

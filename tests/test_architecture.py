@@ -1,0 +1,23 @@
+"""The walk through the rooms names files that are there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support import ROOT
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+NAMED = sorted(set(re.findall(r"`([a-z_]+(?:/[a-z0-9_]+)*(?:\.py|\.sql|/))`", PAGE)))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_each_file_that_is_named_exists(name: str) -> None:
+    assert (ROOT / "idemconsumer" / name).exists() or (ROOT / name).exists()
+
+
+def test_each_room_is_named() -> None:
+    rooms = {path.name for path in (ROOT / "idemconsumer").iterdir() if (path / "__init__.py").exists()}
+    listed = set(re.findall(r"^([a-z_]+(?: {4}[a-z_]+)*) {2,}", PAGE, re.MULTILINE))
+    assert rooms <= {room for line in listed for room in line.split()}
