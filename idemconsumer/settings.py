@@ -135,7 +135,7 @@ def _pyproject(path: Path) -> dict[str, Any]:
     for name in named:
         if name not in Settings.__struct_fields__:
             near = _nearest(name)
-            hint = f"did you mean `{near}`?" if near else "see docs/operations.md for those there are"
+            hint = f"did you mean `{near}`?" if near else "docs/operations.md lists all settings"
             raise ConfigurationError(f"there is no setting `{name}`, in [tool.idemconsumer] of {path}; {hint}")
     return named
 
@@ -174,7 +174,7 @@ def _allowed(name: str) -> str:
         return "a number of seconds above 0"
     if name in _CHOICES:
         return f"one of {', '.join(_CHOICES[name])}"
-    return "yes or no (true, false, on, off, 1, 0)" if _KINDS[name] is bool else "a text"
+    return "yes or no (true, false, on, off, 1, 0)" if _KINDS[name] is bool else "a string"
 
 
 def _quoted(name: str, value: Any) -> str:

@@ -227,7 +227,7 @@ async def test_what_the_handler_could_not_take_is_refused_at_the_start(rides: Ri
 
 
 async def test_only_a_saga_of_this_app_can_be_started(rides: Rides) -> None:
-    with pytest.raises(ConfigurationError, match="'joined' is not a saga of this app; start a handler that asks for"):
+    with pytest.raises(ConfigurationError, match="'joined' is not a saga of this app; start a handler that takes Saga"):
         await rides.app.start(rides.joined, Ride("ann"), key="k")
     with pytest.raises(ConfigurationError, match="app 'other': 'book' is not a saga of this app"):
         await App("other").start(rides.book, Ride("ann"), key="k")
@@ -239,7 +239,7 @@ async def test_a_result_is_only_that_of_a_handler_of_this_app_and_of_what_can_be
     @other.idempotent_handler("memory:other", key="rider", name="book")
     async def book(ride: Ride, saga: Saga) -> None: ...
 
-    with pytest.raises(ConfigurationError, match="app 'rides': 'book' is not a handler of this app; ask the app"):
+    with pytest.raises(ConfigurationError, match="app 'rides': 'book' is not a handler of this app; call the app"):
         await rides.app.result(book, key="k")
     with pytest.raises(BadMessage, match="key_missing"):
         await rides.app.result(rides.book, key="")
@@ -248,9 +248,9 @@ async def test_a_result_is_only_that_of_a_handler_of_this_app_and_of_what_can_be
 
 async def test_a_key_is_a_text(rides: Rides) -> None:
     wrong: Any = 5
-    with pytest.raises(BadMessage, match="key_invalid: key= is of type int, not a text"):
+    with pytest.raises(BadMessage, match="key_invalid: key= is of type int, not a string"):
         await rides.app.start(rides.book, Ride("ann"), key=wrong)
-    with pytest.raises(BadMessage, match="key_invalid: key= is of type int, not a text"):
+    with pytest.raises(BadMessage, match="key_invalid: key= is of type int, not a string"):
         await rides.app.result(rides.book, key=wrong)
     with pytest.raises(BadMessage, match="key_missing"):
         await rides.app.start(rides.book, Ride("ann"), key=None)  # type: ignore[arg-type]
@@ -265,12 +265,12 @@ async def test_what_is_no_handler_and_no_transaction_is_told_so(rides: Rides) ->
         rides.app.result(wrong, key="k"),
         rides.app.process(message(), handler=wrong),
     ):
-        with pytest.raises(ConfigurationError, match="app 'rides': bare is no handler; give what @app"):
+        with pytest.raises(ConfigurationError, match="app 'rides': bare is not a handler; decorate the function with"):
             await call
     with psycopg.connect(rides.dsn) as connection:
         unfit: Any
         for unfit, named in (("tx", "str"), (connection, "Connection")):
-            told = f"tx= is of type {named}; give the Tx of a handler or of a step, or a psycopg.AsyncConnection"
+            told = f"tx= is of type {named}; pass the Tx of a handler or of a step, or a psycopg.AsyncConnection"
             with pytest.raises(ConfigurationError, match=told):
                 await rides.app.start(rides.book, Ride("ann"), key="k", tx=unfit)
             with pytest.raises(ConfigurationError, match=told):

@@ -23,16 +23,16 @@ _HINTS = {
     "key_missing": "The key rule found nothing in the message. Fix the producer, or change `key=`.",
     "key_invalid": "The key rule found something that cannot be a key. Fix the producer, or change `key=`.",
     "oversized": "The body is above the limit. Send a reference instead, or raise IDEMCONSUMER_MAX_MESSAGE_BYTES.",
-    "conflict": "Two payloads came under one key, and the first one counts. If that is meant, set `fingerprint=`.",
+    "conflict": "Two payloads arrived under one key; the first one counts. If this is intended, set `fingerprint=`.",
     "attempts_exhausted": "Every attempt failed. Fix what `error` names, and publish the message under a new key.",
-    "not_retryable": "The handler failed in a way that it names as final. Fix it, and publish under a new key.",
+    "not_retryable": "The handler raised an error that `fail_on` makes final. Fix it, and publish under a new key.",
     "killed_worker": "Workers died while running it (memory, a crash in C code). Try it alone, outside production.",
-    "saga_changed": "The handler no longer fits the recorded steps. `sagas show` lists them; bring the steps back and "
-    "`sagas resume`, or let it go on as it is now with --accept-version.",
-    "unknown_effect": "A call may or may not have reached its remote. Ask there by the step's key, then `sagas resume` "
+    "saga_changed": "The handler no longer matches the recorded steps. `sagas show` lists them; restore the steps and "
+    "`sagas resume`, or continue with the present handler by --accept-version.",
+    "unknown_effect": "A call may or may not have had its effect. Look up the step's key there, then `sagas resume` "
     "or `sagas abandon`.",
     "undo_failed": "A finished step could not be undone. Fix what `error` names, then `sagas resume`.",
-    "review": "Its worker is gone, and on_stale leaves it to a person: `sagas resume` or `sagas abandon`.",
+    "review": "Its worker was lost, and on_stale leaves it to a person: `sagas resume` or `sagas abandon`.",
 }
 _OTHER_HINT = "See `error`."
 

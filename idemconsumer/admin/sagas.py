@@ -68,7 +68,7 @@ class SagaAdmin:
             raise ConfigurationError(f"there is no record for {what}; `idemconsumer sagas list` shows what runs")
         if len(found) > 1:
             several = ", ".join(each.hex()[:16] for each in found)
-            raise ConfigurationError(f"{what} fits several records: {several}…; write more of the one you mean")
+            raise ConfigurationError(f"{what} matches several records: {several}…; write more digits")
         return found[0]
 
     async def saga(self, key: bytes) -> SagaDetail:
@@ -120,7 +120,7 @@ class SagaAdmin:
         `accept_version`: with whatever steps and version its handler has now. Refused while a worker runs it.
         """
         async with self._deciding(key) as (claims, state, _):
-            await _note(claims, key, "resumed", "whatever its handler is now" if accept_version else None)
+            await _note(claims, key, "resumed", "with the present handler" if accept_version else None)
             await _set_free(claims, key, state, version=ANY_VERSION if accept_version else None)
             await claims.complete([], [])
 
@@ -148,11 +148,11 @@ class SagaAdmin:
             async with transaction(pool, group=1) as claims:
                 await claims.begin()
                 if not await claims.send("lock_saga", {"key": key}):
-                    raise ConfigurationError(f"saga {key.hex()[:12]} has ended; there is nothing left to decide")
+                    raise ConfigurationError(f"saga {key.hex()[:12]} has ended; there is nothing to decide")
                 ((phase, rejection, owner, held),) = await claims.send("locked_saga", {"key": key})
                 if held:
                     raise ConfigurationError(
-                        f"saga {key.hex()[:12]} is run by {owner} now; wait for its end, or stop that worker"
+                        f"saga {key.hex()[:12]} is being run by {owner}; wait for it to end, or stop the worker"
                     )
                 await claims.send("forget_dead", {"key": key})
                 yield claims, State(phase), rejection

@@ -25,7 +25,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _STEP_SAYS = {
-    StepState.INTENT: "called, not known how it ended",
+    StepState.INTENT: "called, outcome unknown",
     StepState.DONE: "done",
     StepState.REJECTED: "rejected",
 }
@@ -73,7 +73,7 @@ def _of_step(step: Mapping[str, Any]) -> Iterator[Event]:
         began, ended = step["undo_at"], step["undone_at"]
         yield Event(
             at=ended or began,
-            what=f"{name} {'undo called, not known how it ended' if ended is None else 'undone'}",
+            what=f"{name} {'undo called, outcome unknown' if ended is None else 'undone'}",
             token=step["token"],
             seconds=None if ended is None else (ended - began).total_seconds(),
         )

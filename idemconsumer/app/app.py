@@ -42,7 +42,7 @@ class App:
     def __init__(self, name: str) -> None:
         given: object = name
         if not isinstance(given, str) or not name.isprintable() or name != name.strip() or name[:1] in ("", "~"):
-            raise ConfigurationError(f"app name {name!r}: write a printable text such as App('shop')")
+            raise ConfigurationError(f"app name {name!r}: write a printable string such as App('shop')")
         self.name = name
         self._handlers: dict[str, Handler[..., Any]] = {}
         self._opening = asyncio.Lock()
@@ -76,13 +76,13 @@ class App:
             given: object = handler
             if not isinstance(given, Handler):
                 raise ConfigurationError(
-                    f"app {self.name!r}: include({getattr(given, '__name__', repr(given))}) is given no handler; "
+                    f"app {self.name!r}: include({getattr(given, '__name__', repr(given))}) is not given a handler; "
                     'decorate the function with @idempotent_handler("scheme:name", key="…") first'
                 )
             if handler.name in self._handlers:
                 raise ConfigurationError(
                     f"app {self.name!r}: two handlers are named {handler.name!r}, so their keys would be the same; "
-                    'give one of them another name, name="…"'
+                    'give one of them another name with name="…"'
                 )
             for other in self._handlers.values():
                 if common := set(handler.plan.sources) & set(other.plan.sources):
@@ -109,7 +109,7 @@ class App:
         if (other := self._resources.get(resource.type)) is not None:
             raise ConfigurationError(
                 f"app {self.name!r}: resources {other.name!r} and {resource.name!r} both make "
-                f"{resource.type.__name__}, and a handler could not say which; make one of them a class of its own"
+                f"{resource.type.__name__}, so a handler could not choose; give one of them its own class"
             )
         self._resources[resource.type] = resource
         return fn
@@ -129,7 +129,7 @@ class App:
         resources = Resources(list(self._resources.values()))
         handlers = self.bound_handlers(settings, resources)
         if not handlers:
-            raise ConfigurationError(f"app {self.name!r} has no handlers; decorate one with @app.idempotent_handler(…)")
+            raise ConfigurationError(f"app {self.name!r} has no handlers; use @app.idempotent_handler(…)")
         self._settings = settings
         return Worker(handlers, settings, observer, resources)
 
@@ -145,7 +145,7 @@ class App:
         """
         chosen = handler or next((h for h in self._handlers.values() if message.source in h.plan.sources), None)
         if chosen is None:
-            raise ConfigurationError(f"app {self.name!r}: no handler on {message.source!r}; give handler=")
+            raise ConfigurationError(f"app {self.name!r}: no handler for {message.source!r}; pass handler=")
         self._decorated(chosen)
         inline = self._inline or await self._open_inline()
         if (bound := self._bound.get(chosen)) is None:
@@ -171,8 +171,8 @@ class App:
         """
         if not self._has(handler) or not handler.plan.signature.needs_saga:
             raise ConfigurationError(
-                f"app {self.name!r}: {handler.name!r} is not a saga of this app; start a handler that asks for Saga, "
-                "and publish to the source of any other"
+                f"app {self.name!r}: {handler.name!r} is not a saga of this app; start a handler that takes Saga; "
+                "for any other, publish to its source"
             )
         settings = self._configured()
         bound = self._bind(handler, settings, Resources(()))
@@ -198,7 +198,7 @@ class App:
         """
         if not self._has(handler):
             raise ConfigurationError(
-                f"app {self.name!r}: {handler.name!r} is not a handler of this app; ask the app that has it, or "
+                f"app {self.name!r}: {handler.name!r} is not a handler of this app; call the app that has it, or "
                 "include it"
             )
         seconds, key = parse_duration(wait), given_key(key)
@@ -212,8 +212,8 @@ class App:
         given: object = handler
         if not isinstance(given, Handler):
             raise ConfigurationError(
-                f"app {self.name!r}: {getattr(given, '__name__', repr(given))} is no handler; give what "
-                "@app.idempotent_handler(…) has made of the function"
+                f"app {self.name!r}: {getattr(given, '__name__', repr(given))} is not a handler; "
+                "decorate the function with @app.idempotent_handler(…)"
             )
         return handler
 
@@ -261,7 +261,7 @@ class App:
         if tx is not None:
             if scheme != "postgres":
                 raise ConfigurationError(
-                    f"publish to {destination!r} with tx=: only a postgres: queue shares the handler's transaction"
+                    f"publish to {destination!r} with tx=: only a postgres: queue can share the handler's transaction"
                 )
             await enqueue(_connection(tx), settings.schema, name, [message])
             return
@@ -287,7 +287,7 @@ def _connection(tx: Tx | AsyncConnection[Any]) -> AsyncConnection[Any]:
     connection = tx if isinstance(tx, AsyncConnection) else getattr(tx, "connection", None)
     if not isinstance(connection, AsyncConnection):
         raise ConfigurationError(
-            f"tx= is of type {type(tx).__name__}; give the Tx of a handler or of a step, or a psycopg.AsyncConnection "
-            "in whose transaction it is to be"
+            f"tx= is of type {type(tx).__name__}; pass the Tx of a handler or of a step, or a "
+            "psycopg.AsyncConnection that is in a transaction"
         )
     return connection

@@ -40,7 +40,7 @@ def announce(app: str, handlers: Sequence[BoundHandler], settings: Settings) -> 
             ],
         )
         return
-    rows = [("handler", "sources", "key", "kept")]
+    rows = [("handler", "sources", "key", "retain")]
     rows += [(handler.name, ", ".join(sources(handler)), handler.key_rule, retention(handler)) for handler in handlers]
     click.echo(f"{app}: {settings.workers} x {settings.concurrency} lanes, database {database}", err=True)
     click.echo(table(rows), err=True)

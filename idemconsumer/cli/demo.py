@@ -80,21 +80,22 @@ class Report(msgspec.Struct, frozen=True):
     "--messages", type=click.IntRange(1, 1_000_000), default=1_000, metavar="N", help="Payments.  [default: 1000]"
 )
 @click.option("--kills", type=click.IntRange(0, 50), default=5, metavar="N", help="Workers to kill.  [default: 5]")
-@click.option("--workers", type=click.IntRange(1, 16), default=2, metavar="N", help="Processes.  [default: 2]")
-@click.option("--seed", type=int, help="What chance is made of; the same gives the same duplicates.")
+@click.option("--workers", type=click.IntRange(1, 16), default=2, metavar="N", help="Worker processes.  [default: 2]")
+@click.option("--seed", type=int, help="Random seed; it decides the duplicates.")
 @as_json
 def demo(messages: int, kills: int, workers: int, seed: int | None, as_json: bool) -> None:
-    """Show it: payments that arrive twice, workers that are killed, each payment applied once.
+    """Run a demonstration: payments arrive twice, workers are killed, each payment is applied once.
 
-    Starts a throwaway Postgres, publishes N payments, about 30 % of them twice, to its queue, and kills workers with
-    SIGKILL while they have payments in hand. Then it counts the ledger, which has no unique constraint. Needs
-    pip install 'idemconsumer[demo]' and nothing else.
+    Starts a throwaway Postgres, publishes N payments to its queue, about 30% of them twice, and kills workers with
+    SIGKILL while they process payments. Then it counts the rows in the ledger, which has no unique constraint. Needs
+    only pip install 'idemconsumer[demo]'.
 
-    --json prints one object. `messages`: payments; `duplicates`: copies published beside them; `deliveries`: how often
-    the queue handed one of either to a worker; `applied`: rows in the ledger; `lost`: payments not in it; `twice`:
-    payments in it more than once.
+    --json prints one object. `messages`: payments; `duplicates`: extra copies published; `deliveries`: how often the
+    queue delivered a payment or a copy to a worker; `applied`: rows in the ledger; `lost`: payments not in the ledger;
+    `twice`: payments in the ledger more than once.
 
-    Exit code 0: none lost, none twice. 1: some were, or the demo failed on its way. 2: usage, or no Postgres to start.
+    Exit code 0: none lost, none twice. 1: some were, or the demo itself failed. 2: wrong usage, or Postgres cannot be
+    started.
     """
     seed = random.randrange(1_000_000) if seed is None else seed
     with ExitStack() as stack:
@@ -129,9 +130,9 @@ class Demo:
         self._db = self._stack.enter_context(psycopg.connect(server.dsn, autocommit=True))
         self._db.execute(LEDGER)
         self._db.execute(_COUNT_DELIVERIES)
-        _say(f"Postgres is up on port {server.port}; it goes when this ends.  (--seed {self._seed})")
+        _say(f"Postgres runs on port {server.port} until the demo ends.  (--seed {self._seed})")
         payments, published = self._publish(server.dsn)
-        _say(f"{self._messages:,} payments are published, {len(published) - len(payments):,} of them twice.")
+        _say(f"Published {self._messages:,} payments, {len(published) - len(payments):,} of them twice.")
         self._start_workers(server.dsn, len(published))
         self._watch()
         ledger = Counter(name for (name,) in self._db.execute("select payment from ledger"))
@@ -207,14 +208,14 @@ class Demo:
             if (applied, queued) != before:
                 before, changed = (applied, queued), time.monotonic()
             if time.monotonic() - changed > _STALLED_SECONDS:
-                _say(f"Nothing has moved for {_STALLED_SECONDS:.0f} s; counting what there is.")
+                _say(f"No progress for {_STALLED_SECONDS:.0f} s; counting the payments now.")
                 return
             if self._kills[self._killed :] and applied >= self._kills[self._killed]:
                 self._kill_one(progress)
             if self._killed and queued and not explained and time.monotonic() - changed > 1.0:
                 explained = True
                 progress.clear()
-                _say(f"  what killed workers held is handed out again {VISIBILITY:.0f} s after they took it")
+                _say(f"  messages of killed workers are redelivered {VISIBILITY:.0f} s after they were fetched")
             progress.show(applied, queued)
             self._raise_if_failed()
             time.sleep(_POLL_SECONDS)
@@ -281,7 +282,7 @@ def verdict(report: Report) -> str:
         ("payments", report.messages, ""),
         ("duplicates", report.duplicates, "published a second time"),
         ("redeliveries", again, "were held by a worker when it was killed"),
-        ("kills", report.kills, "workers ended by SIGKILL in the middle of their work"),
+        ("kills", report.kills, "workers killed with SIGKILL in the middle of their work"),
         ("applied", report.applied, "rows in the ledger, which has no unique constraint"),
         ("lost", report.lost, ""),
         ("twice", report.twice, ""),

@@ -51,12 +51,12 @@ class Redriving(Protocol):
 def check(target: str, as_json: bool, **flags: Any) -> None:
     """Check the app, the database and the brokers.
 
-    Exit code 0: nothing is wrong; warnings may be. 1: something is, and is marked as error. 2: usage, or the app cannot
-    be imported.
+    Exit code 0: no errors; there may be warnings. 1: at least one error. 2: wrong usage, or the app cannot be
+    imported.
 
-    Reads only. What it finds: a database that is down, not migrated, closed to our role or would lose commits; sources
-    that do not exist; brokers that drop messages after too many deliveries, or keep them longer than the records are
-    kept.
+    Only reads. It finds a database that is unreachable, not migrated, closed to the role or set to lose commits;
+    sources that do not exist; and brokers that drop messages after too many deliveries, or keep messages longer than
+    their records are kept.
     """
     settings = load(**flags)
     app = load_app(target)
@@ -79,9 +79,9 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
     """All findings, in the order in which to repair them."""
     handlers = app.bound_handlers(settings)
     if not handlers:
-        yield Finding("error", app.name, "has no handlers; decorate one with @app.idempotent_handler(…)")
+        yield Finding("error", app.name, "has no handlers; decorate a function with @app.idempotent_handler(…)")
     for handler in handlers:
-        text = f"{', '.join(sources(handler))}; key: {handler.key_rule}; records kept {retention(handler)}"
+        text = f"{', '.join(sources(handler))}; key: {handler.key_rule}; records kept for {retention(handler)}"
         yield Finding("ok", f"handler {handler.name}", text)
     for finding in _leases(handlers):
         yield finding
@@ -109,9 +109,9 @@ def _leases(handlers: Sequence[BoundHandler]) -> list[Finding]:
         Finding(
             "warning",
             f"handler {handler.name}",
-            f"its steps have {handler.options.timeout:g} s (timeout), those with saga.tx only {lease:g} s, which is "
-            f"the shortest lease of a worker's sagas (that of {shortest.name}); "
-            f'write timeout="{lease:g}s", or raise it',
+            f"its steps may take {handler.options.timeout:g} s (timeout), but those with saga.tx only {lease:g} s, "
+            f"the shortest lease of the worker's sagas (that of {shortest.name}); "
+            f'write timeout="{lease:g}s", or raise that lease',
         )
         for handler in leased
         if handler.options.timeout > lease
@@ -156,7 +156,10 @@ def _retention(handler: BoundHandler, subscription: Subscription, kept: float | 
     if kept is None or math.isinf(kept) or kept <= handler.options.retain:
         return []
     days = math.ceil(kept / 86_400)
-    text = f'keeps messages for {kept / 86_400:g} days, records are kept {retention(handler)}; write retain="{days}d"'
+    text = (
+        f"keeps messages for {kept / 86_400:g} days, but records are kept for {retention(handler)}; "
+        f'write retain="{days}d"'
+    )
     return [Finding("error", subscription.source, text)]
 
 
@@ -166,9 +169,9 @@ def _redrive(handler: BoundHandler, subscription: Subscription, most: int | None
     if most is None:
         return []
     if most >= needed:
-        return [Finding("ok", subscription.source, f"a redrive policy takes messages away after {most} receives")]
+        return [Finding("ok", subscription.source, f"its redrive policy removes a message after {most} receives")]
     text = (
-        f"its redrive policy takes a message away after {most} receives, perhaps before {handler.name} is done with it "
+        f"its redrive policy removes a message after {most} receives, perhaps before {handler.name} is done with it "
         f"(max_attempts={handler.options.max_attempts}, and each restart counts); set maxReceiveCount to {needed} "
         "or more"
     )

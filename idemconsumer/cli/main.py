@@ -24,8 +24,8 @@ VERBS: tuple[click.Command, ...] = (demo, run, dev, check, migrate, publish, dea
 _EPILOG = (
     "\b\nExit codes:\n"
     + "\n".join(f"  {code.value}  {text}" for code, text in MEANINGS.items())
-    + "\n\nA setting such as --dsn is also a variable, IDEMCONSUMER_DSN, and a line in [tool.idemconsumer] of "
-    "pyproject.toml. The option wins over the variable, and the variable over the line."
+    + "\n\nA setting is an option (--dsn), an environment variable (IDEMCONSUMER_DSN) or a line in [tool.idemconsumer] "
+    "of pyproject.toml. An option overrides a variable, and a variable overrides a line."
 )
 
 

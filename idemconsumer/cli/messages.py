@@ -32,10 +32,12 @@ _SHOWN = (
 @click.command()
 @click.argument("source", metavar="SOURCE")
 @click.argument("payload", required=False)
-@click.option("--file", "lines", type=click.File("rb"), help="A message a line; - is standard input.")
-@click.option("--key", help="Message id; for Kafka the record key. An SQS FIFO queue drops its second message.")
-@click.option("--header", "headers", multiple=True, metavar="K=V", help="May be given several times.")
-@click.option("--times", type=click.IntRange(1), default=1, help="Publish each message so often.  [default: 1]")
+@click.option("--file", "lines", type=click.File("rb"), help="One message per line; - is standard input.")
+@click.option("--key", help="Message id; in Kafka the record key. SQS FIFO queues drop a second message with it.")
+@click.option("--header", "headers", multiple=True, metavar="K=V", help="Can be given several times.")
+@click.option(
+    "--times", type=click.IntRange(1), default=1, metavar="N", help="Publish each message N times.  [default: 1]"
+)
 @database
 def publish(
     source: str,
@@ -48,7 +50,7 @@ def publish(
 ) -> None:
     """Publish PAYLOAD, or the lines of a file, to SOURCE (kafka:topic, rabbitmq:queue, sqs:queue, postgres:queue).
 
-    Returns when the broker has confirmed. The payload goes out as it is written.
+    Returns once the broker has confirmed. The payload is sent unchanged.
     """
     if (payload is None) == (lines is None):
         raise click.UsageError("give either PAYLOAD or --file")
@@ -62,7 +64,7 @@ def publish(
 async def _publish(source: str, messages: Sequence[Outgoing], settings: Settings) -> None:
     scheme, name = destination(source)
     if scheme == "memory":
-        raise ConfigurationError(f"{source!r} lives inside one process, for its tests; nobody else can publish to it")
+        raise ConfigurationError(f"{source!r} exists only inside one process, for tests; use another source")
     broker = connect(scheme, settings)
     try:
         with click.progressbar(length=len(messages), label="publishing", file=sys.stderr) as bar:
@@ -72,7 +74,7 @@ async def _publish(source: str, messages: Sequence[Outgoing], settings: Settings
                 bar.update(len(batch))
     except Exception:
         if bar.pos:
-            click.echo(f"at least {bar.pos} of {len(messages)} were published, then:", err=True)
+            click.echo(f"at least {bar.pos} of {len(messages)} were published before this error:", err=True)
         raise
     finally:
         await broker.close()
@@ -95,9 +97,9 @@ def dead() -> None:
 
 
 @dead.command("list")
-@click.option("--handler", help="Only of this handler.")
-@click.option("--reason", help="Only with this reason.")
-@click.option("--limit", type=click.IntRange(1), default=50, help="At most so many, newest first.  [default: 50]")
+@click.option("--handler", help="Only dead letters of this handler.")
+@click.option("--reason", help="Only dead letters with this reason.")
+@click.option("--limit", type=click.IntRange(1), default=50, metavar="N", help="List at most N.  [default: 50]")
 @database
 @as_json
 def dead_list(handler: str | None, reason: str | None, limit: int, as_json: bool, **flags: Any) -> None:
@@ -122,11 +124,11 @@ def dead_list(handler: str | None, reason: str | None, limit: int, as_json: bool
 @database
 @as_json
 def dead_show(number: int, as_json: bool, **flags: Any) -> None:
-    """Show one dead letter with its body, and what to do about it."""
+    """Show one dead letter with its body and what to do about it."""
     settings = load(**flags)
     letter = asyncio.run(Admin(need_dsn(settings), settings.schema).dead_letter(number))
     if letter is None:
-        raise ConfigurationError(f"there is no dead letter {number}; `idemconsumer dead list` shows those that are")
+        raise ConfigurationError(f"there is no dead letter {number}; `idemconsumer dead list` lists them")
     encoding, body = _readable(letter.body)
     if as_json:
         print_json(_as_json(letter, encoding, body))
@@ -158,11 +160,11 @@ def _as_json(letter: DeadLetterDetail, encoding: str, body: str) -> Mapping[str,
 
 
 @click.command()
-@click.option("--dry-run", is_flag=True, help="Count, and delete nothing.")
+@click.option("--dry-run", is_flag=True, help="Only count; delete nothing.")
 @database
 @as_json
 def prune(dry_run: bool, as_json: bool, **flags: Any) -> None:
-    """Delete final records that are past their retention, as workers do by themselves every minute."""
+    """Delete final records past their retention. Workers also do this every minute."""
     settings = load(**flags)
     dsn = need_dsn(settings)
     with click.progressbar(length=1, label="pruning", file=sys.stderr) as bar:

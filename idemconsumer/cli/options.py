@@ -16,8 +16,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def database(command: F) -> F:
     """--dsn and --schema."""
-    command = click.option("--schema", help="Schema of the tables.  [default: idemconsumer]")(command)
-    return click.option("--dsn", metavar="URL", help="The Postgres database, postgresql://user@host:5432/name")(command)
+    command = click.option("--schema", help="The schema of idemconsumer's tables.  [default: idemconsumer]")(command)
+    return click.option("--dsn", metavar="URL", help="The Postgres database: postgresql://user@host:5432/name")(command)
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -33,10 +33,10 @@ log = structlog.get_logger("idemconsumer")
 def _worker_options(command: F) -> F:
     for option in reversed(
         (
-            click.option("--workers", type=int, metavar="N", help="Processes.  [default: 1]"),
+            click.option("--workers", type=int, metavar="N", help="Number of worker processes.  [default: 1]"),
             click.option("--concurrency", type=int, metavar="N", help="Lanes in each process.  [default: 8]"),
             click.option("--handlers", metavar="A,B", help="Run only these handlers of the app."),
-            click.option("--drain-timeout", type=float, metavar="S", help="Seconds to finish in.  [default: 20]"),
+            click.option("--drain-timeout", type=float, metavar="S", help="Drain timeout in seconds.  [default: 20]"),
             click.option("--log-format", type=click.Choice(FORMATS, case_sensitive=False), help="[default: auto]"),
             click.option("--log-level", type=click.Choice(LEVELS, case_sensitive=False), help="[default: info]"),
         )
@@ -48,14 +48,14 @@ def _worker_options(command: F) -> F:
 @click.command()
 @click.argument("target", metavar="MODULE:APP")
 @_worker_options
-@click.option("--max-restarts", type=int, metavar="N", help="Crashes a worker may have in ten minutes.  [default: 10]")
-@click.option("--until-empty", is_flag=True, default=None, help="Leave when every source is empty.")
-@click.option("--reload", is_flag=True, default=None, help="Restart when a .py file below this folder changes.")
+@click.option("--max-restarts", type=int, metavar="N", help="Crashes per worker allowed in ten minutes.  [default: 10]")
+@click.option("--until-empty", is_flag=True, default=None, help="Exit when every source is empty.")
+@click.option("--reload", is_flag=True, default=None, help="Restart when a .py file in this folder tree changes.")
 def run(target: str, **flags: Any) -> None:
-    """Consume with the handlers of an app until asked to stop.
+    """Run the handlers of an app until a signal stops them.
 
-    SIGTERM or Ctrl-C drains: nothing new is fetched, what runs is finished, committed and settled. A second one
-    stops now; what ran is rolled back and comes again.
+    SIGTERM or Ctrl-C drains: fetching stops, and what runs is finished, committed and settled. A second signal
+    stops immediately; what still runs is rolled back and redelivered.
     """
     settings = load(**flags)
     sys.exit(_run(target, settings, _as_environment(flags), reload=settings.reload))
@@ -65,10 +65,10 @@ def run(target: str, **flags: Any) -> None:
 @click.argument("target", metavar="MODULE:APP")
 @_worker_options
 def dev(target: str, **flags: Any) -> None:
-    """Run with --reload, on a migrated database.
+    """Migrate the database, then run with --reload.
 
-    Without --dsn the database is a throwaway Postgres in a temporary folder; it goes when this ends, with all
-    that is in it.
+    If no database is set, it starts a throwaway Postgres in a temporary folder, and deletes it with all its data at
+    the end.
     """
     settings = load(**flags)
     with ExitStack() as stack:

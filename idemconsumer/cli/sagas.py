@@ -29,7 +29,7 @@ def _which(command: F) -> F:
         (
             click.argument("prefix", metavar="[KEY]", required=False),
             click.option("--handler", help="With --key: the handler's name."),
-            click.option("--key", help="With --handler: the key as its text, before it was hashed."),
+            click.option("--key", help="With --handler: the key's text, before hashing."),
         )
     ):
         command = option(command)
@@ -43,20 +43,20 @@ def _admin(flags: dict[str, Any]) -> SagaAdmin:
 
 async def _find(admin: SagaAdmin, prefix: str | None, handler: str | None, key: str | None) -> bytes:
     if (prefix is None) == (handler is None and key is None) or (handler is None) != (key is None):
-        raise click.UsageError("write KEY, the first digits that `sagas list` shows, or --handler NAME --key TEXT")
+        raise click.UsageError("give KEY (the first digits, as `sagas list` shows them) or --handler NAME --key TEXT")
     return await admin.find(prefix=prefix, handler=handler, key=key)
 
 
 @click.group()
 def sagas() -> None:
-    """Sagas: multi-step work, while it runs and while it waits for a person."""
+    """Sagas: multi-step work that is running or waiting for a person."""
 
 
 @sagas.command("list")
-@click.option("--state", type=click.Choice(["processing", "undoing", "dead"]), help="Only in this state.")
-@click.option("--stale", is_flag=True, help="Only those whose worker is gone.")
-@click.option("--handler", help="Only of this handler.")
-@click.option("--limit", type=click.IntRange(1), default=50, help="At most so many, newest first.  [default: 50]")
+@click.option("--state", type=click.Choice(["processing", "undoing", "dead"]), help="Only sagas in this state.")
+@click.option("--stale", is_flag=True, help="Only sagas that lost their worker.")
+@click.option("--handler", help="Only sagas of this handler.")
+@click.option("--limit", type=click.IntRange(1), default=50, metavar="N", help="List at most N.  [default: 50]")
 @database
 @as_json
 def saga_list(
@@ -82,7 +82,7 @@ def saga_list(
 @sagas.command("show")
 @_which
 def saga_show(prefix: str | None, handler: str | None, key: str | None, as_json: bool, **flags: Any) -> None:
-    """Show one saga: where it stands, what happened to it, and its steps."""
+    """Show one saga: its state, its history and its steps."""
     admin = _admin(flags)
 
     async def read() -> SagaDetail:
@@ -107,12 +107,12 @@ def saga_show(prefix: str | None, handler: str | None, key: str | None, as_json:
 
 
 @sagas.command("resume")
-@click.option("--accept-version", is_flag=True, help="Even if its handler has another version or other steps now.")
+@click.option("--accept-version", is_flag=True, help="Resume even if the handler's version or steps have changed.")
 @_which
 def saga_resume(
     prefix: str | None, handler: str | None, key: str | None, accept_version: bool, as_json: bool, **flags: Any
 ) -> None:
-    """Let a saga that waits go on now, on any worker, with all its attempts before it."""
+    """Resume a waiting saga now, on any worker, with its full number of attempts."""
     admin = _admin(flags)
 
     async def resume() -> SagaDetail:
@@ -124,12 +124,12 @@ def saga_resume(
 
 
 @sagas.command("abandon")
-@click.option("--undo/--no-undo", default=None, help="Undo its finished steps first, or leave them.  [default: asks]")
+@click.option("--undo/--no-undo", default=None, help="Undo its finished steps first, or leave them.  [default: ask]")
 @_which
 def saga_abandon(
     prefix: str | None, handler: str | None, key: str | None, undo: bool | None, as_json: bool, **flags: Any
 ) -> None:
-    """End a saga that waits: it becomes failed, with the rejection `abandoned`."""
+    """End a waiting saga: it becomes failed, with the rejection `abandoned`."""
     admin = _admin(flags)
 
     async def read() -> tuple[bytes, SagaDetail]:
@@ -138,7 +138,7 @@ def saga_abandon(
 
     found, detail = asyncio.run(read())
     for step in detail.open_intents:
-        click.echo(f"warning: nobody knows whether {step!r} was done, and nothing will undo it", err=True)
+        click.echo(f"warning: it is not known whether {step!r} was done, and nothing will undo it", err=True)
     if undo is None:
         done = [step.name for step in detail.steps if step.state == "done" and step.has_undo]
         undo = click.confirm(f"undo its finished steps ({', '.join(done) or 'none has an undo'})?", err=True)
@@ -212,8 +212,8 @@ def _state(line: SagaLine) -> str:
 
 def _owner(line: SagaLine) -> str:
     if line.owner is None:
-        return "a worker that is gone" if line.stale else "nobody"
-    return f"{line.owner} (gone)" if line.stale else line.owner
+        return "a lost worker" if line.stale else "none"
+    return f"{line.owner} (lost)" if line.stale else line.owner
 
 
 def _error(line: SagaLine) -> str:

@@ -14,14 +14,14 @@ from idemconsumer.stores.migrations import Migration
 
 @click.group()
 def migrate() -> None:
-    """Make or update the tables. Safe to run again, and by many at once."""
+    """Create or update the tables. Safe to run repeatedly and concurrently."""
 
 
 @migrate.command()
 @database
 @as_json
 def up(as_json: bool, **flags: Any) -> None:
-    """Apply what is pending, each migration in one transaction."""
+    """Apply the pending migrations, each in one transaction."""
     settings = load(**flags)
     done = migrations.migrate(need_dsn(settings), settings.schema)
     if as_json:
@@ -37,7 +37,7 @@ def up(as_json: bool, **flags: Any) -> None:
 @database
 @as_json
 def status(as_json: bool, **flags: Any) -> None:
-    """List what is applied and what is pending; changes nothing."""
+    """List applied and pending migrations; changes nothing."""
     settings = load(**flags)
     found = migrations.status(need_dsn(settings), settings.schema)
     if as_json:
@@ -49,7 +49,7 @@ def status(as_json: bool, **flags: Any) -> None:
 
 
 @migrate.command()
-@click.option("--all", "everything", is_flag=True, help="Also what is applied; needs no database.")
+@click.option("--all", "everything", is_flag=True, help="Include applied migrations; needs no database.")
 @database
 def sql(everything: bool, **flags: Any) -> None:
     """Print the SQL that `up` would run, to run it by hand."""

@@ -18,9 +18,9 @@ def load_app(target: str) -> App:
     name, _, attribute = target.partition(":")
     module = _module(name)
     found = [key for key, value in vars(module).items() if isinstance(value, App)]
-    suggestion = f"write {name}:{found[0]}" if found else "make one there with app = App('…')"
+    suggestion = f"write {name}:{found[0]}" if found else "create one there with app = App('…')"
     if not attribute:
-        raise ConfigurationError(f"{target!r} names a module and no app; {suggestion}")
+        raise ConfigurationError(f"{target!r} names a module but no app; {suggestion}")
     try:
         app = getattr(module, attribute)
     except AttributeError:
@@ -43,7 +43,7 @@ def _module(name: str) -> ModuleType:
         raise ConfigurationError(f"{error} ({_where(error)})") from error
     except SystemExit as error:
         raise ConfigurationError(
-            f"{name!r} ends the process when it is imported ({_where(error)}); put that under "
+            f"{name!r} ends the process when it is imported ({_where(error)}); move that code under "
             'if __name__ == "__main__":'
         ) from error
     except Exception as error:

@@ -351,7 +351,7 @@ class Engine:
             return await self._run_group(together, defer=defer)
         await self._suspects.count(head)
         if head.attempts > head.handler.options.max_attempts:
-            error = f"{head.attempts - 1} attempts began and none of them came to an end"
+            error = f"{head.attempts - 1} attempts began and none of them ended"
             outcome = await self.endings.bury(head, "killed_worker", error)
             if outcome.kind is OutcomeKind.RETRYING:  # a rival runs it right now, and may give its own count back
                 await self._suspects.uncount(head)

@@ -45,5 +45,5 @@ class GroupSizes:
         self._sizes[handler.name] = after
         shut = after.gated(now) and not before.gated(now)
         if shut:
-            log.info("groups collide, so they take turns", handler=handler.name, seconds=after.gate.until - now)
+            log.info("groups collide, taking turns", handler=handler.name, seconds=after.gate.until - now)
         return shut

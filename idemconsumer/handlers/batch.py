@@ -47,18 +47,18 @@ class Items:
         self._decide(i, _marked_here(Reject(code, body)))
 
     def retry(self, i: int, /, after: str | float | timedelta | None = None) -> None:
-        self._decide(i, _marked_here(Retry("asked for by batch.retry", after=after)))
+        self._decide(i, _marked_here(Retry("requested by batch.retry", after=after)))
 
     def _decide(self, i: int, fate: StoredResult | Exception | None) -> None:
         if self._closed:
             raise HandlerFault(
-                "batch was used after its handler returned, when its items may be committed; "
+                "batch was used after its handler returned, when its items may already be committed; "
                 "await everything that uses batch before the handler returns"
             )
         try:
             self._fates[range(len(self))[i]] = fate
         except IndexError:
-            raise IndexError(f"item {i} of a batch of {len(self)}") from None
+            raise IndexError(f"item {i} is not in a batch of {len(self)}") from None
 
     # -------------------------------------------------------------------------------------------- what the engine asks
     def close(self) -> None:

@@ -55,8 +55,8 @@ class Backoff:
     def __post_init__(self) -> None:
         if not (0 < self.first <= self.cap < math.inf and 1 < self.factor < math.inf):
             raise ConfigurationError(
-                f"{self!r} never settles; give seconds with 0 < first <= cap and a factor above 1 "
-                "(a constant pause is first == cap)"
+                f"{self!r} is not a backoff; give seconds with 0 < first <= cap and a factor above 1 "
+                "(for a constant pause, first == cap)"
             )
 
     def delay(self, attempt: int, jitter: float) -> float:

@@ -154,8 +154,8 @@ class BoundHandler:
             items.close()
         if returned is not None:
             raise HandlerFault(
-                f"the handler of a batch returned a {type(returned).__name__}, and nobody can say whose result it is; "
-                "give each item its own with batch.result(i, value), and return nothing"
+                f"the handler of a batch returned a {type(returned).__name__}, which belongs to no single item; "
+                "give each item its own result with batch.result(i, value), and return nothing"
             )
 
     async def reconcile(self, call: Call, tx: Tx, attempt: int) -> object:
@@ -174,5 +174,5 @@ _message_id = keys.compile_key(keys.Key.message_id(), Any, handler="app.start")
 def given_key(key: object) -> str:
     """A key that stands in for the handler's key rule. Raises BadMessage for a key that no rule would give."""
     if key is not None and not isinstance(key, str):
-        raise BadMessage("key_invalid", f"key= is of type {type(key).__name__}, not a text")
+        raise BadMessage("key_invalid", f"key= is of type {type(key).__name__}, not a string")
     return _message_id(Message("", b"", message_id=key), None)

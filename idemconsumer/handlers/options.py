@@ -137,13 +137,13 @@ def _check_inline(handler: str, options: Resolved) -> None:
         problem = f"a `backoff` of {longest:g} s would stop the handler's lane for more than {MAX_INLINE_DELAY:g} s"
     elif backoff.longest(pauses) >= MAX_INLINE_TOTAL:
         minutes = backoff.longest(pauses) / 60
-        problem = f"{options.max_attempts} attempts would pause for {minutes:.0f} minutes, not under 15"
+        problem = f"{options.max_attempts} attempts would pause for {minutes:.0f} minutes in all; the limit is 15"
     else:
         return
     raise HandlerError(
         handler,
         problem,
-        'lower `backoff` or `max_attempts` (retry="scheduled" will be for that, and is not available yet)',
+        'lower `backoff` or `max_attempts` (longer pauses need retry="scheduled", which is not available yet)',
     )
 
 
@@ -155,7 +155,7 @@ def _integer(handler: str, option: str, value: Any, least: int, most: int) -> in
 
 def _text(handler: str, option: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise HandlerError(handler, f"`{option}` is {value!r}", "write a text")
+        raise HandlerError(handler, f"`{option}` is {value!r}", "write a string")
     return value
 
 
@@ -169,7 +169,7 @@ def _seconds(handler: str, option: str, value: Any) -> float:
 def _positive(handler: str, option: str, value: Any) -> float:
     seconds = _seconds(handler, option, value)
     if seconds == 0:
-        raise HandlerError(handler, f"`{option}` is no time at all", 'write a duration above 0, e.g. "30s"')
+        raise HandlerError(handler, f"`{option}` is zero", 'write a duration above 0, e.g. "30s"')
     return seconds
 
 

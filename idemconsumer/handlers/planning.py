@@ -39,7 +39,7 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
                 name,
                 sources,
                 f"`{option}` uses Key.offset()",
-                "take Key.message_id() or a field of the payload",
+                "use Key.message_id() or a field of the payload",
             )
     return HandlerPlan(
         name=name,
@@ -62,14 +62,14 @@ def _reconcile(name: str, handler: Signature, fn: Callable[..., Any] | None) -> 
     if not handler.needs_saga:
         raise HandlerError(
             name,
-            "`reconcile` is for sagas, and it is none",
-            "leave it out: a lost worker leaves nothing of a single transaction behind; or take saga: Saga",
+            "`reconcile` is only for sagas",
+            "remove it: a lost worker leaves nothing of a single transaction behind; or take saga: Saga",
         )
     if not callable(fn):
         raise HandlerError(name, f"`reconcile` is {fn!r}", "write an async function of the payload and Tx")
     signature = read_signature(f"{name}, reconcile", fn)
     if signature.needs_saga:
-        raise HandlerError(name, "`reconcile` asks for Saga", "take Tx: it looks at what is there, and runs no step")
+        raise HandlerError(name, "`reconcile` takes Saga", "take Tx: it only reads the tables, and runs no step")
     if signature.batch or signature.payload_type != handler.payload_type:
         types = [getattr(each, "__name__", str(each)) for each in (signature.payload_type, handler.payload_type)]
         taken = f"{'a Batch of ' if signature.batch else ''}{types[0]}"
@@ -85,9 +85,9 @@ def _name(fn: Callable[..., Any], given: Options) -> str:
     if not callable(fn):
         raise HandlerError(str(name), f"{type(fn).__name__} is decorated", "decorate a function")
     if "name" not in given and default in ("", "<lambda>"):
-        raise HandlerError(default or type(fn).__name__, "it has no name of its own", 'give one: name="reserve_stock"')
+        raise HandlerError(default or type(fn).__name__, "it has no name", 'give one: name="reserve_stock"')
     if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
-        raise HandlerError(str(name), "`name` is not a printable text", 'write e.g. name="reserve_stock"')
+        raise HandlerError(str(name), "`name` is not a printable string", 'write e.g. name="reserve_stock"')
     if name.startswith("~"):
         raise HandlerError(name, 'names that start with "~" are reserved', "choose another")
     return name

@@ -72,7 +72,7 @@ def _parameters(
     parameters = list(inspect.signature(fn).parameters.values())
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise HandlerError(handler, f"{parameter} takes anything", "name each parameter, with its type")
+            raise HandlerError(handler, f"{parameter} accepts anything", "name each parameter and its type")
         if parameter.annotation is parameter.empty:
             raise HandlerError(
                 handler,
@@ -111,14 +111,14 @@ def _check_types(handler: str, payload: str, hints: Mapping[str, Any]) -> None:
     if Saga in hints.values() and Tx in hints.values():
         raise HandlerError(
             handler,
-            "it asks for both Tx and Saga",
+            "it takes both Tx and Saga",
             "take Tx for one transaction, or Saga for several steps, each with its own (saga.tx)",
         )
     if misplaced := [name for name, hint in hints.items() if name != payload and _is_batch(hint)]:
         raise HandlerError(
             handler,
             f"its batch `{misplaced[0]}` is not its first parameter",
-            f"write ({misplaced[0]}: Batch[…], …): a batch takes the payload's place",
+            f"write ({misplaced[0]}: Batch[…], …): a batch replaces the payload",
         )
     if hints[payload] in _INJECTED:
         raise HandlerError(
@@ -136,8 +136,8 @@ def not_injectable(handler: str, name: str, hint: Any, resources: str = "a resou
     """For a parameter that neither the engine nor a resource can fill."""
     return HandlerError(
         handler,
-        f"parameter `{name}` is of type {getattr(hint, '__name__', hint)}, which nobody can inject",
-        f"after the payload there can be Tx or Saga, Message, and {resources} (@app.resource)",
+        f"parameter `{name}` is of type {getattr(hint, '__name__', hint)}, which cannot be injected",
+        f"after the payload a handler can take Tx or Saga, Message, and {resources} (@app.resource)",
     )
 
 
@@ -154,14 +154,14 @@ def _check_batch(handler: str, fn: Callable[..., Any], hint: Any, injected: set[
     if "saga" in injected:
         raise HandlerError(
             handler,
-            "it asks for both Batch and Saga",
-            "take one payload with Saga, or Tx with Batch: a saga is one key's",
+            "it takes both Batch and Saga",
+            "take one payload with Saga, or Tx with Batch: a saga has one key",
         )
     if "message" in injected or _item_type(hint) is Message:
         raise HandlerError(
             handler,
-            "it asks for both Batch and Message",
-            "leave Message out and use batch.message(i), one for each item",
+            "it takes both Batch and Message",
+            "remove Message and call batch.message(i) for each item",
         )
     # Not resolved, since it may be imported for type checkers alone; a postponed None is a text.
     returns = inspect.signature(fn).return_annotation

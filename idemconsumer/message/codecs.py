@@ -75,7 +75,7 @@ def _why(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply, or contains itself"
     if isinstance(error, UnicodeEncodeError):
-        return "it contains text that is no Unicode (a lone surrogate)"
+        return "it contains text that is not valid Unicode (a lone surrogate)"
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - a value's own code raised it, and that may be broken as well

@@ -89,7 +89,7 @@ KeySpec: TypeAlias = str | Key | Callable[[Message], str | None]
 
 def _some(method: str, specs: tuple[KeySpec, ...]) -> tuple[KeySpec, ...]:
     if not specs:
-        raise ConfigurationError(f'{method}() is given nothing; write e.g. {method}("order_id", "line")')
+        raise ConfigurationError(f'{method}() has no arguments; write e.g. {method}("order_id", "line")')
     return specs
 
 
@@ -322,7 +322,7 @@ def _text(value: object, what: str) -> str:
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
-        raise _invalid(what, "contains a lone surrogate, which is no Unicode text") from None
+        raise _invalid(what, "contains a lone surrogate, which is not valid Unicode") from None
     if size > MAX_KEY_BYTES:
         raise _invalid(what, f"has {size:,} UTF-8 bytes, at most {MAX_KEY_BYTES:,} are allowed")
     return text
@@ -330,7 +330,7 @@ def _text(value: object, what: str) -> str:
 
 def _scalar(value: object, what: str) -> str:
     if isinstance(value, bool):
-        raise _invalid(what, "is a boolean, which tells two messages apart at most")
+        raise _invalid(what, "is a boolean, which can distinguish only two messages")
     if isinstance(value, float) and not math.isfinite(value):
         raise _invalid(what, "is not a finite number")
     if isinstance(value, str):
@@ -339,7 +339,7 @@ def _scalar(value: object, what: str) -> str:
         try:
             return str(value + 0)  # an IntEnum's own text is its name; + 0 gives the number
         except ValueError:  # CPython refuses to print integers of more than 4,300 digits
-            raise _invalid(what, "is an integer of thousands of digits") from None
+            raise _invalid(what, "is an integer with thousands of digits") from None
     try:
         plain: object = msgspec.to_builtins(value)  # UUID, Decimal, dates, enums: as JSON writes them
     except Exception as error:  # noqa: BLE001 - a type of the user's may raise anything

@@ -128,7 +128,7 @@ def _check_functions(node: Mapping[str, Any], expression: str, handler: str, opt
     if node["type"] == "function_expression" and node["value"] not in Functions.FUNCTION_TABLE:
         raise HandlerError(
             handler,
-            f"`{option}` {expression!r} calls {node['value']!r}, which is no JMESPath function",
+            f"`{option}` {expression!r} calls {node['value']!r}, which is not a JMESPath function",
             _nearest(node["value"], list(Functions.FUNCTION_TABLE)) + "use one, or a function of the Message",
         )
     for child in node.get("children", ()):

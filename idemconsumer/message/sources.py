@@ -20,15 +20,15 @@ class BadSource(ValueError):
 def split_source(source: object) -> tuple[str, str]:
     """The scheme and the name of `scheme:name`. Raises BadSource."""
     if not isinstance(source, str):
-        raise BadSource(f"source {source!r} is not a text", _write(""))
+        raise BadSource(f"source {source!r} is not a string", _write(""))
     scheme, colon, name = source.partition(":")
     if scheme not in SCHEMES or not colon:
         near = difflib.get_close_matches(scheme, SCHEMES, n=1)
         raise BadSource(f"{source!r} has no known scheme", _write(near[0] if near else ""))
     if not name or not name.isprintable() or name != name.strip():
-        raise BadSource(f"{source!r} names no {scheme} source", _write(scheme))
+        raise BadSource(f"{source!r} has no valid name", _write(scheme))
     if scheme == "sqs" and ("/" in name or ":" in name):
-        raise BadSource(f"{source!r} names no queue", "write the queue's name, e.g. sqs:orders")
+        raise BadSource(f"{source!r} is not a queue name", "write the queue's name, e.g. sqs:orders")
     if name.startswith("~"):
         raise BadSource(f'{source!r}: names that start with "~" are reserved', "choose another")
     return scheme, name

@@ -43,9 +43,9 @@ class Exit(IntEnum):
 
 
 MEANINGS: Mapping[Exit, str] = {
-    Exit.DONE: "drained, or empty under --until-empty",
-    Exit.ERROR: "an error while running; a server that a command needs is away",
-    Exit.USAGE: "usage or configuration; nothing was started, and a restart would not help",
+    Exit.DONE: "drained, or every source is empty (--until-empty)",
+    Exit.ERROR: "an error while running, or a server that the command needs is unreachable",
+    Exit.USAGE: "wrong usage or configuration; nothing was started, and a restart would not help",
     Exit.CRASHED: "a worker crashed too often (--max-restarts)",
     Exit.CUT_OFF: "the drain deadline passed, or a second signal stopped it; what ran was rolled back",
 }
@@ -123,7 +123,7 @@ class _Stop:
         if self._deadline is not None:
             self._abort(why)
             return
-        log.info("asked to drain", why=why, deadline=self._drain_timeout)
+        log.info("drain requested", why=why, deadline=self._drain_timeout)
         loop = asyncio.get_running_loop()
         self._deadline = loop.time() + self._drain_timeout
         loop.call_at(self._deadline + GRACE, self._abort, "deadline passed")

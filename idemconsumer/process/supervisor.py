@@ -155,7 +155,7 @@ class Supervisor:
                 changed.set()
                 self._end(self._children, self._drain_timeout)
         except (OSError, RuntimeError) as error:
-            log.error("changes are no longer seen", error=str(error))
+            log.error("file changes are no longer watched", error=str(error))
 
     async def _keep(self, index: int) -> None:
         """Keep a child in one worker's place until the place may stay empty."""
@@ -178,7 +178,7 @@ class Supervisor:
             how = {"signal": _SIGNALS.get(-code, -code)} if code < 0 else {"code": code}
             log.error("worker died", worker=index, pid=pid, lived=round(lived, 3), **how)
             if self._changes is not None:
-                log.info("waiting for a change", worker=index)
+                log.info("waiting for a file change", worker=index)
                 await changed.wait()
             elif code == Exit.USAGE:
                 # All of them fail alike, and worker 0 says why: it must not be cut off before it has.

@@ -71,10 +71,10 @@ class Attempt:
     async def _go(self) -> Outcome:
         call, saga = self._work.call, self._saga
         if call is None:
-            raise SagaChanged(str(self._work.refusal or "it cannot be decoded any more"))
+            raise SagaChanged(str(self._work.refusal or "its message no longer decodes"))
         match self._start():
             case Start.REVIEW:
-                why = "its worker is gone, and on_stale says that a person decides"
+                why = "its worker was lost, and on_stale says that a person decides"
                 return await self._endings.put_aside("review", why)
             case Start.KILLED_WORKER:
                 why = f"{saga.attempt - 1} workers ended while it ran"
@@ -229,13 +229,13 @@ class Attempt:
             await self._leases.note(saga.key, "reconciled", "not done")
             return None
         reason = "review" if options.on_stale == "review" else UnknownEffect.reason
-        return await endings.put_aside(reason, "its worker is gone, and reconcile cannot say whether it was done")
+        return await endings.put_aside(reason, "its worker was lost, and reconcile cannot tell whether it was done")
 
     async def _both_lists(self) -> str:
         """What a person has to compare who decides about a changed handler."""
         recorded = _names([row.name for row in await self._leases.steps(self._saga.key)])
         asked_for = "nothing, it did not run" if self.run is None else _names(list(self.run.asked))
-        return f"recorded: {recorded}; asked for: {asked_for}"
+        return f"recorded: {recorded}; requested: {asked_for}"
 
 
 def _names(steps: Sequence[str]) -> str:

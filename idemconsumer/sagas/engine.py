@@ -185,7 +185,7 @@ class LeasedEngine:
         try:
             return await attempt.go()
         except CommitUnknown as unknown:
-            log.warning("commit unknown, taking over from oneself", handler=work.handler.name, error=str(unknown))
+            log.warning("commit unknown, taking the saga over again", handler=work.handler.name, error=str(unknown))
             return await self._retake(work, work.leased or saga)
 
     async def _retake(self, work: Work, saga: LeasedSaga) -> Outcome | LeasedSaga:

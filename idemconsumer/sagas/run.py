@@ -100,7 +100,7 @@ class SagaRun:
     async def _ask(self, spec: StepSpec) -> Any:
         name = spec.name
         if self._over or self.interruption is not None:
-            raise SagaInterrupted(f"step {name!r} is asked for when the run is over") from self.interruption
+            raise SagaInterrupted(f"step {name!r} is requested after the run has ended") from self.interruption
         outside = CancellationWatch()
         try:
             self._register_step(spec)
@@ -125,7 +125,7 @@ class SagaRun:
         name = spec.name
         if name in self.asked:
             raise SagaMisused(
-                f"step {name!r} is asked for twice in one run, and a step is known by its name; "
+                f"step {name!r} is requested twice in one run, and a step is identified by its name; "
                 'give each one its own, in a loop with a suffix: saga.tx(f"line_{n}", …)'
             )
         self.asked[name] = spec
@@ -156,7 +156,7 @@ class SagaRun:
         if self._accepted:
             return
         if (row := replay.passed_over(self._rows.values(), self.asked, at_end=at_end)) is not None:
-            raise SagaChanged(f"step {row.name!r} is recorded, and the handler no longer asks for it")
+            raise SagaChanged(f"step {row.name!r} is recorded, and the handler no longer requests it")
 
     async def _await_other_branches(self, row: StepRow | None) -> None:
         """Backward, the step of `row` ends the replay, which is to ask for all that is to be undone; other branches may
@@ -225,7 +225,7 @@ class SagaRun:
         elif self._unfinished and not rejected:
             names = ", ".join(map(repr, self._unfinished))
             self.interrupt(
-                SagaMisused(f"the handler ended before step {names}, which it had asked for; await every step")
+                SagaMisused(f"the handler ended before step {names}, which it had requested; await every step")
             )
         self._over = True
 
@@ -242,7 +242,7 @@ class SagaRun:
             if row.state is not StepState.INTENT:
                 continue
             if (spec := self._calls.get(name)) is None:
-                raise UnknownEffect(f"it was rejected while it is unknown how step {name!r} ended")
+                raise UnknownEffect(f"it was rejected while the outcome of step {name!r} is unknown")
             self.asked[name] = spec
             try:
                 await self._run(spec, row)
@@ -256,7 +256,7 @@ class SagaRun:
         """Before completion every recorded step must have been asked for, and every call must have a known end."""
         self._check_nothing_passed_over(at_end=True)
         if self._open:
-            raise UnknownEffect(f"the handler has ended, and it is unknown how step {min(self._open)!r} did")
+            raise UnknownEffect(f"the handler has ended, and the outcome of step {min(self._open)!r} is unknown")
 
 
 def _cancellation(error: BaseException, from_outside: bool) -> BaseException:

@@ -50,10 +50,10 @@ class StepSpec:
         """Raises SagaMisused for a name that could not be stored or shown, or could be taken for an undo's."""
         name: object = self.name
         if not isinstance(name, str):
-            raise SagaMisused(f'a step\'s name is {name!r}; write a text, such as saga.tx("ride_created", …)')
+            raise SagaMisused(f'a step\'s name is {name!r}; write a string, such as saga.tx("ride_created", …)')
         if not name or not name.isprintable() or name != name.strip() or len(name) > _LONGEST_NAME:
             shown = repr(name if len(name) <= _LONGEST_NAME else f"{name[:40]}…")
-            raise SagaMisused(f"a step's name is {shown}; write a printable text of 1 to {_LONGEST_NAME} characters")
+            raise SagaMisused(f"a step's name is {shown}; write a printable string of 1 to {_LONGEST_NAME} characters")
         if name.startswith(_UNDO):
             raise SagaMisused(
                 f"step {name!r}: names that start with {_UNDO!r} are reserved, since undos have their keys by them; "

@@ -78,11 +78,11 @@ def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | Non
     if isinstance(
         error, psycopg.errors.UndefinedTable | psycopg.errors.InvalidSchemaName | psycopg.errors.UndefinedFunction
     ):
-        return ConfigurationError(f"schema {schema!r} is not there; run `idemconsumer migrate up` first")
+        return ConfigurationError(f"schema {schema!r} does not exist; run `idemconsumer migrate up` first")
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
         return ConfigurationError(
-            f"the database's role may not work in schema {schema!r} ({error.diag.message_primary}); grant it what "
-            "`idemconsumer check` names"
+            f"the database's role lacks rights in schema {schema!r} ({error.diag.message_primary}); grant what "
+            "`idemconsumer check` lists"
         )
     return None
 
@@ -99,6 +99,6 @@ def check_schema(schema: str) -> None:
         raise ConfigurationError(f"schema {schema!r} contains {wrong}; write a plain name such as idemconsumer")
     if len(schema.encode()) > _MAX_IDENTIFIER_BYTES or schema.startswith("pg_"):
         raise ConfigurationError(
-            f"schema {schema!r} is not a name that Postgres takes; "
+            f"schema {schema!r} is not a valid Postgres name; "
             f"write one of at most {_MAX_IDENTIFIER_BYTES} bytes that does not start with pg_"
         )

@@ -105,13 +105,13 @@ async def _check(connection: Connection, schema: str) -> int:
             "CREATE DATABASE … TEMPLATE template0 ENCODING 'UTF8'"
         )
     if not migrated:
-        raise ConfigurationError(f"database: schema {schema!r} is not there; run `idemconsumer migrate up` first")
+        raise ConfigurationError(f"database: schema {schema!r} does not exist; run `idemconsumer migrate up` first")
     lacking = [right for (right,) in await (await connection.execute(_LACKING, {"schema": schema})).fetchall()]
     if lacking:
         more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
         names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
         raise ConfigurationError(
-            f"database: role {role!r} may not work in schema {schema!r}: it lacks {', '.join(lacking[:_NAMED])}{more}; "
+            f"database: role {role!r} lacks rights in schema {schema!r}: {', '.join(lacking[:_NAMED])}{more}; "
             f"run as the schema's owner: {sql.SQL(_GRANT).format(**names).as_string(None)}"
         )
     noted = sql.SQL("select version from {}").format(sql.Identifier(schema, "migration"))

@@ -83,7 +83,7 @@ class Heartbeat:
         connection: psycopg.Connection[Any] | None = None
         while not self._stopping.wait(max(0.0, min(self._lease / 3, self._left()))):
             if _now() - self._ticked > self._patience:
-                log.warning("the loop stands still, lease not renewed", seconds=round(_now() - self._ticked, 1))
+                log.warning("event loop blocked, lease not renewed", seconds=round(_now() - self._ticked, 1))
             else:
                 try:
                     connection = connection or self._connect()
@@ -126,7 +126,7 @@ class Heartbeat:
             self._good = before
 
     def _lose(self) -> None:
-        log.error("lease lost, its sagas are cancelled", worker=self.worker)
+        log.error("lease lost, sagas cancelled", worker=self.worker)
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._lost)
@@ -136,7 +136,7 @@ class Heartbeat:
             except psycopg.Error:
                 self._stopping.wait(min(1.0, self._lease / 3))
             else:
-                log.info("lease registered anew", worker=self.worker)
+                log.info("lease registered again", worker=self.worker)
                 return
 
 

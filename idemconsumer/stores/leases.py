@@ -34,7 +34,7 @@ from idemconsumer.stores.shared_commits import (
 )
 
 _NOT_OURS: Final = "the saga has another owner, or another phase"
-_ENDED: Final = "the step has ended already, so another owner has gone on with the saga"
+_ENDED: Final = "the step has already ended, so another worker has resumed the saga"
 
 
 class Lease(Protocol):

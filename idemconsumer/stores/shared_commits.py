@@ -128,7 +128,7 @@ class SharedCommits:
         except StoreUnavailable as error:
             _fail(group, StoreUnavailable, str(error))
         except Exception as error:  # noqa: BLE001 - each transaction of its own will show which write failed
-            log.info("shared commit failed, each is done alone", writes=len(group), error=type(error).__name__)
+            log.info("shared commit failed, writing each one alone", writes=len(group), error=type(error).__name__)
             _answer(group, {})
         except BaseException:
             _fail(group, CommitUnknown, "the process is ending")

@@ -39,7 +39,7 @@ def read_resource(fn: Callable[..., Any]) -> Resource:
             "with one `yield`, and after it what closes the object"
         )
     if inspect.signature(fn).parameters:
-        raise ConfigurationError(f"resource {name!r} takes parameters, and nobody gives any; read what it needs inside")
+        raise ConfigurationError(f"resource {name!r} takes parameters, but none are passed; read what it needs inside")
     try:
         annotation = get_type_hints(fn).get("return")
     except NameError as error:

@@ -116,7 +116,7 @@ class Feed:
             except StoreUnavailable as error:
                 await self._in_hand.outage.wait(error)
             else:
-                log.warning("delivered too often, taken over", handler=handler.name, count=delivery.count)
+                log.warning("delivered too often, moved to postgres", handler=handler.name, count=delivery.count)
                 await session.settle([delivery])
                 return
 

@@ -84,7 +84,7 @@ class Retention:
                 pruned = await prune_once(self._dsn, self._schema)
             except (psycopg.Error, OSError) as error:
                 if not failing:
-                    log.warning("pruning failed, will try again", error=error_text(error), every=self._every)
+                    log.warning("pruning failed, will retry", error=error_text(error), every=self._every)
                 failing = True
             else:
                 if failing:

@@ -191,7 +191,7 @@ class Worker:
                 await feed.close()
             for broker in self._brokers.values():
                 await broker.close()
-            log.info("worker left", **self.counts)
+            log.info("worker stopped", **self.counts)
 
     def _due_sagas(self, leases: LeaseStore, lanes: Lanes) -> Planned:
         leased = [handler for handler in self.handlers if handler.leased]

@@ -361,7 +361,7 @@ async def test_what_finishes_after_its_partition_was_revoked_is_forgotten(world:
     await second._commit()
     assert await world.committed() in (None, 0)
     fetching.cancel()
-    assert entries(logged, "kafka drain ran out")
+    assert entries(logged, "kafka drain timed out")
 
 
 def owners(*sessions: KafkaSession) -> list[int]:
@@ -665,7 +665,7 @@ async def test_a_fetch_that_brings_nothing_is_said_once(
         await session.fetch()
     session._consumer.getmany = real
     await take(session, 1)
-    await until(lambda: bool(entries(logged, "kafka fetch goes on")))
+    await until(lambda: bool(entries(logged, "kafka fetch resumed")))
     assert len(entries(logged, "kafka fetch stalled")) == 1
 
 

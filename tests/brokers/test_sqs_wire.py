@@ -126,7 +126,7 @@ def test_a_receive_count_is_a_hint(said: str, count: int) -> None:
         ({"VisibilityTimeout": "30"}, "ok", "visibility timeout 30 s, extended"),
         ({"VisibilityTimeout": "0"}, "ok", "workers ask for 10 s"),
         ({"VisibilityTimeout": "43200"}, "warning", "30 s is enough"),
-        ({"ContentBasedDeduplication": "true"}, "warning", "whose body equals"),
+        ({"ContentBasedDeduplication": "true"}, "warning", "if an equal body arrived"),
     ],
 )
 def test_a_queues_settings_are_told(attributes: dict[str, str], level: str, says: str) -> None:

@@ -151,7 +151,7 @@ def test_a_second_interrupt_rolls_back_what_runs(shop: Shop, workers: str) -> No
 
     worker.send_signal(signal.SIGINT)
     for line in worker.stderr:
-        if json.loads(line)["event"] in ("stopping", "asked to drain"):
+        if json.loads(line)["event"] in ("stopping", "drain requested"):
             break
     worker.send_signal(signal.SIGINT)
 
@@ -213,7 +213,7 @@ def test_dev_brings_a_migrated_database_and_leaves_at_an_interrupt(empty: Shop) 
         ("nothere:app", "there is no module 'nothere'"),
         ("shop:application", "has no 'application'; write shop:app"),
         ("shop:not_an_app", "is int, not an App; write shop:app"),
-        ("shop", "names a module and no app; write shop:app"),
+        ("shop", "names a module but no app; write shop:app"),
         ("./shop.py", "is a file; write the module's name, shop:app"),
         ("broken:app", "ZeroDivisionError: division by zero"),
         ("broken:app", "broken.py:3, in price"),
@@ -221,7 +221,7 @@ def test_dev_brings_a_migrated_database_and_leaves_at_an_interrupt(empty: Shop) 
         ("needy:app", "No module named 'absent'"),
         ("wrong:app", "wrong.py:5"),
         ("leaving:app", "'leaving' ends the process when it is imported ("),
-        ("leaving:app", "leaving.py:3, in <module>); put that under if __name__"),
+        ("leaving:app", "leaving.py:3, in <module>); move that code under if __name__"),
     ],
 )
 def test_an_app_that_cannot_be_loaded_is_one_line_that_says_where(empty: Shop, target: str, says: str) -> None:
@@ -267,7 +267,7 @@ def test_a_dsn_that_is_none_is_one_line_that_does_not_quote_it(empty: Shop, word
 
     said = empty(*words, code=Exit.USAGE)
 
-    assert said.startswith("error: IDEMCONSUMER_DSN cannot be read; write postgresql://")
+    assert said.startswith("error: IDEMCONSUMER_DSN cannot be parsed; write postgresql://")
     assert "s3cret" not in said
     assert said.count("\n") == 1
 
@@ -280,7 +280,7 @@ def test_a_database_that_is_not_migrated_is_one_line_that_says_how(
 
     said = empty(*words, code=Exit.USAGE)
 
-    assert "schema 'idemconsumer' is not there; run `idemconsumer migrate up` first" in said
+    assert "schema 'idemconsumer' does not exist; run `idemconsumer migrate up` first" in said
     assert "Traceback" not in said
 
 
@@ -307,11 +307,11 @@ def test_a_role_without_rights_is_told_which_and_the_grants_it_names_are_enough(
         theirs, shop.dsn = shop.dsn, make_conninfo(shop.dsn, user=role)
 
         said = json.loads(shop("run", "shop:app", "--until-empty", code=Exit.USAGE).splitlines()[-1])["error"]
-        assert f"role '{role}' may not work in schema 'idemconsumer': it lacks USAGE on the schema, " in said
+        assert f"role '{role}' lacks rights in schema 'idemconsumer': USAGE on the schema, " in said
         grants = said.partition("run as the schema's owner: ")[2]
         assert "lacks USAGE on the schema" in shop("check", "shop:app", code=Exit.ERROR)
         for words in COMMANDS[2:5]:
-            assert "may not work in schema 'idemconsumer' (permission denied" in shop(*words, code=Exit.USAGE)
+            assert "lacks rights in schema 'idemconsumer' (permission denied" in shop(*words, code=Exit.USAGE)
         assert f"role '{role}' may not do this" in shop("migrate", "up", "--schema", "another", code=Exit.USAGE)
 
         owner.execute(grants)
@@ -333,7 +333,9 @@ def test_a_variable_switches_reloading_on(empty: Shop) -> None:
     worker = empty.start("run", "shop:app", IDEMCONSUMER_RELOAD="yes", IDEMCONSUMER_LOG_FORMAT="json")
     assert worker.stderr is not None
 
-    assert any('"waiting for a change"' in line for line in worker.stderr), "it has no database, so it cannot start"
+    assert any('"waiting for a file change"' in line for line in worker.stderr), (
+        "it has no database, so it cannot start"
+    )
 
 
 def test_the_help_documents_the_exit_codes(empty: Shop) -> None:
@@ -369,7 +371,7 @@ def test_check_is_content_with_a_good_setup(shop: Shop) -> None:
     findings = json.loads(shop("check", "shop:app", "--json"))
 
     assert {each["level"] for each in findings} <= {"ok", "warning"}
-    assert any(each["subject"] == "handler take_order" and "kept 3d" in each["text"] for each in findings)
+    assert any(each["subject"] == "handler take_order" and "kept for 3d" in each["text"] for each in findings)
 
 
 SAGAS = """
@@ -392,7 +394,7 @@ def test_check_warns_of_steps_that_the_shortest_lease_cuts_off(shop: Shop) -> No
 
     ((subject, text),) = [(each["subject"], each["text"]) for each in findings if "lease" in each["text"]]
     assert subject == "handler slow"
-    assert "20 s (timeout), those with saga.tx only 1 s" in text
+    assert "20 s (timeout), but those with saga.tx only 1 s" in text
     assert "that of quick" in text
 
 
@@ -424,16 +426,18 @@ def test_a_publish_that_fails_on_the_way_says_how_many_went_out(shop: Shop, monk
         connection.execute("alter table idemconsumer.queue add check (body <> 'bad')")
 
     said = shop("publish", "postgres:orders", "--file", "-", stdin="1\n2\n3\n4\nbad\n", code=Exit.ERROR)
-    assert re.search("at least 4 of 5 were published, then:\nerror: postgres:orders: could not publish", said)
+    assert re.search(
+        "at least 4 of 5 were published before this error:\nerror: postgres:orders: could not publish", said
+    )
     assert "at least" not in shop("publish", "postgres:orders", "bad", code=Exit.ERROR)
 
 
 def test_a_source_that_is_none_is_a_usage_error(shop: Shop) -> None:
     assert "has no known scheme" in shop("publish", "orders", "{}", code=Exit.USAGE)
     assert "has no known scheme" in shop("publish", "carrier:pigeon", "{}", code=Exit.USAGE)
-    assert "names no postgres source" in shop("publish", "postgres:", "{}", code=Exit.USAGE)
+    assert "has no valid name" in shop("publish", "postgres:", "{}", code=Exit.USAGE)
     assert "reserved" in shop("publish", "postgres:~parked", "{}", code=Exit.USAGE)
-    assert "lives inside one process" in shop("publish", "memory:q", "{}", code=Exit.USAGE)
+    assert "exists only inside one process" in shop("publish", "memory:q", "{}", code=Exit.USAGE)
 
 
 def test_dead_letters_are_listed_and_shown_without_steering_the_terminal(shop: Shop) -> None:

@@ -170,7 +170,7 @@ def test_the_list_can_be_narrowed(parked: Travel) -> None:
     parked.sql("update idemconsumer.saga set parked = null, worker = 4711")
     (line,) = parked.json("list", "--stale", "--state", "processing")
     assert line["stale"]
-    assert "a worker that is gone" in parked("list")
+    assert "a lost worker" in parked("list")
 
 
 def test_one_saga_is_shown_with_its_steps_in_time(parked: Travel) -> None:
@@ -178,7 +178,7 @@ def test_one_saga_is_shown_with_its_steps_in_time(parked: Travel) -> None:
     assert "dead (unknown_effect)" in text
     assert "postgres:trips trips#1" in text
     assert "whether charged was done" in text
-    assert "what to do  A call may or may not have reached its remote." in text
+    assert "what to do  A call may or may not have had its effect." in text
     reserved, charged = text.splitlines()[-2:]
     assert reserved.split()[:5] == ["reserved", "tx", "done,", "has", "undo"]
     assert charged.split()[:3] == ["charged", "call", "intent"]
@@ -198,7 +198,7 @@ def test_what_happened_to_a_saga_is_shown_in_time(parked: Travel) -> None:
     timeline = parked.json("show", by_prefix("a"))["timeline"]
     whats = [event["what"] for event in timeline]
     assert whats[:2] == ["begun", "step reserved done"]
-    assert "step charged called, not known how it ended" in whats
+    assert "step charged called, outcome unknown" in whats
     assert [what for what in whats if not what.startswith("step")][-3:] == ["taken", "parked", "resumed"]
     (released,) = [event for event in timeline if event["what"] == "released"]
     assert released["detail"].startswith("step 'charged': ValueError: gateway on fire")
@@ -225,9 +225,9 @@ def test_a_finished_saga_is_still_shown(travel: Travel) -> None:
         (["show", "00"], "there is no record for '00'; `idemconsumer sagas list` shows what runs"),
         (["show", "xyz"], "'xyz' is not the beginning of a stored key; write hexadecimal digits"),
         (["show", "--handler", "book", "--key", "b"], "there is no record for handler 'book' and this key"),
-        (["show"], "write KEY, the first digits that `sagas list` shows, or --handler NAME --key TEXT"),
-        (["show", "--handler", "book"], "write KEY"),
-        (["show", "00", "--handler", "book", "--key", "a"], "write KEY"),
+        (["show"], "give KEY (the first digits, as `sagas list` shows them) or --handler NAME --key TEXT"),
+        (["show", "--handler", "book"], "give KEY"),
+        (["show", "00", "--handler", "book", "--key", "a"], "give KEY"),
     ],
 )
 def test_a_saga_that_cannot_be_found_is_one_clear_line(travel: Travel, words: list[str], says: str) -> None:
@@ -237,7 +237,7 @@ def test_a_saga_that_cannot_be_found_is_one_clear_line(travel: Travel, words: li
 def test_a_beginning_that_fits_two_keys_names_them(travel: Travel) -> None:
     for number in range(2):
         travel.sql("insert into idemconsumer.record values (%s, 1, 1, null, now())", b"\xab" * 31 + bytes([number]))
-    assert "'ab' fits several records: abab" in travel("show", "ab", code=Exit.USAGE)
+    assert "'ab' matches several records: abab" in travel("show", "ab", code=Exit.USAGE)
 
 
 # ------------------------------------------------------------------------------------------------------------- deciding
@@ -287,14 +287,14 @@ def test_an_abandoned_saga_keeps_its_effects_if_a_person_says_so(parked: Travel)
     assert parked.record("a") == (4, '{"code":"abandoned","body":null}')
     assert parked.sql("select count(*) from idemconsumer.saga") == [(0,)]
     assert parked.sql("select count(*) from idemconsumer.dead_letter") == [(0,)]
-    assert "has ended; there is nothing left to decide" in parked("resume", by_prefix("a"), code=Exit.USAGE)
+    assert "has ended; there is nothing to decide" in parked("resume", by_prefix("a"), code=Exit.USAGE)
 
 
 def test_whoever_abandons_is_told_what_nobody_can_undo(parked: Travel) -> None:
     result = CliRunner().invoke(
         main, ["sagas", "abandon", by_prefix("a")], input="n\n", env={"IDEMCONSUMER_DSN": parked.dsn}
     )
-    assert "nobody knows whether 'charged' was done, and nothing will undo it" in result.stderr
+    assert "it is not known whether 'charged' was done, and nothing will undo it" in result.stderr
     assert "undo its finished steps (reserved)?" in result.stderr
 
 
@@ -318,7 +318,7 @@ def test_a_saga_that_a_worker_runs_is_not_decided_upon(parked: Travel) -> None:
     parked.sql("update idemconsumer.saga set parked = null, worker = (select max(id) from idemconsumer.worker)")
     for words in (["resume"], ["abandon", "--no-undo"]):
         said = parked(words[0], by_prefix("a"), *words[1:], code=Exit.USAGE)
-        assert "is run by elsewhere:7 now; wait for its end, or stop that worker" in said
+        assert "is being run by elsewhere:7; wait for it to end, or stop the worker" in said
 
     before = parked.sql("select token from idemconsumer.saga")
     parked.sql("update idemconsumer.worker set until = now() - interval '1s'")  # frozen, it may wake up yet

@@ -300,7 +300,7 @@ async def test_an_item_that_is_retried_for_ever_is_dead_and_the_letter_names_the
     assert kinds(await to_the_end(engine, calls.group(1, 2, 3))) == ["applied", "dead", "applied"]
     assert ledger.letters == [("attempts_exhausted", 1)]
     ((error,),) = ledger.run("select error from idemconsumer.dead_letter")
-    assert "asked for by batch.retry" in error
+    assert "requested by batch.retry" in error
     assert "(test_batches.py:" in error
 
 

@@ -102,7 +102,7 @@ async def test_the_handler_is_found_by_source_or_given(ledger: Ledger, app: App)
 
     assert (await app.process(message(1))).result == b'"mine"'
     assert (await app.process(message(1), handler=others)).result == b'"others"'
-    with pytest.raises(ConfigurationError, match="no handler on 'memory:nowhere'; give handler="):
+    with pytest.raises(ConfigurationError, match="no handler for 'memory:nowhere'; pass handler="):
         await app.process(Message("memory:nowhere", b"{}"))
 
 

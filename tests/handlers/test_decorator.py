@@ -174,11 +174,11 @@ class Service:
         (keyword_payload, "it takes no payload"),
         (bare, "parameter `order` has no annotation"),
         (bare_second, "parameter `tx` has no annotation"),
-        (anything, "*args: 'Tx' takes anything; name each parameter"),
-        (anything_named, "**kwargs: 'Tx' takes anything"),
+        (anything, "*args: 'Tx' accepts anything; name each parameter"),
+        (anything_named, "**kwargs: 'Tx' accepts anything"),
         (
             unknown,
-            "parameter `client` is of type dict, which nobody can inject; after the payload there can be Tx",
+            "parameter `client` is of type dict, which cannot be injected; after the payload a handler can take Tx",
         ),
         (optional_tx, "parameter `tx` is of type"),
         (tx_first, "its first parameter `tx` is a Tx; put the payload first"),
@@ -186,10 +186,10 @@ class Service:
             message_alone,
             "its first parameter `message` is a Message; put the payload first: (payload: dict, message",
         ),
-        (both, "it asks for both Tx and Saga; take Tx for one transaction, or Saga"),
-        (batch_of_a_saga, "it asks for both Batch and Saga; take one payload with Saga, or Tx with Batch"),
-        (batch_and_message, "it asks for both Batch and Message; leave Message out and use batch.message(i)"),
-        (batch_of_messages, "it asks for both Batch and Message"),
+        (both, "it takes both Tx and Saga; take Tx for one transaction, or Saga"),
+        (batch_of_a_saga, "it takes both Batch and Saga; take one payload with Saga, or Tx with Batch"),
+        (batch_and_message, "it takes both Batch and Message; remove Message and call batch.message(i)"),
+        (batch_of_messages, "it takes both Batch and Message"),
         (batch_second, "its batch `orders` is not its first parameter; write (orders: Batch[…], …)"),
         (bare_batch_second, "its batch `orders` is not its first parameter"),
         (batch_returns, "it takes a Batch and is declared to return list[int]; declare it `-> None`"),
@@ -231,9 +231,9 @@ def test_a_return_type_that_only_type_checkers_know_is_no_error() -> None:
 def test_a_name_is_the_functions_unless_given() -> None:
     assert handler().name == "reserve"
     assert handler(name="reserve_stock").name == "reserve_stock"
-    assert "it has no name of its own; give one: name=" in refusal(lambda order: None)
+    assert "it has no name; give one: name=" in refusal(lambda order: None)
     for wrong in ("", " x", "a\nb", 5):
-        assert "`name` is not a printable text" in refusal(name=wrong)
+        assert "`name` is not a printable string" in refusal(name=wrong)
     assert "reserved" in refusal(name="~due")
     assert "decorate a function" in refusal(cast(Any, 5))
 
@@ -244,12 +244,15 @@ def test_a_name_is_the_functions_unless_given() -> None:
         ("orders", 'has no known scheme; write one of "kafka:name", "rabbitmq:name"'),
         ("kafak:orders", 'has no known scheme; write "kafka:name"'),
         ("kafka", 'has no known scheme; write "kafka:name"'),
-        ("kafka:", "names no kafka source"),
-        ("kafka: orders", "names no kafka source"),
+        ("kafka:", "has no valid name"),
+        ("kafka: orders", "has no valid name"),
         ("postgres:~due", "reserved"),
-        ("sqs:https://sqs.eu-west-1.amazonaws.com/1/orders", "names no queue; write the queue's name, e.g. sqs:orders"),
-        ("sqs:arn:aws:sqs:eu-west-1:1:orders", "names no queue"),
-        ("sqs:1/orders", "names no queue"),
+        (
+            "sqs:https://sqs.eu-west-1.amazonaws.com/1/orders",
+            "is not a queue name; write the queue's name, e.g. sqs:orders",
+        ),
+        ("sqs:arn:aws:sqs:eu-west-1:1:orders", "is not a queue name"),
+        ("sqs:1/orders", "is not a queue name"),
     ],
 )
 def test_a_source_that_cannot_be_consumed_is_an_error(source: str, says: str) -> None:
@@ -301,10 +304,10 @@ def test_options_are_resolved_to_seconds() -> None:
         ("group_size", True, "write a whole number"),
         ("max_attempts", 0, "write a whole number from 1"),
         ("max_attempts", "5", "write a whole number from 1"),
-        ("consumer_group", "", "write a text"),
+        ("consumer_group", "", "write a string"),
         ("retain", "14", "write a number with its unit"),
-        ("retain", 0, "no time at all"),
-        ("timeout", "0s", "no time at all"),
+        ("retain", 0, "is zero"),
+        ("timeout", "0s", "is zero"),
         ("timeout", -1, "is not a duration"),
         ("wait", None, "is not a duration"),
         ("on_busy", "skip", 'write "wait" or "defer"'),
@@ -318,7 +321,7 @@ def test_options_are_resolved_to_seconds() -> None:
         (
             "max_attempts",
             40,
-            'minutes, not under 15; lower `backoff` or `max_attempts` (retry="scheduled" will',
+            'minutes in all; the limit is 15; lower `backoff` or `max_attempts` (longer pauses need retry="scheduled"',
         ),
         ("fail_on", ValueError, "fail_on=(ValueError,)"),
         ("retry_on", ("ValueError",), "retry_on=(ValueError,)"),
@@ -377,7 +380,7 @@ def test_a_backoff_grows_to_its_cap_and_jitter_only_shortens_it() -> None:
 
 @pytest.mark.parametrize("wrong", [(0, 2, 1), (2, 2, 1), (1, 1, 1), (1, 2, float("inf"))])
 def test_a_backoff_that_never_settles_is_refused(wrong: tuple[float, float, float]) -> None:
-    with pytest.raises(ConfigurationError, match="never settles"):
+    with pytest.raises(ConfigurationError, match="is not a backoff"):
         Backoff(*wrong)
 
 
@@ -476,14 +479,14 @@ def test_a_decorator_without_key_or_sources_says_how_it_is_written() -> None:
             decorate("kafka:x")
         with pytest.raises(ConfigurationError, match="no source is given; write @idempotent_handler"):
             decorate(reserve)
-    with pytest.raises(HandlerError, match="source 5 is not a text; write one of"):
+    with pytest.raises(HandlerError, match="source 5 is not a string; write one of"):
         app.idempotent_handler("kafka:x", 5, key="order_id")(reserve)
 
 
 def test_an_app_takes_a_name_and_handlers_only() -> None:
-    with pytest.raises(ConfigurationError, match=r"app name 5: write a printable text"):
+    with pytest.raises(ConfigurationError, match=r"app name 5: write a printable string"):
         App(cast(Any, 5))
-    with pytest.raises(ConfigurationError, match=r"include\(reserve\) is given no handler; decorate the function"):
+    with pytest.raises(ConfigurationError, match=r"include\(reserve\) is not given a handler; decorate the function"):
         App("shop").include(cast(Any, reserve))
 
 
@@ -492,11 +495,14 @@ def test_an_app_takes_a_name_and_handlers_only() -> None:
     [
         ("orders", "has no known scheme; write one of"),
         ("carrier:pigeon", "'carrier:pigeon' has no known scheme; write one of"),
-        ("postgres:", 'names no postgres source; write "postgres:name"'),
+        ("postgres:", 'has no valid name; write "postgres:name"'),
         ("postgres:~parked", "reserved"),
-        ("sqs:https://sqs.eu-west-1.amazonaws.com/1/orders", "names no queue; write the queue's name, e.g. sqs:orders"),
-        ("sqs:arn:aws:sqs:eu-west-1:1:orders", "names no queue"),
-        ("sqs:1/orders", "names no queue"),
+        (
+            "sqs:https://sqs.eu-west-1.amazonaws.com/1/orders",
+            "is not a queue name; write the queue's name, e.g. sqs:orders",
+        ),
+        ("sqs:arn:aws:sqs:eu-west-1:1:orders", "is not a queue name"),
+        ("sqs:1/orders", "is not a queue name"),
     ],
 )
 async def test_publishing_to_what_is_no_destination_is_refused(destination: str, says: str) -> None:

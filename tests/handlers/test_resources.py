@@ -265,7 +265,7 @@ async def a_batch() -> AsyncIterator[Batch]:  # type: ignore[type-arg]
     ("fn", "says"),
     [
         (coroutine, "resource 'coroutine' is not an async generator; write `async def coroutine() -> AsyncIterator"),
-        (parameters, "resource 'parameters' takes parameters, and nobody gives any"),
+        (parameters, "resource 'parameters' takes parameters, but none are passed"),
         (unannotated, "resource 'unannotated' does not say what it makes; annotate it `-> AsyncIterator[Client]`"),
         (too_common, "does not say what it makes"),
         (a_number, "does not say what it makes"),
@@ -298,8 +298,8 @@ async def test_a_parameter_that_no_resource_fills_stops_the_start() -> None:
     with pytest.raises(HandlerError) as caught:
         app.worker(Settings(dsn="postgresql://nowhere"))
     assert str(caught.value) == (
-        "handler 'joined': parameter `client` is of type Client, which nobody can inject; after the payload there can "
-        "be Tx or Saga, Message, and the resources of app 'lives': no resources so far (@app.resource)"
+        "handler 'joined': parameter `client` is of type Client, which cannot be injected; after the payload a "
+        "handler can take Tx or Saga, Message, and the resources of app 'lives': no resources so far (@app.resource)"
     )
 
     @app.resource

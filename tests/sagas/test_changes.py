@@ -107,7 +107,7 @@ async def test_both_lists_of_steps_are_told(
 ) -> None:
     await one.deliver(saga(old))
     await two.resume(saga(changed))
-    assert f"; recorded: a, b; asked for: {asked_for}" in bench.letter
+    assert f"; recorded: a, b; requested: {asked_for}" in bench.letter
 
 
 async def test_long_lists_of_steps_are_cut(bench: Bench, one: Station, two: Station) -> None:
@@ -122,7 +122,7 @@ async def test_long_lists_of_steps_are_cut(bench: Bench, one: Station, two: Stat
     await one.deliver(saga(many))
     await two.resume(saga(none))
     assert "; recorded: line_0, line_1, " in bench.letter
-    assert "line_49 and 3 more; asked for: no step" in bench.letter
+    assert "line_49 and 3 more; requested: no step" in bench.letter
 
 
 @pytest.mark.parametrize("changed", CHANGES, ids=lambda fn: fn.__name__)
@@ -151,7 +151,7 @@ async def test_another_version_is_put_aside_before_the_handler_runs(bench: Bench
     assert (outcome.kind, outcome.reason, ran) == (OutcomeKind.DEAD, "saga_changed", [])
     assert "'1'" in bench.letter
     assert "'2'" in bench.letter
-    assert "recorded: a, b; asked for: nothing, it did not run" in bench.letter
+    assert "recorded: a, b; requested: nothing, it did not run" in bench.letter
 
 
 async def test_new_steps_after_the_recorded_ones_are_allowed(bench: Bench, one: Station, two: Station) -> None:

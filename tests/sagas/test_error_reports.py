@@ -75,7 +75,7 @@ WRONG: dict[str, tuple[Callable[[Any], Awaitable[object]], str]] = {
     ),
     "forgotten": (
         a_step_that_nobody_awaits,
-        "the handler ended before step 's', which it had asked for; await every step",
+        "the handler ended before step 's', which it had requested; await every step",
     ),
     "in flight": (a_forgotten_task, "the handler ended while step 's' was in flight; await every step"),
 }

@@ -183,7 +183,7 @@ async def test_what_a_person_decides_is_told(bench: Bench, one: Station, two: St
     await admin.resume(key, accept_version=True)
     await admin.abandon(key, undo=True)
     assert [(what, detail) for what, *_, detail in history(bench)][-2:] == [
-        ("resumed", "whatever its handler is now"),
+        ("resumed", "with the present handler"),
         ("abandoned", "to be undone"),
     ]
     assert (await two.resume(saga(book))).kind is OutcomeKind.FAILED
@@ -235,12 +235,12 @@ def test_calls_that_nobody_knows_the_end_of_are_told_as_such() -> None:
     undo = {**step, "state": 4, "finished_at": at, "undo_at": at, "undone_at": None}
     assert [event.what for event in timeline(None, [], [called], (at, "dead"))] == [
         "dead",
-        "step c called, not known how it ended",
+        "step c called, outcome unknown",
     ]
     assert [(event.what, event.token) for event in timeline(None, [], [undo], (at, "dead"))] == [
         ("dead", None),
         ("step c done", None),
-        ("step c undo called, not known how it ended", 7),
+        ("step c undo called, outcome unknown", 7),
     ]
 
 

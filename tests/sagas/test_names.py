@@ -12,15 +12,15 @@ from idemconsumer.sagas.step import step_key
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
 
 NAMES: dict[str, tuple[Any, str]] = {
-    "number": (7, "a step's name is 7; write a text, such as saga.tx("),
-    "nothing": (None, "a step's name is None; write a text"),
-    "list": (["a"], "a step's name is ['a']; write a text"),
-    "empty": ("", "a step's name is ''; write a printable text of 1 to 200 characters"),
-    "NUL": ("a\0", "write a printable text"),
-    "surrogate": ("a\ud800", "write a printable text"),
-    "line break": ("a\nb", "write a printable text"),
-    "space around": (" a", "write a printable text"),
-    "long": ("a" * 201, "write a printable text of 1 to 200 characters"),
+    "number": (7, "a step's name is 7; write a string, such as saga.tx("),
+    "nothing": (None, "a step's name is None; write a string"),
+    "list": (["a"], "a step's name is ['a']; write a string"),
+    "empty": ("", "a step's name is ''; write a printable string of 1 to 200 characters"),
+    "NUL": ("a\0", "write a printable string"),
+    "surrogate": ("a\ud800", "write a printable string"),
+    "line break": ("a\nb", "write a printable string"),
+    "space around": (" a", "write a printable string"),
+    "long": ("a" * 201, "write a printable string of 1 to 200 characters"),
     "undo": ("undo:pay", "names that start with 'undo:' are reserved"),
 }
 

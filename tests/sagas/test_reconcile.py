@@ -349,8 +349,8 @@ async def batch(orders: Batch[dict[str, Any]], tx: Tx) -> None: ...
 @pytest.mark.parametrize(
     ("fn", "reconcile", "says"),
     [
-        (joined, with_client, "`reconcile` is for sagas, and it is none; leave it out"),
-        (asks_for_saga, asks_for_saga, "`reconcile` asks for Saga; take Tx"),
+        (joined, with_client, "`reconcile` is only for sagas; remove it"),
+        (asks_for_saga, asks_for_saga, "`reconcile` takes Saga; take Tx"),
         (asks_for_saga, other_payload, "`reconcile` takes list; it gets the handler's payload; annotate it as dict"),
         (asks_for_saga, batch, "`reconcile` takes a Batch of dict; it gets the handler's payload; annotate it as dict"),
         (asks_for_saga, "sql", "`reconcile` is 'sql'; write an async function of the payload and Tx"),

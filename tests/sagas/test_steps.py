@@ -81,7 +81,7 @@ async def test_a_name_used_twice_in_one_run_is_an_error_that_says_what_to_write(
     assert (await one.deliver(saga(book, max_attempts=1))).kind is OutcomeKind.RETRYING  # the first was progress
     assert (await one.resume(saga(book, max_attempts=1))).kind is OutcomeKind.DEAD
     assert bench.effects == ["a"]
-    assert "asked for twice" in bench.letter
+    assert "requested twice" in bench.letter
     assert 'f"line_{n}"' in bench.letter
 
 

@@ -335,7 +335,7 @@ async def test_an_undo_that_asks_for_a_step_is_put_aside(bench: Bench, one: Stat
     handler = saga(book, max_attempts=1)
     *_, outcome = await one.to_the_end(handler, await one.deliver(handler))
     assert (outcome.reason, bench.effects) == ("undo_failed", [])
-    assert "undo of 'a': idemconsumer.sagas.run.SagaInterrupted: step 'inside' is asked for when" in bench.letter
+    assert "undo of 'a': idemconsumer.sagas.run.SagaInterrupted: step 'inside' is requested after" in bench.letter
 
 
 async def test_an_undo_that_kills_its_workers_is_put_aside(

@@ -136,5 +136,5 @@ def test_a_schema_that_quoting_cannot_make_safe_is_refused(name: str) -> None:
 def test_a_database_that_is_away_and_a_dsn_that_is_none_are_told_apart() -> None:
     with pytest.raises(StoreUnavailable, match="cannot be reached"):
         migrate("postgresql://127.0.0.1:1/x", "idemconsumer")
-    with pytest.raises(ConfigurationError, match="cannot be read"):
+    with pytest.raises(ConfigurationError, match="cannot be parsed"):
         migrate("what is this", "idemconsumer")

@@ -115,7 +115,7 @@ async def test_a_handler_that_asks_for_a_commit_that_can_be_lost_is_refused_at_t
 
 
 async def test_a_schema_that_is_not_there_is_named_with_what_to_do(database: str) -> None:
-    with pytest.raises(ConfigurationError, match="'idemconsumer' is not there; run `idemconsumer migrate up`"):
+    with pytest.raises(ConfigurationError, match="'idemconsumer' does not exist; run `idemconsumer migrate up`"):
         await PostgresStore.open(database, SCHEMA, connections=1, longest_run=30.0)
 
 
@@ -169,7 +169,9 @@ async def test_a_role_that_may_not_write_to_one_of_the_tables_is_refused(ledger:
             for (table,) in set(tables) - {("migration",)}:
                 name = sql.Identifier(SCHEMA, table)
                 owner.execute(sql.SQL("revoke insert on {} from {}").format(name, role))
-                with pytest.raises(ConfigurationError, match=f"it lacks INSERT on {table}; run as the schema's owner"):
+                with pytest.raises(
+                    ConfigurationError, match=f"schema 'idemconsumer': INSERT on {table}; run as the schema's owner"
+                ):
                     await PostgresStore.open(theirs, SCHEMA, connections=1, longest_run=30.0)
                 owner.execute(sql.SQL("grant insert on {} to {}").format(name, role))
         finally:

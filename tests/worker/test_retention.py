@@ -164,4 +164,4 @@ async def test_upkeep_says_once_that_it_fails_and_goes_on_when_it_can(
     with pytest.raises(asyncio.CancelledError):
         await task
 
-    assert said == ["pruning failed, will try again", "pruning works again"]
+    assert said == ["pruning failed, will retry", "pruning works again"]

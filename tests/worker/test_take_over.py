@@ -82,7 +82,7 @@ async def test_it_is_stored_then_settled_then_run_as_if_it_had_come_from_its_bro
     worker = await bench.until_empty(app)
     assert worker.counts == {"applied": 1, "failed": 1}
     assert bench.effects() == ["worn out"]
-    assert times(logged, "delivered too often, taken over") == 2
+    assert times(logged, "delivered too often, moved to postgres") == 2
     assert sorted((m.source, m.position, m.message_id) for m in ran) == [
         ("rabbitmq:rides", "rides#1", "m-1"),
         ("rabbitmq:rides", "rides#2", "m-1"),

@@ -25,7 +25,7 @@ async def test_it_ends_at_once_when_there_is_nothing(bench: Bench, logged: LogCa
 
     worker = await bench.until_empty(app)
     assert worker.counts == {}
-    assert times(logged, "worker left") == 1
+    assert times(logged, "worker stopped") == 1
 
 
 @pytest.mark.parametrize("source", ["memory:q", "postgres:q"])

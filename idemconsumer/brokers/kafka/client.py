@@ -49,7 +49,7 @@ async def stop(consumer: AIOKafkaConsumer) -> None:
         await _done(_leave(consumer), 1.0)
     if await _done(stopping, STOP_TIMEOUT):
         return
-    log.debug("kafka stop cut off")
+    log.debug("kafka stop timed out")
     for part in (consumer._coordinator, consumer._fetcher, consumer._client):
         if part is not None:
             await _done(part.close(), 1.0)

@@ -102,5 +102,5 @@ class Health:
                 instead="look at the partition's leader and replicas, and at this client's read permission",
             )
         for at in sorted(self._stalled - stalled):
-            self._log.info("kafka fetch goes on", partition=name_of(at))
+            self._log.info("kafka fetch resumed", partition=name_of(at))
         self._stalled = stalled

@@ -280,7 +280,7 @@ class KafkaSession:
             for partition in leaving:
                 partition.epoch.retiring = True
             if leaving and not await self._quiet(leaving):
-                self._log.info("kafka drain ran out", seconds=self._bounds.drain)
+                self._log.info("kafka drain timed out", seconds=self._bounds.drain)
             await self._commit()
         finally:
             for partition in self._partitions.values():
@@ -332,7 +332,7 @@ class KafkaSession:
                     self._log.warning("kafka commits fail, a restart would redeliver", error=words(error))
             else:
                 if self._failed_commits >= WORTH_LOGGING:
-                    self._log.info("kafka commits again")
+                    self._log.info("kafka commits work again")
                 self._failed_commits = 0
                 for at, offset in due.items():
                     trackers[at].committed(offset)

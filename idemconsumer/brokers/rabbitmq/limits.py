@@ -65,7 +65,7 @@ def _delivery_limit(subject: str, name: object, limit: int, dead_letters: object
         return Finding(
             "error",
             subject,
-            f"{said} and no dead-letter exchange: after so many returns the broker deletes a message, and a "
+            f"{said} and no dead-letter exchange: beyond it the broker deletes a message, and a "
             "worker that ends returns all that it had prefetched; give it one, for example: rabbitmqctl "
             f"set_policy keep-{name} '^{name}$' "
             """'{"dead-letter-exchange":"dlx"}' --apply-to queues, and bind a queue to that exchange""",

@@ -15,7 +15,7 @@ def limits(subject: str, queue: Queue) -> list[Finding]:
     """Findings on one queue, from its attributes."""
     found = [_visibility(subject, queue)]
     if queue.content_based:
-        text = "SQS drops a message whose body equals one of the last five minutes, unless the producer names an id"
+        text = "SQS drops a message if an equal body arrived in the last five minutes, unless the producer sets an id"
         found.append(Finding("warning", subject, text))
     return found
 
@@ -44,7 +44,7 @@ def _visibility(subject: str, queue: Queue) -> Finding:
         return Finding(
             "warning",
             subject,
-            f"{said}: so long wait the messages of a worker that was killed, and their FIFO groups; workers extend it "
+            f"{said}: the messages of a killed worker, and their FIFO groups, wait that long; workers extend it "
             "while they work, so 30 s is enough",
         )
-    return Finding("ok", subject, f"{said}, extended while a message is worked on")
+    return Finding("ok", subject, f"{said}, extended while a message is processed")

@@ -247,7 +247,7 @@ class SqsSession:
         """SQS allows a message to be kept for 12 hours, no longer."""
         if not self._overdue_logged and any("43200" in str(each.get("Message")) for each in refusals):
             self._overdue_logged = True
-            log.warning("held for 12 hours, sqs delivers it again", queue=self._queue.name)
+            log.warning("held for 12 hours, sqs redelivers it", queue=self._queue.name)
 
     async def _back_off(self, failures: int) -> None:
         if self._throttled is None:
