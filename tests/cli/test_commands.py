@@ -309,7 +309,7 @@ def test_a_role_without_rights_is_told_which_and_the_grants_it_names_are_enough(
         said = json.loads(shop("run", "shop:app", "--until-empty", code=Exit.USAGE).splitlines()[-1])["error"]
         assert f"role '{role}' lacks rights in schema 'idemconsumer': USAGE on the schema, " in said
         grants = said.partition("run as the schema's owner: ")[2]
-        assert "lacks USAGE on the schema" in shop("check", "shop:app", code=Exit.ERROR)
+        assert "schema 'idemconsumer': USAGE on the schema" in shop("check", "shop:app", code=Exit.ERROR)
         for words in COMMANDS[2:5]:
             assert "lacks rights in schema 'idemconsumer' (permission denied" in shop(*words, code=Exit.USAGE)
         assert f"role '{role}' may not do this" in shop("migrate", "up", "--schema", "another", code=Exit.USAGE)
