@@ -14,6 +14,7 @@ from psycopg.rows import dict_row
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.redaction import error_text
+from idemconsumer.sql.connecting import own_session
 from idemconsumer.sql.queries import load, misconfigured
 
 _CONNECT_SECONDS = 10
@@ -113,7 +114,7 @@ async def connected(dsn: str, schema: str) -> AsyncIterator[psycopg.AsyncConnect
     """A connection of its own, autocommit, rows as dicts. Raises as `Admin` does."""
     try:
         async with await psycopg.AsyncConnection.connect(
-            dsn, autocommit=True, row_factory=dict_row, connect_timeout=_CONNECT_SECONDS
+            **own_session(dsn), row_factory=dict_row, connect_timeout=_CONNECT_SECONDS
         ) as connection:
             yield connection
     except psycopg.Error as error:

@@ -21,6 +21,7 @@ from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
+from idemconsumer.sql.connecting import OwnCursor, own_session
 from idemconsumer.sql.queries import load, misconfigured
 
 log = structlog.get_logger("idemconsumer")
@@ -39,7 +40,7 @@ async def enqueue(connection: Connection, schema: str, name: str, messages: Sequ
     async with connection.pipeline() if len(messages) > 1 else contextlib.nullcontext():
         for message in messages:
             headers = encode_headers(message.headers).decode()
-            await connection.execute(
+            await OwnCursor(connection).execute(
                 query, {"name": name, "body": message.body, "key": message.key, "headers": headers}
             )
 
@@ -58,10 +59,10 @@ class PostgresBroker:
 
     async def _connect(self) -> Connection:
         # enable_seqscan: a plan cached while the queue was empty must not scan it when it is full (G5).
-        options = f"-c enable_seqscan=off -c statement_timeout={int(_TIMEOUT * 1000)} -c lock_timeout=5s"
+        settings = {"enable_seqscan": "off", "statement_timeout": f"{int(_TIMEOUT * 1000)}", "lock_timeout": "5s"}
         try:
             return await psycopg.AsyncConnection.connect(
-                self._dsn, autocommit=True, connect_timeout=5, options=options, application_name="idemconsumer-queue"
+                **own_session(self._dsn, settings), connect_timeout=5, application_name="idemconsumer-queue"
             )
         except psycopg.Error as error:
             raise BrokerUnavailable(f"postgres queue: no connection to the database: {error_text(error)}") from error

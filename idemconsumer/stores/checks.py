@@ -10,6 +10,7 @@ from psycopg import sql
 from idemconsumer.addresses import check_dsn, is_local
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.redaction import error_text
+from idemconsumer.sql.connecting import own_session
 from idemconsumer.sql.queries import check_schema
 from idemconsumer.stores.migrations import files
 
@@ -80,7 +81,7 @@ async def is_exposed(dsn: str) -> bool:
 
 async def _connect(dsn: str) -> Connection:
     try:
-        return await psycopg.AsyncConnection.connect(dsn, connect_timeout=5, autocommit=True)
+        return await psycopg.AsyncConnection.connect(**own_session(dsn), connect_timeout=5)
     except psycopg.Error as error:
         raise StoreUnavailable(f"no connection to the database: {error_text(error)}") from error
 

@@ -30,7 +30,9 @@ from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.redaction import error_text
-from idemconsumer.rules.values import Found, Mark, Record, State
+from idemconsumer.rules.values import Found, State
+from idemconsumer.sql.connecting import OwnCursor
+from idemconsumer.stores.answers import outcomes
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.literals import bytea_array, clean, written
 from idemconsumer.stores.pool import LOCK_TIMEOUT, Pool
@@ -94,15 +96,12 @@ class PostgresClaims:
             b"state": b"%d" % state,
         }
         try:
-            cursor = await self._simple(statement if self._seal else self._opening() + b"; " + statement)
-            missed = await cursor.fetchall()
+            # One round trip, as a pipeline would be. But psycopg ends a pipeline with a Flush after its Sync, which
+            # makes the server forget idle_in_transaction_session_timeout (J6, J11).
+            answers = await self._connection.simple(statement if self._seal else self._opening() + b"; " + statement)
         except psycopg.Error as error:
             raise translate(self._connection, error, ours=True) from error
-        if not missed:
-            return [Mark.CLAIMED] * len(keys)
-        found: dict[bytes, Found] = {row[0]: Mark.BUSY for row in missed}
-        found |= records([row for row in missed if row[1] is not None])
-        return [found.get(key, Mark.CLAIMED) for key in keys]
+        return outcomes(answers[-1], keys)
 
     def _opening(self) -> bytes:
         self._seal = secrets.token_hex(8)
@@ -112,17 +111,6 @@ class PostgresClaims:
         statements.append(self._written("open", {"seal": self._seal, "lock_timeout": self._lock_timeout}))
         return b"; ".join(statements)
 
-    async def _simple(self, statements: bytes) -> psycopg.AsyncCursor[Any]:
-        """Several statements as one simple query, and the last one's result.
-
-        One round trip, as a pipeline would be. But psycopg ends a pipeline with a Flush after its Sync, which makes
-        the server forget idle_in_transaction_session_timeout (J6, J11).
-        """
-        cursor = await self._connection.execute(statements, prepare=False)
-        while cursor.nextset():
-            pass
-        return cursor
-
     def _written(self, name: str, params: dict[str, Any]) -> bytes:
         return written(self._queries[name], params, self._connection)
 
@@ -130,7 +118,7 @@ class PostgresClaims:
     async def send(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         """One more statement of the engine's own in this transaction, and its rows."""
         try:
-            cursor = await self._connection.execute(self._queries[name], params)
+            cursor = await OwnCursor(self._connection).execute(self._queries[name], params)
             return await cursor.fetchall() if cursor.description else []
         except psycopg.Error as error:
             raise translate(self._connection, error, ours=True) from error
@@ -232,16 +220,8 @@ class PostgresClaims:
         return 0 if failed is None else int(answers[0].get_value(0, 0) or 0)
 
 
-def records(rows: Sequence[tuple[Any, ...]]) -> dict[bytes, Record]:
-    """By key, from rows of `claim` or `read`."""
-    return {
-        key: Record(State(state), fingerprint, None if body is None else StoredResult(body, content_type))
-        for key, state, fingerprint, body, content_type in rows
-    }
-
-
 async def _durable(connection: Connection) -> bool:
     """Whether synchronous_commit is on outside of the transaction that was refused: then its handler had set it off."""
     await connection.rollback()
-    row = await (await connection.execute("select current_setting('synchronous_commit')")).fetchone()
+    row = await (await OwnCursor(connection).execute("select current_setting('synchronous_commit')")).fetchone()
     return row is not None and row[0] != "off"

@@ -21,6 +21,7 @@ import structlog
 
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.redaction import error_text
+from idemconsumer.sql.connecting import own_session
 from idemconsumer.sql.queries import load
 
 log = structlog.get_logger("idemconsumer")
@@ -105,9 +106,11 @@ class Heartbeat:
         # No statement may take longer than it takes to notice that the lease is over.
         milliseconds = max(200, int(self._lease * 1000 / 3))
         return psycopg.connect(
-            self._dsn, autocommit=True, connect_timeout=max(2, int(self._lease / 3)), tcp_user_timeout=milliseconds,
-            options=f"-c statement_timeout={milliseconds}", application_name="idemconsumer-heartbeat",
-        )  # fmt: skip
+            **own_session(self._dsn, {"statement_timeout": str(milliseconds)}),
+            connect_timeout=max(2, int(self._lease / 3)),
+            tcp_user_timeout=milliseconds,
+            application_name="idemconsumer-heartbeat",
+        )
 
     def _register(self) -> None:
         before = _now()

@@ -10,8 +10,9 @@ from idemconsumer.message.headers import encode_headers, with_origin
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.values import Mark, Record, State
+from idemconsumer.stores.answers import records
 from idemconsumer.stores.checks import check_database
-from idemconsumer.stores.claims import PostgresClaims, records, transaction
+from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool
 
@@ -43,7 +44,7 @@ class PostgresStore:
         return transaction(self.pool, group=group, gate=gate)
 
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
-        found = records(await self.pool.alone("read", {"keys": list(keys)}))
+        found = records(await self.pool.alone("read", {"keys": list(keys)}), keys)
         return [found.get(key) for key in keys]
 
     # --------------------------------------------------------------------------------------------------------- attempts

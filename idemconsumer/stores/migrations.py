@@ -23,6 +23,7 @@ from psycopg import sql
 from idemconsumer.addresses import check_dsn
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.redaction import error_text
+from idemconsumer.sql.connecting import own_session
 from idemconsumer.sql.queries import check_schema
 
 _FILE = re.compile(r"(\d{4})_(\w+)\.sql")
@@ -119,8 +120,7 @@ def connect(dsn: str) -> psycopg.Connection:
     check_dsn(dsn)
     try:
         return psycopg.connect(
-            dsn,
-            autocommit=True,
+            **own_session(dsn),
             prepare_threshold=None,
             connect_timeout=_CONNECT_SECONDS,
             application_name="idemconsumer",

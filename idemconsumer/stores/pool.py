@@ -19,6 +19,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 from idemconsumer.errors import Contention, StoreUnavailable
 from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text
+from idemconsumer.sql.connecting import OwnCursor, with_settings
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.sqlstates import translate
@@ -108,9 +109,9 @@ class Pool:
         """As `alone`, on a connection with no open transaction."""
         try:
             async with connection.pipeline():
-                await connection.execute(self.queries["begin"])
-                cursor = await connection.execute(self.queries[name], params, prepare=prepare)
-                await connection.execute("COMMIT")
+                await OwnCursor(connection).execute(self.queries["begin"])
+                cursor = await OwnCursor(connection).execute(self.queries[name], params, prepare=prepare)
+                await OwnCursor(connection).execute("COMMIT")
             return await cursor.fetchall() if cursor.description else []
         except psycopg.Error as error:
             cause = translate(connection, error, ours=True)
@@ -129,7 +130,6 @@ def connection_options(dsn: str, longest_run: float, lease: float | None) -> str
         "client_connection_check_interval": "5s",
         "default_transaction_read_only": "on",
     }
-    options = " ".join([str(given.get("options") or ""), *(f"-c {name}={value}" for name, value in bounds.items())])
     defaults: dict[str, str | int] = {
         "connect_timeout": 5,
         "tcp_user_timeout": 30_000,
@@ -139,7 +139,7 @@ def connection_options(dsn: str, longest_run: float, lease: float | None) -> str
         "application_name": "idemconsumer",
     }
     missing = {name: value for name, value in defaults.items() if name not in given}
-    return make_conninfo(dsn, options=options.strip(), client_encoding="UTF8", **missing)
+    return make_conninfo(with_settings(dsn, bounds), client_encoding="UTF8", **missing)
 
 
 async def _configure(connection: Connection) -> None:

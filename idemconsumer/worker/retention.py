@@ -13,6 +13,7 @@ import psycopg
 import structlog
 
 from idemconsumer.redaction import error_text
+from idemconsumer.sql.connecting import own_session
 from idemconsumer.sql.queries import load
 
 log = structlog.get_logger("idemconsumer")
@@ -36,7 +37,7 @@ async def prune_once(dsn: str, schema: str, *, dry_run: bool = False, progress: 
     """
     queries = load(schema)
     connection = await psycopg.AsyncConnection.connect(
-        dsn, autocommit=True, application_name="idemconsumer upkeep", connect_timeout=10
+        **own_session(dsn), application_name="idemconsumer upkeep", connect_timeout=10
     )
     async with connection:
         # A lock of the session, since a pass is many transactions: two at once would only walk the same blocks.

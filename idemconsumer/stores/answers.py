@@ -1,0 +1,69 @@
+"""What the database answers to a claim. What it does not say plainly is an error, never a claim (R14)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
+
+from psycopg import pq
+from psycopg.pq import ExecStatus
+from psycopg.pq.abc import PGresult
+
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.message.message import StoredResult
+from idemconsumer.rules.values import Found, Mark, Record, State
+
+_COLUMNS: Final = 5
+_ESCAPING: Final = pq.Escaping()
+
+
+def outcomes(answer: PGresult, keys: Sequence[bytes]) -> list[Found]:
+    """Of each key, from the result of `claim`, which has a row for each that was not claimed."""
+    if answer.status != ExecStatus.TUPLES_OK or answer.nfields != _COLUMNS:
+        raise _unclear()
+    if not answer.ntuples:
+        return [Mark.CLAIMED] * len(keys)
+    try:
+        rows = [_missed(answer, row) for row in range(answer.ntuples)]
+    except ValueError as error:
+        raise _unclear() from error
+    found: dict[bytes, Found] = {row[0]: Mark.BUSY for row in rows}
+    found |= records((row for row in rows if row[1] is not None), keys)
+    if not found.keys() <= set(keys):
+        raise _unclear()
+    return [found.get(key, Mark.CLAIMED) for key in keys]
+
+
+def records(rows: Iterable[Sequence[Any]], keys: Collection[bytes]) -> dict[bytes, Record]:
+    """By key, from rows of `claim` or `read`, which were asked for these."""
+    try:
+        found = {
+            key: Record(State(state), fingerprint, None if body is None else StoredResult(body, content_type))
+            for key, state, fingerprint, body, content_type in rows
+        }
+    except ValueError as error:
+        raise _unclear() from error
+    if not found.keys() <= set(keys):
+        raise _unclear()
+    return found
+
+
+def _missed(answer: PGresult, row: int) -> tuple[bytes, int | None, bytes | None, bytes | None, str | None]:
+    key, state, fingerprint, body, content_type = (answer.get_value(row, column) for column in range(_COLUMNS))
+    if key is None:
+        raise ValueError("no key")
+    return (
+        _bytea(key),
+        None if state is None else int(state),
+        None if fingerprint is None else _bytea(fingerprint),
+        None if body is None else _bytea(body),
+        None if content_type is None else content_type.decode(),
+    )
+
+
+def _bytea(text: bytes) -> bytes:
+    return bytes(_ESCAPING.unescape_bytea(text))  # of either bytea_output, which a handler may have set
+
+
+def _unclear() -> StoreUnavailable:
+    return StoreUnavailable("the database's answer to a claim is not one; what was begun is rolled back")
