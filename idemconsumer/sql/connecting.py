@@ -23,6 +23,7 @@ def _defaults() -> AdaptersMap:
 
 
 _ADAPTERS: Final = _defaults()
+READ_COMMITTED: Final = {"default_transaction_isolation": "read committed"}  # R15
 
 
 class OwnCursor(psycopg.AsyncCursor[tuple[Any, ...]]):
@@ -37,12 +38,21 @@ class OwnCursor(psycopg.AsyncCursor[tuple[Any, ...]]):
 
 
 def own_session(dsn: str, settings: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What psycopg's `connect` is given for a connection that no handler uses. It is in autocommit."""
-    return {"conninfo": with_settings(dsn, settings or {}), "autocommit": True, "context": _ADAPTERS}
+    """What psycopg's `connect` is given for a connection that no handler uses. It is in autocommit,
+    and READ COMMITTED."""
+    return {
+        "conninfo": with_settings(dsn, READ_COMMITTED | dict(settings or {})),
+        "autocommit": True,
+        "context": _ADAPTERS,
+    }
 
 
 def with_settings(dsn: str, settings: Mapping[str, str]) -> str:
     """The DSN with settings of the session, besides those that it has."""
     given = str(conninfo_to_dict(dsn).get("options") or "")
-    options = " ".join([given, *(f"-c {name}={value}" for name, value in settings.items())])
-    return make_conninfo(dsn, options=options.strip()) if options.strip() else dsn
+    options = " ".join([given, *(f"-c {name}={_escaped(value)}" for name, value in settings.items())])
+    return make_conninfo(dsn, options=options.strip())
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace(" ", "\\ ")

@@ -19,7 +19,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 from idemconsumer.errors import Contention, StoreUnavailable
 from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text
-from idemconsumer.sql.connecting import OwnCursor, with_settings
+from idemconsumer.sql.connecting import READ_COMMITTED, OwnCursor, with_settings
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.sqlstates import translate
@@ -123,7 +123,7 @@ class Pool:
 def connection_options(dsn: str, longest_run: float, lease: float | None) -> str:
     """The DSN with the bounds that keep a frozen worker from holding a key for ever (J6)."""
     given = conninfo_to_dict(dsn)
-    bounds = {
+    bounds = READ_COMMITTED | {
         "idle_in_transaction_session_timeout": f"{int(min(longest_run + 5, lease or longest_run + 5) * 1000)}ms",
         "statement_timeout": f"{int((longest_run + 5) * 1000)}ms",
         "lock_timeout": LOCK_TIMEOUT,
