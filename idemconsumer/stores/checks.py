@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg import sql
@@ -20,8 +20,26 @@ select current_setting('synchronous_commit'), pg_is_in_recovery(),
        exists (select from pg_class c join pg_namespace n on n.oid = c.relnamespace
                where n.nspname = %(schema)s and c.relname = 'migration'),
        current_setting('max_locks_per_transaction')::int * current_setting('max_connections')::int, current_user,
-       current_setting('server_encoding')
+       current_setting('server_encoding'), current_setting('fsync'), current_setting('full_page_writes')
 """
+# R16. What a crash would empty, and the guard's triggers that do not fire: with `D` never, with `R` on replicas only.
+_UNLOGGED: Final = """
+select c.relname from pg_class c join pg_namespace n on n.oid = c.relnamespace
+where n.nspname = %(schema)s and c.relpersistence <> 'p' and c.relname = any(%(tables)s)
+order by c.relname
+"""
+_UNGUARDED: Final = """
+select t.name, g.tgname is not null
+from unnest(array['record', 'step']) as t (name)
+join pg_namespace n on n.nspname = %(schema)s
+left join pg_class c on c.relnamespace = n.oid and c.relname = t.name
+left join pg_proc f on f.pronamespace = n.oid and f.proname = 'guard'
+left join pg_trigger g on g.tgrelid = c.oid and g.tgfoid = f.oid and g.tgname = 'sealed'
+where g.tgenabled is null or g.tgenabled not in ('O', 'A')
+"""
+_TABLES: Final = (
+    "scope", "record", "result", "attempt", "dead_letter", "queue", "saga", "step", "worker", "history",
+)  # fmt: skip
 # Each lacking right in words. What is not there yet is pending, not forbidden. Identity columns need no right.
 _LACKING: Final = """
 with ours as (select oid, nspname from pg_namespace where nspname = %(schema)s)
@@ -29,9 +47,7 @@ select 'USAGE on the schema' from ours where not has_schema_privilege(oid, 'usag
 union all
 select upper(privilege) || ' on ' || c.relname
 from ours join pg_class c on c.relnamespace = ours.oid
-join (values ('scope'), ('record'), ('result'), ('attempt'), ('dead_letter'), ('queue'), ('saga'),
-             ('step'), ('worker'), ('history')) as t (name)
-     on t.name = c.relname
+    and c.relname = any(%(tables)s)
 cross join (values ('select'), ('insert'), ('update'), ('delete')) as p (privilege)
 where not has_table_privilege(c.oid, privilege)
 union all
@@ -52,6 +68,13 @@ _GRANT: Final = (
     "GRANT USAGE ON ALL SEQUENCES IN SCHEMA {schema} TO {role}; "
     "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role}"
 )
+# As migrations/0001 and 0002 make them.
+_TRIGGERS: Final[dict[str, LiteralString]] = {
+    "record": "CREATE CONSTRAINT TRIGGER sealed AFTER INSERT OR UPDATE ON {} DEFERRABLE INITIALLY DEFERRED "
+    "FOR EACH ROW WHEN (new.state >= 3) EXECUTE FUNCTION {}()",
+    "step": "CREATE CONSTRAINT TRIGGER sealed AFTER INSERT OR UPDATE ON {} DEFERRABLE INITIALLY DEFERRED "
+    "FOR EACH ROW EXECUTE FUNCTION {}()",
+}
 _NAMED: Final = 4  # lacking rights that are named; the statements grant them all
 
 Connection = psycopg.AsyncConnection[Any]
@@ -61,7 +84,8 @@ async def check_database(dsn: str, schema: str) -> int:
     """Refuse a database that would break the promise (R7); returns how many locks are ours to take.
 
     Raises StoreUnavailable, or ConfigurationError with what to do: no address, too old, a standby, synchronous_commit
-    off, not in UTF-8, not migrated or not wholly, rights that are lacking.
+    off, fsync or full_page_writes off, not in UTF-8, not migrated or not wholly, rights that are lacking, tables that
+    are not logged, the guard's trigger missing or disabled.
     """
     check_dsn(dsn)
     check_schema(schema)
@@ -90,7 +114,7 @@ async def _check(connection: Connection, schema: str) -> int:
     version = connection.info.server_version
     row = await (await connection.execute(_SERVER, {"schema": schema})).fetchone()
     assert row is not None
-    synchronous_commit, standby, migrated, locks, role, encoding = row
+    synchronous_commit, standby, migrated, locks, role, encoding, *kept = row
     if version < 140_000:
         raise ConfigurationError(f"database: Postgres {version // 10_000} is too old; 14 or newer is needed")
     if standby:
@@ -100,6 +124,12 @@ async def _check(connection: Connection, schema: str) -> int:
             "database: synchronous_commit is off, so a crash would lose what has been acknowledged; set it to on, "
             "for this role at least: ALTER ROLE … SET synchronous_commit = on"
         )
+    for name, value in zip(("fsync", "full_page_writes"), kept, strict=True):
+        if value == "off":
+            raise ConfigurationError(
+                f"database: {name} is off, so a crash can ruin what has been acknowledged; set it to on: "
+                f"ALTER SYSTEM SET {name} = on; SELECT pg_reload_conf()"
+            )
     if encoding != "UTF8":
         raise ConfigurationError(
             f"database: its encoding is {encoding}, which cannot hold every text of a message; make one that is UTF-8: "
@@ -107,7 +137,8 @@ async def _check(connection: Connection, schema: str) -> int:
         )
     if not migrated:
         raise ConfigurationError(f"database: schema {schema!r} does not exist; run `idemconsumer migrate up` first")
-    lacking = [right for (right,) in await (await connection.execute(_LACKING, {"schema": schema})).fetchall()]
+    places = {"schema": schema, "tables": list(_TABLES)}
+    lacking = [right for (right,) in await (await connection.execute(_LACKING, places)).fetchall()]
     if lacking:
         more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
         names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
@@ -120,5 +151,15 @@ async def _check(connection: Connection, schema: str) -> int:
     if pending := [f"{each.version:04}_{each.name}" for each in files() if each.version not in applied]:
         raise ConfigurationError(
             f"database: schema {schema!r} lacks {', '.join(pending)}; run `idemconsumer migrate up` first"
+        )
+    for (table,) in await (await connection.execute(_UNLOGGED, places)).fetchall():
+        remedy = sql.SQL("ALTER TABLE {} SET LOGGED").format(sql.Identifier(schema, table)).as_string(None)
+        raise ConfigurationError(f"database: table {table} is unlogged, so a crash would empty it; run: {remedy}")
+    for table, exists in await (await connection.execute(_UNGUARDED, places)).fetchall():
+        template = "ALTER TABLE {} ENABLE TRIGGER sealed" if exists else _TRIGGERS[table]
+        identifiers = (sql.Identifier(schema, table), sql.Identifier(schema, "guard"))
+        raise ConfigurationError(
+            f"database: the trigger `sealed` of table {table} is {'disabled' if exists else 'missing'}, so a handler "
+            f"could commit by itself; run: {sql.SQL(template).format(*identifiers).as_string(None)}"
         )
     return int(locks) // 10
