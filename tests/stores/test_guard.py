@@ -66,6 +66,33 @@ async def swallow_an_error_and_commit(tx: Tx) -> None:
         await tx.connection.commit()  # answered by ROLLBACK
 
 
+async def forge_a_function(tx: Tx) -> None:
+    """What the guard would call by its bare name is the handler's own."""
+    for arguments in ("text", "text, boolean"):
+        await tx.execute("create schema if not exists forged")
+        await tx.connection.execute(
+            f"create function forged.current_setting({arguments}) returns text language sql return 'sealed'"
+        )
+    await commit_with_forged_names(tx)
+
+
+async def forge_an_operator(tx: Tx) -> None:
+    """And so are its comparisons, none of which holds."""
+    await tx.execute("create schema forged")
+    await tx.execute("create function forged.never(text, text) returns boolean language sql return false")
+    for operator in ("=", "<>"):
+        await tx.connection.execute(
+            f"create operator forged.{operator} (function = forged.never, leftarg = text, rightarg = text)"
+        )
+    await commit_with_forged_names(tx)
+
+
+async def commit_with_forged_names(tx: Tx) -> None:
+    await tx.execute("set local search_path = forged, pg_catalog, public")
+    with suppress(psycopg.Error):
+        await tx.connection.commit()
+
+
 STATEMENTS = [
     "COMMIT",
     "END",
@@ -89,6 +116,8 @@ ATTACKS: dict[str, Attack] = {
     "commit(), error swallowed, another write": commit_and_go_on,
     "rollback(), a write, commit()": roll_back_write_commit,
     "rollback(), a write whose error is swallowed": roll_back_and_write,
+    "a function of its own that the guard would call": forge_a_function,
+    "operators of its own that the guard would use": forge_an_operator,
     "a swallowed error": swallow_an_error,
     "a swallowed error and commit()": swallow_an_error_and_commit,
 }
