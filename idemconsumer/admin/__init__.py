@@ -1,4 +1,4 @@
-"""What a person may look at and decide: dead letters and sagas.
+"""What a person can inspect and decide: dead letters and sagas.
 
 For the command line and for dashboards. Runs no handler.
 """

@@ -1,4 +1,4 @@
-"""What a person may ask about dead letters, for the CLI and whatever else shows them."""
+"""Queries about dead letters, for the command line and for dashboards."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _OTHER_HINT = "See `error`."
 
 
 def hint(reason: str) -> str:
-    """What a person may do about a dead letter, or a saga put aside, of this reason."""
+    """What a person can do about a dead letter, or a saga put aside, for this reason."""
     return _HINTS.get(reason, _OTHER_HINT)
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the list. `arrivals` counts deliveries since; times are the database's."""
+    """One line of the list. `arrivals` counts deliveries, the first included; times are the database's."""
 
     id: int
     handler: str
@@ -59,12 +59,12 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hint(self) -> str:
-        """What a person may do about it."""
+        """What a person can do about it."""
         return hint(self.reason)
 
 
 class DeadLetterDetail(DeadLetter, frozen=True, kw_only=True):
-    """All of it. `key` is the stored digest, None where the message had none."""
+    """A dead letter in full. `key` is the stored digest, None if the message had no key."""
 
     scope: str
     key: bytes | None
@@ -73,7 +73,7 @@ class DeadLetterDetail(DeadLetter, frozen=True, kw_only=True):
 
 
 class DeadLetterCount(msgspec.Struct, frozen=True, kw_only=True):
-    """How many dead letters of one handler have one reason, and how often their messages came."""
+    """How many dead letters a handler has for one reason, and how many times their messages arrived."""
 
     handler: str
     reason: str
@@ -82,7 +82,10 @@ class DeadLetterCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admin:
-    """Reads one schema, a connection each time. Raises StoreUnavailable, or ConfigurationError if not migrated."""
+    """Reads one schema, with a new connection for each call.
+
+    Raises StoreUnavailable, or ConfigurationError if the schema is not migrated.
+    """
 
     def __init__(self, dsn: str, schema: str) -> None:
         self._dsn = dsn
@@ -91,7 +94,7 @@ class Admin:
     async def dead_letters(
         self, *, handler: str | None = None, reason: str | None = None, limit: int = 50
     ) -> list[DeadLetter]:
-        """The newest ones first, at most `limit`."""
+        """Newest first, at most `limit`."""
         rows = await self._rows("dead_list", {"handler": handler, "reason": reason, "limit": limit})
         return [DeadLetter(**row) for row in rows]
 
@@ -111,7 +114,7 @@ class Admin:
 
 @asynccontextmanager
 async def connected(dsn: str, schema: str) -> AsyncIterator[psycopg.AsyncConnection[dict[str, Any]]]:
-    """A connection of its own, autocommit, rows as dicts. Raises as `Admin` does."""
+    """A new connection: autocommit, rows as dicts. Raises like `Admin`."""
     try:
         async with await psycopg.AsyncConnection.connect(
             **own_session(dsn), row_factory=dict_row, connect_timeout=_CONNECT_SECONDS

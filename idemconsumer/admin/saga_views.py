@@ -1,4 +1,4 @@
-"""What a person sees of sagas: plain structs, and how they are built of rows."""
+"""Sagas as they are shown to a person: plain structs, built from rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Row = Mapping[str, Any]
 class SagaLine(msgspec.Struct, frozen=True, kw_only=True):
     """A saga that has not ended. `state` is processing, undoing or dead (`parked` says why it waits for a person).
 
-    `owner` is the worker that holds it, None between attempts; `stale`: that worker's lease is over. `attempt` counts
-    takeovers since the last finished step, `token`, the fence token, grows with each owner.
+    `owner` is the worker that holds it, None between attempts; `stale` means that its lease has expired. `attempt`
+    counts takeovers since the last finished step; `token`, the fence token, increases with each takeover.
     """
 
     key: str
@@ -41,10 +41,10 @@ class SagaLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A recorded step. `token` is the fence token of the owner that wrote it last; `attempts` are those of the step and
-    of its undo; `seconds` from its first start to its end, `undo_seconds` the same for its undo.
+    """A recorded step. `token` is the fence token of the owner that last wrote it; `attempts` includes those of its
+    undo; `seconds` is the time from its first start to its end, `undo_seconds` the same for its undo.
 
-    `intent` and `undo intent` are calls with an outcome that is not known yet.
+    In the states `intent` and `undo intent` the outcome is not known yet.
     """
 
     name: str
@@ -62,7 +62,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """A saga's record, its row while it has not ended, its steps by their start, and what happened to it in time."""
+    """A saga's record, its row until it ends, its steps in the order of their starts, and its timeline."""
 
     key: str
     scope: str
@@ -75,14 +75,14 @@ class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def open_intents(self) -> list[str]:
-        """Steps that were called, with an outcome that is not known; nothing undoes them."""
+        """Calls with an unknown outcome; nothing undoes them."""
         return [step.name for step in self.steps if step.state == "intent"]
 
 
 def detail(
     key: bytes, record: Row, running: SagaLine | None, steps: Sequence[Row], history: Sequence[Row]
 ) -> SagaDetail:
-    """Of rows of `saga_record`, `saga_steps` and `saga_history`."""
+    """Built from the rows of `saga_record`, `saga_steps` and `saga_history`."""
     state = _word(State(record["state"]))
     row = None if running is None else msgspec.structs.asdict(running)
     return SagaDetail(

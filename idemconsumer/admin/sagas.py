@@ -1,7 +1,7 @@
-"""What a person may ask about sagas, and decide about those that wait for one.
+"""Queries about sagas, and decisions about those that wait for a person.
 
 A decision is one transaction of the store, with its guard, seal and checked COMMIT. It locks the saga's row first, so
-it waits for an open step (L2), and workers that look for sagas pass over this one meanwhile.
+it waits for an open step (L2), and meanwhile workers that look for sagas pass over this one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ _Connection = psycopg.AsyncConnection[dict[str, Any]]
 
 
 class SagaAdmin:
-    """Reads and decides in one schema, a connection each time. Raises StoreUnavailable, and ConfigurationError when
-    the schema is not migrated, a saga is not there, or is not in a state in which a person may decide."""
+    """Queries and decisions in one schema, with a new connection for each call.
+
+    Raises StoreUnavailable, and ConfigurationError when the schema is not migrated, or when a saga does not exist or is
+    not in a state that allows a decision.
+    """
 
     def __init__(self, dsn: str, schema: str) -> None:
         self._dsn = dsn
         self._schema = schema
         self._queries = load(schema)
 
-    # ---------------------------------------------------------------------------------------------------------- to look
+    # ---------------------------------------------------------------------------------------------------------- queries
     async def sagas(
         self,
         *,
@@ -48,12 +51,12 @@ class SagaAdmin:
         stale: bool = False,
         limit: int = 50,
     ) -> list[SagaLine]:
-        """Those that have not ended, the newest ones first, at most `limit`."""
+        """Sagas that have not ended, newest first, at most `limit`."""
         async with connected(self._dsn, self._schema) as connection:
             return await self._lines(connection, handler=handler, state=state, stale=stale, limit=limit)
 
     async def find(self, *, prefix: str | None = None, handler: str | None = None, key: str | None = None) -> bytes:
-        """The one stored key that begins with `prefix` (hex), or that `handler` stores for the text `key`, whatever
+        """The one stored key that begins with `prefix` (hex), or that `handler` stores for the text `key`, in any
         app and tenant."""
         async with connected(self._dsn, self._schema) as connection:
             if prefix is not None:
@@ -113,11 +116,11 @@ class SagaAdmin:
     async def _rows(self, connection: _Connection, name: str, params: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
         return await (await connection.execute(self._queries[name], params)).fetchall()
 
-    # -------------------------------------------------------------------------------------------------------- to decide
+    # ------------------------------------------------------------------------------------------------------ decisions
     async def resume(self, key: bytes, *, accept_version: bool = False) -> None:
-        """Due now, with all attempts before it: any worker goes on with it, undoing if it was.
+        """Make it due now, with all its attempts again: any worker continues it, or its undo.
 
-        `accept_version`: with whatever steps and version its handler has now. Refused while a worker runs it.
+        `accept_version`: with the steps and the version that its handler has now. Refused while a worker runs it.
         """
         async with self._deciding(key) as (claims, state, _):
             await _note(claims, key, "resumed", "with the present handler" if accept_version else None)
@@ -126,12 +129,12 @@ class SagaAdmin:
 
     async def abandon(self, key: bytes, *, undo: bool) -> None:
         """The saga ends FAILED, with the rejection `abandoned`: at once, or after a worker has undone its finished
-        steps. A call with an outcome that is not known is not undone. Refused while a worker runs it."""
+        steps. A call with an unknown outcome is not undone. Refused while a worker runs it."""
         abandoned = codecs.encode_rejection(ABANDONED, None)
         async with self._deciding(key) as (claims, _, rejection):
             await _note(claims, key, "abandoned", "to be undone" if undo else "as it is")
             results = []
-            if undo:  # the undos come from a replay of the handler as it is now; what it does not meet is parked again
+            if undo:  # the undos come from a replay of the handler as it is now; without them it is parked again
                 await _set_free(claims, key, State.UNDOING, version=ANY_VERSION, rejection=abandoned.body)
             else:
                 await claims.send("set_record", {"key": key, "state": int(State.FAILED)})
@@ -141,7 +144,7 @@ class SagaAdmin:
 
     @asynccontextmanager
     async def _deciding(self, key: bytes) -> AsyncIterator[tuple[PostgresClaims, State, bytes | None]]:
-        """A transaction that holds the saga's row, to be completed by the caller; the saga's phase and rejection."""
+        """A transaction that holds the saga's row, with the saga's phase and rejection; the caller completes it."""
         pool = Pool(self._dsn, self._schema, connections=1, longest_run=_LONGEST_DECISION)
         await pool.open()
         try:
@@ -156,7 +159,7 @@ class SagaAdmin:
                     )
                 await claims.send("forget_dead", {"key": key})
                 yield claims, State(phase), rejection
-        except Contention as error:  # a rival holds a lock: nothing happened, and it can be done again
+        except Contention as error:  # a rival holds a lock: nothing was written, so the decision can be retried
             raise StoreUnavailable(str(error)) from error
         except psycopg.Error as error:
             if (cause := misconfigured(error, self._schema)) is not None:

@@ -1,4 +1,4 @@
-"""What happened to a saga, in the order of time: from its row, its history, its steps and its record."""
+"""What happened to a saga, in chronological order: from its row, its history, its steps and its record."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from idemconsumer.rules.values import StepState
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that happened. `owner` is the worker that it is about and `token` the one it held; `seconds` is how
-    long a step took, from its first start to its end."""
+    """One thing that happened. `owner` is the worker concerned and `token` its fence token; `seconds` is how long a
+    step took, from its first start to its end."""
 
     at: datetime
     what: str
@@ -37,9 +37,9 @@ def timeline(
     steps: Sequence[Mapping[str, Any]],
     end: tuple[datetime, str],
 ) -> list[Event]:
-    """`running` is the saga's row while it has not ended, `end` what its record says and since when.
+    """`running` is the saga's row, None once it has ended; `end` is when its record last changed, and its state.
 
-    Who began it is known as long as it has not ended, or when something disturbed it.
+    The worker that began it is known until it ends; after that, only if the history names it.
     """
     events = [Event(**row) for row in history]
     if running is not None:
@@ -61,7 +61,7 @@ def _of_step(step: Mapping[str, Any]) -> Iterator[Event]:
         step["started_at"],
         step["finished_at"],
     )
-    undoes = step["undo_at"] is not None  # its token and attempts are those of the undo, then
+    undoes = step["undo_at"] is not None  # then its token and attempts are those of the undo
     yield Event(
         at=ended or began,
         what=f"{name} {_STEP_SAYS.get(state, 'done')}",

@@ -1,5 +1,5 @@
 """Sagas, leased mode: multi-step handlers that resume at their last recovery point, on any worker.
 
-A step goes from the handler down: `run`, `steps`, the store. An attempt: `engine`, `attempt`, `undo`, `endings`. No SQL
-and no broker here; what can be decided without a clock, a task or the store is in `rules`.
+The path of a step, from the handler down: `run`, `steps`, the store. The path of an attempt: `engine`, `attempt`,
+`undo`, `endings`. No SQL and no broker here; decisions that need no clock, task or store are in `rules`.
 """

@@ -1,7 +1,7 @@
-"""One attempt of a saga that this worker holds: run its handler, and bring what comes of it to an end.
+"""One attempt of a saga that this worker holds: run its handler, and end the attempt by what came of it.
 
-An attempt ends completed, rejected and undone, released to its next one, or put aside for a person. Whatever is not
-known to have ended is never completed or undone on a guess.
+An attempt ends completed, rejected and undone, released for another attempt, or put aside for a person. While the
+outcome of a call is unknown, nothing is completed or undone on a guess.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_NAMES: Final = 50  # in the error of a dead letter
 
 
 class Attempt:
-    """Owns what `work` holds until `go` ends. `work.leased` follows the saga's phase meanwhile; `run` is there once
+    """Owns the saga of `work` until `go` returns. Meanwhile `work.leased` follows the saga's phase; `run` is set once
     the handler runs."""
 
     def __init__(self, work: Work, leases: LeaseStore, at: At, lease: float, chance: Callable[[], float]) -> None:
@@ -51,7 +51,7 @@ class Attempt:
         self.run: SagaRun | None = None
 
     async def go(self) -> Outcome:
-        """Raises Fenced, StoreUnavailable and CommitUnknown: nothing is decided, then."""
+        """Raises Fenced, StoreUnavailable and CommitUnknown; no outcome is decided then."""
         try:
             return await self._go()
         except SagaChanged as error:
@@ -59,7 +59,7 @@ class Attempt:
         except UnknownEffect as error:
             return await self._endings.put_aside(error.reason, str(error))
         except Contention as collision:
-            # The saga waits instead of its lane, which would take this for an outage.
+            # The saga waits, not its lane: the lane would treat this as an outage.
             return await self._endings.release(collision, describe(collision), failures=1, count=False)
 
     @property
@@ -77,11 +77,11 @@ class Attempt:
                 why = "its worker was lost, and on_stale says that a person decides"
                 return await self._endings.put_aside("review", why)
             case Start.KILLED_WORKER:
-                why = f"{saga.attempt - 1} workers ended while it ran"
+                why = f"{saga.attempt - 1} workers died while it ran"
                 return await self._endings.put_aside("killed_worker", why)
             case Start.OTHER_VERSION:
                 raise SagaChanged(
-                    f"it began with version {saga.version!r}, and the handler is version {self._options.version!r}"
+                    f"it began with version {saga.version!r}, and the handler now has version {self._options.version!r}"
                 )
             case Start.RECONCILE:
                 if (end := await self._reconcile(call)) is not None:
@@ -113,7 +113,7 @@ class Attempt:
         return self.run
 
     async def _run_handler(self, run: SagaRun, call: Call) -> tuple[object, BaseException | None]:
-        """What the handler has returned or raised, once no step of it is in flight any more."""
+        """What the handler returned or raised, once none of its steps is in flight."""
         try:
             handler = partial(self._handler.run, call, run, self._saga.attempt)
             value, error = await run_isolated(run.main(handler))
@@ -140,7 +140,7 @@ class Attempt:
             except TypeError as unencodable:
                 return await self._failed(run, unencodable)
             return await self._endings.finish(OutcomeKind.APPLIED, State.COMPLETED, result)
-        # A TaskGroup cancels the steps beside a rejected one. It stays a rejection, and what they did not end is open.
+        # A TaskGroup cancels the steps beside a rejected one. The saga is still rejected, and those cut off stay open.
         beside = run.rejected and isinstance(run.interruption, asyncio.CancelledError)
         refused = error if beside and isinstance(error, Reject) else cause
         if isinstance(refused, (Reject, *self._options.fail_on)):
@@ -166,7 +166,7 @@ class Attempt:
                 return await self._reject(run, ("attempts_exhausted", type(error).__name__), error)
 
     async def _reject(self, run: SagaRun, code_and_body: tuple[str, object], cause: BaseException) -> Outcome:
-        """UNDOING first, once it is known how every call has ended (L7)."""
+        """Commit UNDOING first, once the outcome of every call is known (L7)."""
         try:
             rejection = codecs.encode_rejection(*code_and_body)
         except TypeError as unencodable:
@@ -187,7 +187,7 @@ class Attempt:
         return await self._undo(run, cause, fresh=True)
 
     async def _undo(self, run: SagaRun, cause: BaseException | None, *, fresh: bool = False) -> Outcome:
-        """Undo all there is, then FAILED. `cause` is what ended the run that tells how; `fresh`: it was run forward."""
+        """Undo what is to be undone, then FAILED. `cause` ended the run with the undos; `fresh`: it ran forward."""
         saga, endings = self._saga, self._endings
         replayed = cause is None or isinstance(cause, (Replayed, Reject, *self._options.fail_on))
         try:
@@ -211,7 +211,7 @@ class Attempt:
 
     # -------------------------------------------------------------------------------------------- after a lost worker
     async def _reconcile(self, call: Call) -> Outcome | None:
-        """Ask the handler's `reconcile` what the lost worker has left behind. None: not done, so it is to run again."""
+        """Ask the handler's `reconcile` whether the lost worker got it done. None: not done, so it is to run."""
         saga, options, endings = self._saga, self._options, self._endings
         try:
             answer = await complete_if_done(self._leases, saga, self._handler, call, self._functions, endings.at)
@@ -232,7 +232,7 @@ class Attempt:
         return await endings.put_aside(reason, "its worker was lost, and reconcile cannot tell whether it was done")
 
     async def _both_lists(self) -> str:
-        """What a person has to compare who decides about a changed handler."""
+        """What a person compares to decide about a changed handler."""
         recorded = _names([row.name for row in await self._leases.steps(self._saga.key)])
         asked_for = "nothing, it did not run" if self.run is None else _names(list(self.run.asked))
         return f"recorded: {recorded}; requested: {asked_for}"

@@ -25,7 +25,7 @@ At: TypeAlias = Callable[[Point | SagaPoint, str, Sequence[bytes]], None]
 
 
 class Endings:
-    """Ends what `work` holds."""
+    """The ways in which an attempt of the saga in `work` ends."""
 
     def __init__(self, work: Work, leases: LeaseStore, at: At, chance: Callable[[], float]) -> None:
         self._work = work
@@ -49,7 +49,7 @@ class Endings:
         return self.finished(kind, state, result)
 
     def finished(self, kind: OutcomeKind, state: State, result: StoredResult | None) -> Outcome:
-        """The outcome of what is committed already."""
+        """The outcome of an ending that is already committed."""
         return Outcome(
             kind,
             result=None if result is None else result.body,
@@ -59,9 +59,9 @@ class Endings:
         )
 
     async def release(self, error: BaseException, text: str, *, failures: int, count: bool = True) -> Outcome:
-        """Another attempt, on any worker, after the backoff of so many `failures`, or as long as `error` asks for.
+        """Another attempt, on any worker, after the backoff for this many `failures`, or the delay of a Retry.
 
-        `text` goes into the saga's history. `count=False`: this attempt costs none.
+        `text` goes into the saga's history. With `count=False` this attempt is not counted.
         """
         saga, handler = self._saga, self._handler
         delay = handler.options.backoff.delay(failures, self._chance())
@@ -73,7 +73,7 @@ class Endings:
         return Outcome(OutcomeKind.RETRYING, state=saga.state, due=delay, attempt=saga.attempt, error=kind)
 
     async def put_aside(self, reason: str, error: str) -> Outcome:
-        """For a person: never completed, undone or run again by itself."""
+        """Leave the saga to a person: it is never completed, undone or run again automatically."""
         saga = self._saga
         self.at(Point.DEAD_LETTERING)
         await self._leases.park(saga, dead_letter(self._work, reason, error, saga.attempt))
@@ -93,5 +93,5 @@ class Endings:
 
 
 def describe_in(place: str | None, error: BaseException) -> str:
-    """An error for the saga's history, with the place that it came from if its text does not say so."""
+    """An error for the saga's history, with the `place` that it came from, if one is given."""
     return describe(error) if place is None else f"{place}: {describe(error)}"

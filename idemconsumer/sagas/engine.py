@@ -1,8 +1,8 @@
-"""Sagas: leased mode, one straight line from a claim to an end.
+"""Sagas: leased mode, from the claim to the end of an attempt.
 
-The claim commits first, with the message, so that any worker can go on with it. This file owns what the process holds:
-it claims, takes over, answers an unknown COMMIT with a new token, and lets go at a drain or when the lease is lost.
-What becomes of a held saga is decided in `attempt`.
+The claim commits first, with the message, so that any worker can continue the saga. This file owns the sagas that the
+process holds: it claims them, takes them over, answers an unknown COMMIT with a new token, and gives them up at a drain
+or when the lease is lost. `attempt` decides what happens to a saga that is held.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class LeasedEngine:
     async def run(
         self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool = False, unfed: bool = False
     ) -> Outcome:
-        """Claim the saga or go on with one that was taken over, and run it to an end of this attempt.
+        """Claim the saga, or continue one that was taken over, and run this attempt to its end.
 
-        `claimed` is awaited as soon as the message is ours, committed (L1): it may be settled then. When
-        StoreUnavailable is raised afterwards, `work` remembers what it holds, and may be presented again. With `defer`
-        a saga that has begun is not taken over here. `unfed`: no source of this process goes on with what an earlier
-        call left behind, so this call does.
+        `claimed` is awaited as soon as our claim is committed (L1): the message may be settled then. When
+        StoreUnavailable is raised afterwards, `work` remembers the saga it holds, and may be presented again. With
+        `defer` a saga that has begun is not taken over here. `unfed`: no source of this process continues sagas that an
+        earlier call left behind, so this call does.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -94,7 +94,7 @@ class LeasedEngine:
             if task in self._lost:
                 outcome = self._fenced(work)
             else:
-                self._active.pop(task, None)  # what gives the saga back is not to be cancelled
+                self._active.pop(task, None)  # the release must not be cancelled
                 await self._release(work)
                 if task not in self._drained:
                     raise
@@ -108,16 +108,16 @@ class LeasedEngine:
                     task.uncancel()
         if outcome.kind in _STORED and work.handler.options.settle == "finished" and not work.of_saga.resumed:
             work.of_saga.leased = None
-            return msgspec.structs.replace(outcome, state=None)  # L20: held until there is an end
+            return msgspec.structs.replace(outcome, state=None)  # L20: held until the saga ends
         return outcome
 
     def _fenced(self, work: Work) -> Outcome:
         log.warning("fenced", handler=work.handler.name, key=work.key.hex()[:12])
-        # Cancelled before its claim was known, it may not be stored, and the broker must keep it.
+        # If it was cancelled before its claim was known, it may not be stored, and the broker must keep the message.
         return Outcome(OutcomeKind.FENCED, state=None if work.leased is None else State.PROCESSING)
 
     async def _release(self, work: Work) -> None:
-        """Free at once, at no cost. If that fails, the lease runs out."""
+        """Release the saga at once, without counting the attempt. If that fails, the lease expires."""
         if work.leased is not None:
             # In a task of its own: the store gives no connection to one that is being cancelled.
             await asyncio.gather(self._leases.release(work.leased, 0.0, None, count=False), return_exceptions=True)
@@ -164,7 +164,7 @@ class LeasedEngine:
                     await self._leases.note(work.key, "redelivered", f"{work.message.source} {work.message.position}")
                 if defer:
                     return Outcome(OutcomeKind.BUSY, state=found.state)
-                # A redelivery may be the first to notice that the owner is gone.
+                # A redelivery may be the first to notice that the owner was lost.
                 unheld = await self._unheld(work) if unfed else ()
                 app, name = work.handler.app, work.handler.name
                 taken = await self._leases.take(app, [name], 1, unheld=unheld, key=work.key)
@@ -172,12 +172,12 @@ class LeasedEngine:
             return Outcome(OutcomeKind.BUSY) if found is Mark.BUSY else await self._engine.endings.replay(work, found)
 
     async def _unheld(self, work: Work) -> Sequence[tuple[bytes, int]]:
-        """This saga, if it is ours and no other call has it, or may be getting it: each is among `_in_hand` before."""
+        """This saga, if it is ours and no other call holds it or may be about to: each call enters `_in_hand` first."""
         own = await self._leases.own(work.key)
         return () if any(other.key == work.key for other in self._in_hand if other is not work) else own
 
     async def _attempt(self, work: Work, saga: LeasedSaga) -> Outcome | LeasedSaga:
-        """One run of the handler; the saga with a new token when a COMMIT's answer was lost, to be run again."""
+        """One run of the handler. When a COMMIT's answer was lost: the saga with a new token, to be run again."""
         attempt = Attempt(work, self._leases, self._at, self._lease, self._chance)
         task = asyncio.current_task()
         assert task is not None
@@ -189,13 +189,13 @@ class LeasedEngine:
             return await self._retake(work, work.leased or saga)
 
     async def _retake(self, work: Work, saga: LeasedSaga) -> Outcome | LeasedSaga:
-        """A new token for what is ours, once everything under the old one has ended; else its outcome."""
+        """A new token for our saga, once all writes under the old one have ended; its outcome if it has ended."""
         retaken = await self._leases.retake(saga.key, saga.token)
         if retaken is not None:
-            return replace(retaken, stale=saga.stale)  # what follows from that may have been decided meanwhile
+            return replace(retaken, stale=saga.stale)  # being stale may have been dealt with already
         (record,) = await self._engine.peek([saga.key])
         if record is not None and judge(record, None) is not Verdict.BUSY:
-            if work.call is None:  # unreadable, so it can only have been put aside, now or by a worker in between
+            if work.call is None:  # unreadable, so it can only have been put aside, by us or by a worker in between
                 return Outcome(OutcomeKind.DEAD, state=record.state)
             return await self._engine.endings.replay(work, record)
         raise Fenced("the saga has another owner")

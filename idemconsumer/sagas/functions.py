@@ -1,4 +1,4 @@
-"""How the functions of a saga are called: with the app's resources, in their time, and blamed for what they did.
+"""How the functions of a saga are called: with the app's resources, and within their time limits.
 
 A step, its undo and its reconcile all begin with `StepFunctions.begin`; `user_code.call` awaits them.
 """
@@ -30,10 +30,10 @@ class StepFunctions:
         return TimeLimit(self.timeout, self.lease)
 
     def begin(self, fn: Callable[..., Awaitable[Any]], *args: object, gets: str) -> Awaitable[Any]:
-        """Call the function of a step with `args` and the resources that it asks for; it runs once it is awaited.
+        """Call a step's function with `args` and the resources that it asks for; it runs once it is awaited.
 
-        Raises TypeError that says what to write where it cannot be called like that. `gets`: what it is given before
-        the step's own arguments, in words.
+        If it cannot be called like that, raises a TypeError that describes the right signature. `gets` names in that
+        text what the function is given before the step's own arguments.
         """
         more = injected(fn, len(args), self.resources)
         try:
@@ -42,8 +42,8 @@ class StepFunctions:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
             raise TypeError(
-                f"{error}; it is called with {gets}, and then with the arguments of the step, "
-                "and by name with the app's resources (@app.resource) whose types its other parameters have"
+                f"{error}; it is called with {gets}, then with the step's arguments, "
+                "and by name with the app's resources (@app.resource) that match the types of its other parameters"
             ) from None
         if not inspect.isawaitable(running):
             name = getattr(fn, "__qualname__", type(fn).__name__)

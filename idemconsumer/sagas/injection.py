@@ -1,4 +1,4 @@
-"""Resources for the function of a step, by the types of its parameters."""
+"""Resources for a step's function, by the types of its parameters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from weakref import WeakKeyDictionary
 
 from idemconsumer.sagas.outputs import function_of
 
-_Parameters = tuple[tuple[str, int | None, type], ...]  # name, place unless it is given by name only, type
+_Parameters = tuple[tuple[str, int | None, type], ...]  # name, position (None: keyword-only), type
 _known: WeakKeyDictionary[FunctionType, _Parameters] = WeakKeyDictionary()
 
 
 def injected(fn: Callable[..., Any], given: int, resources: Mapping[type, object]) -> dict[str, object]:
-    """What parameters get by name that `given` arguments leave open and whose type is that of a resource."""
+    """Keyword arguments for parameters that `given` positional ones leave open and that have the type of a resource."""
     if not resources:
         return {}
-    if isinstance(fn, MethodType):  # a new one each time, while its function is the same
+    if isinstance(fn, MethodType):  # a new object each time, while its function is the same
         fn, given = fn.__func__, given + 1
     return {
         name: resources[wanted]
@@ -32,7 +32,7 @@ def _parameters(fn: Callable[..., Any]) -> _Parameters:
     function = function_of(fn)
     if function is None:
         return ()
-    if fn is not function:  # a partial, or an object that can be called, has other places
+    if fn is not function:  # a partial or a callable object has other positions
         return _read(fn, function)
     if (known := _known.get(function)) is None:
         known = _known[function] = _read(fn, function)
@@ -58,5 +58,5 @@ def _type(function: FunctionType, annotation: Any) -> Any:
     bare = SimpleNamespace(__annotations__={"it": annotation})
     try:
         return get_type_hints(bare, getattr(inspect.unwrap(function), "__globals__", {}))["it"]
-    except (NameError, SyntaxError, TypeError, AttributeError):  # of an argument, perhaps there for type checkers alone
+    except (NameError, SyntaxError, TypeError, AttributeError):  # a parameter's, perhaps meant for type checkers only
         return None

@@ -1,7 +1,7 @@
-"""What a step's function is declared to return, and what is stored of it.
+"""What a step's function is declared to return, and how that is stored.
 
-An output is decoded as soon as it is encoded, before it is committed (L14). So the run that made it goes on with what a
-resume will get, and what a resume could not read fails at once.
+An output is decoded as soon as it is encoded, before it is committed (L14). So the run that made it continues with the
+value that a resume will get, and a value that a resume could not read fails at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OCTETS: Final = "application/octet-stream"
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """`exact`: a type each value of which reads as it was stored; `octets`: bytes are stored as they are."""
+    """`exact`: a type with values that always read back as they were; `octets`: bytes are stored as they are."""
 
     exact: type | None
     octets: bool
@@ -32,13 +32,13 @@ class _Output:
 
 
 def check(fn: Callable[..., Any]) -> None:
-    """Raises TypeError for a return annotation that no output could be decoded by."""
+    """Raises TypeError if no output could be decoded by the return annotation."""
     _output(fn)
 
 
 def encode(fn: Callable[..., Any], value: object) -> tuple[StoredResult | None, Any]:
-    """What is stored of an output, and what a resume will make of that. Raises TypeError for what cannot be stored,
-    or could not be read again."""
+    """What is stored for an output, and the value that a resume will get. Raises TypeError for a value that cannot be
+    stored, or could not be read again."""
     stored = codecs.encode(value)
     if stored is None or type(value) is _output(fn).exact:
         return stored, value
@@ -46,8 +46,8 @@ def encode(fn: Callable[..., Any], value: object) -> tuple[StoredResult | None, 
         return stored, decode(fn, stored)
     except BadMessage as error:
         raise TypeError(
-            f"it returned a {type(value).__name__}, which a resume could not read: {error.detail}; let its return "
-            "annotation say what it returns"
+            f"it returned a {type(value).__name__}, which a resume could not read: {error.detail}; correct its return "
+            "annotation"
         ) from error
 
 
@@ -65,7 +65,7 @@ def decode(fn: Callable[..., Any], stored: StoredResult | None) -> Any:
     return output.decode(stored.body)
 
 
-# By function, and no longer than it lives: one that is defined inside a handler is a new one each time.
+# By function, and only while it lives: one defined inside a handler is a new function each time.
 _known: WeakKeyDictionary[FunctionType, _Output] = WeakKeyDictionary()
 
 
@@ -80,7 +80,7 @@ def _output(fn: Callable[..., Any]) -> _Output:
 
 
 def function_of(fn: Any) -> FunctionType | None:
-    """Where the annotations are: the function in a partial, in a method, or of an object that can be called."""
+    """The function that has the annotations: inside a partial, a method or a callable object."""
     while not isinstance(fn, FunctionType):
         if isinstance(fn, partial):
             fn = fn.func
@@ -94,7 +94,7 @@ def function_of(fn: Any) -> FunctionType | None:
 
 
 def _returns(function: FunctionType) -> Any:
-    # Nothing but the return annotation: those of parameters may be there for type checkers alone.
+    # Only the return annotation: those of parameters may be meant for type checkers only.
     bare = SimpleNamespace(__annotations__={"return": function.__annotations__.get("return", Any)})
     names = getattr(inspect.unwrap(function), "__globals__", {})
     try:
@@ -106,7 +106,7 @@ def _returns(function: FunctionType) -> Any:
         ) from None
     except (SyntaxError, TypeError, AttributeError) as error:
         raise TypeError(f"its return annotation cannot be resolved: {error}; annotate with a type") from None
-    if get_origin(annotation) in (Awaitable, Coroutine, Future, Task):  # of a plain function
+    if get_origin(annotation) in (Awaitable, Coroutine, Future, Task):  # a plain function that returns an awaitable
         return get_args(annotation)[-1]
     return annotation
 
@@ -120,7 +120,7 @@ def _read(annotation: Any) -> _Output:
     return _Output(
         exact=annotation if annotation in (str, int, bool) else None,
         octets=len(others) < len(kinds),
-        decode=codecs.decoder(Union[others]) if others else None,  # noqa: UP007 - of as many as there are
+        decode=codecs.decoder(Union[others]) if others else None,  # noqa: UP007 - any number of types
     )
 
 

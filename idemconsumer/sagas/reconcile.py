@@ -1,4 +1,4 @@
-"""Asking whether something was done: a call whose outcome is unknown, or a saga whose worker was lost."""
+"""Ask whether something was done: a call with an unknown outcome, or the saga of a lost worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def ask_remote(
     functions: StepFunctions, spec: StepSpec, call: StepCall, fail_on: tuple[type[Exception], ...]
 ) -> ReconcileAnswer:
     """Ask a call's `reconcile` whether the remote has done it. Raises what it raises, and SagaMisused for a refusal:
-    the handler would take it for the end of the call, which is not known."""
+    the handler would take it for the call's outcome, which is still unknown."""
     assert spec.reconcile is not None
     try:
         asking = functions.begin(spec.reconcile, call, *spec.args, gets="step")
@@ -34,7 +34,7 @@ async def ask_remote(
         if refusal(error, fail_on) is None:
             raise
         raise SagaMisused(
-            f"reconcile of step {spec.name!r} raised {type(error).__name__}, and it has nothing to refuse; "
+            f"reconcile of step {spec.name!r} raised {type(error).__name__}, but a reconcile cannot refuse; "
             "return Done(result), NotDone() or Unknown()"
         ) from error
     return checked_answer(f"reconcile of step {spec.name!r}", answer)
@@ -48,10 +48,10 @@ async def complete_if_done(
     functions: StepFunctions,
     at: Callable[[Point], None],
 ) -> Done[StoredResult | None] | NotDone | Unknown:
-    """Ask the handler's `reconcile` what the lost worker has left behind; once it has said Done, the saga is COMPLETED
-    with that result.
+    """Ask the handler's `reconcile` whether the saga was done before its worker was lost; if so, COMPLETED with that
+    result.
 
-    Asked in the transaction that completes the saga (L16), so that no other worker can go on with it meanwhile.
+    Asked in the transaction that completes the saga (L16), so that no other worker can continue it meanwhile.
     """
     async with leases.completion(saga) as opened:
 
@@ -75,7 +75,7 @@ async def complete_if_done(
 
 
 def checked_answer(asked: str, answer: object) -> ReconcileAnswer:
-    """The answer of a reconcile, which `asked` names. Raises SagaMisused for what is none."""
+    """The answer of the reconcile that `asked` names. Raises SagaMisused for anything else."""
     if isinstance(answer, Done | NotDone | Unknown):
         return answer
     given = f"the class {answer.__name__}" if isinstance(answer, type) else type(answer).__name__

@@ -1,9 +1,9 @@
 """One run of a saga's handler: steps by name, checkpointed, replayed, and never completed by accident.
 
-Steps are known by their names. On a resume the handler runs from its start; a step that is recorded returns its
-stored output and is not run. What goes wrong inside a step, other than a Reject, *interrupts* the run: a flag is set
-that no `except`, `gather`, `wait` or `timeout` of user code can clear, each later operation raises again, and the
-engine completes nothing while the flag is set or a step is in flight (L4).
+Steps are identified by their names. On a resume the handler runs from its start; a recorded step returns its stored
+output without running. An error inside a step, other than a Reject, *interrupts* the run: a flag is set that no
+`except`, `gather`, `wait` or `timeout` of user code can clear, each later operation raises again, and the engine
+completes nothing while the flag is set or a step is in flight (L4).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class SagaInterrupted(BaseException):
-    """Raised in a saga's handler by every operation after the run was interrupted. Let it pass."""
+    """Raised in a saga's handler by every operation after the run was interrupted. Do not catch it."""
 
 
 class Replayed(Exception):
@@ -42,8 +42,8 @@ class SagaRun:
     def __init__(
         self, steps: Steps, saga: LeasedSaga, rows: Sequence[StepRow], *, patience: float, accepted: bool = False
     ) -> None:
-        """`accepted`: a person lets it go on with a handler that asks for other steps. `patience`: how long a replay
-        that ends waits for the other branches of the handler, in seconds."""
+        """`accepted`: a person lets it continue with a handler that asks for other steps. `patience`: how many seconds
+        a replay, at its end, waits for the handler's other branches."""
         self._steps = steps
         self._saga = saga
         self._rows = {row.name: row for row in rows}
@@ -76,7 +76,7 @@ class SagaRun:
         *args: *Ts,
         undo: Callable[[Tx, R, *Ts], Awaitable[object]] | None = None,
     ) -> Coroutine[Any, Any, R]:
-        # Noted when it is asked for and not when it begins: a task may be forgotten before its first step.
+        # Recorded when it is asked for, not when it begins: its task may be dropped before it first runs.
         self._unfinished.append(name)
         return self._ask(StepSpec(name, StepKind.TX, fn, args, undo))
 
@@ -139,7 +139,7 @@ class SagaRun:
     async def _replay_or_run(self, spec: StepSpec, row: StepRow | None) -> Any:
         answer = replay.answer(row, self._saga.state)
         if answer is Answer.RUN:
-            if asyncio.current_task() is self._main:  # a branch has no place among what the others ask for
+            if asyncio.current_task() is self._main:  # a branch's steps have no fixed place
                 self._check_nothing_passed_over(at_end=False)
             spec.check_output_type()
             return await self._run_in_flight(spec, row)
@@ -159,8 +159,8 @@ class SagaRun:
             raise SagaChanged(f"step {row.name!r} is recorded, and the handler no longer requests it")
 
     async def _await_other_branches(self, row: StepRow | None) -> None:
-        """Backward, the step of `row` ends the replay, which is to ask for all that is to be undone; other branches may
-        not be as far yet."""
+        """When undoing, the step of `row` ends the replay. By then every step to undo must be asked for, but
+        other branches may not have got that far."""
         if self._saga.state is not State.UNDOING:
             return
         in_branch = asyncio.current_task() is not self._main
@@ -177,7 +177,7 @@ class SagaRun:
         for other in self._in_flight:
             self.asked[other].overlapped = spec.overlapped = True
         if task is not self._main:
-            spec.overlapped = True  # it may as well have come at another time
+            spec.overlapped = True  # it could have come at another time
         self._in_flight[name] = task
         try:
             return await self._run(spec, row)
@@ -190,32 +190,32 @@ class SagaRun:
         try:
             return await self._steps.run(spec, row)
         finally:
-            if spec.finished:  # also one that was refused, or cut off behind its commit
+            if spec.finished:  # also if it was refused, or cut off after its commit
                 self.progressed, self._recovery_point = True, spec.name
                 self._open.discard(spec.name)
 
     # ------------------------------------------------------------------------------------------------ the engine
     async def main(self, handler: Callable[[], Awaitable[object]]) -> object:
-        """Run the handler in this task. What it asks for has a place among the steps; other tasks are branches (L13),
-        which come to theirs in any order."""
+        """Run the handler in this task. Steps asked for in it have a fixed order; other tasks are branches (L13), which
+        may reach their steps in any order."""
         self._main = asyncio.current_task()
         return await handler()
 
     def interrupt(self, error: BaseException, step: str | None = None) -> None:
-        """End this run. The first cause stays."""
+        """End this run. The first cause is kept."""
         if self.interruption is None:
             self.interruption = error
             self._from = None if step is None else (error, step)
 
     def step_of(self, error: BaseException) -> str | None:
-        """The name of the step that `error` came from, where its text does not say so."""
+        """The name of the step that `error` came from, unless its text already says so."""
         ours = isinstance(error, SagaMisused | SagaParked)
         return self._from[1] if self._from is not None and self._from[0] is error and not ours else None
 
     async def settle(self, *, rejected: bool = False) -> None:
-        """The handler has ended: steps that it left in flight interrupt the run, are cancelled and waited for; so do
-        those that it never let begin, unless it was `rejected`: nothing of them is open then. What is asked for from
-        now on is refused."""
+        """Close the run once the handler has ended. Steps that it left in flight interrupt the run, and are cancelled
+        and awaited. Steps that never began interrupt it too, unless it was `rejected`: then they leave nothing open.
+        Steps asked for from now on are refused."""
         if self._in_flight:
             names = ", ".join(map(repr, self._in_flight))
             self.interrupt(SagaMisused(f"the handler ended while step {names} was in flight; await every step"))
@@ -230,13 +230,13 @@ class SagaRun:
         self._over = True
 
     async def siblings(self) -> None:
-        """A Reject has left the handler: let the steps beside it come to their own end (L7)."""
+        """The handler raised Reject: let the steps still in flight finish (L7)."""
         if self._in_flight:
             await asyncio.wait(self._in_flight.values())
 
     async def resolve(self, rows: Sequence[StepRow]) -> None:
         """A rejection cut off calls beside it. Learn how each ended: from its reconcile, or by the same call with the
-        same key (L4). Raises UnknownEffect when that cannot be known, or what the call raises."""
+        same key (L4). Raises UnknownEffect when neither can tell, or what the call raises."""
         self._rows = {row.name: row for row in rows}
         for name, row in self._rows.items():
             if row.state is not StepState.INTENT:
@@ -253,14 +253,14 @@ class SagaRun:
                 raise
 
     def check_complete(self) -> None:
-        """Before completion every recorded step must have been asked for, and every call must have a known end."""
+        """Before completion every recorded step must have been asked for, and every call must have a known outcome."""
         self._check_nothing_passed_over(at_end=True)
         if self._open:
             raise UnknownEffect(f"the handler has ended, and the outcome of step {min(self._open)!r} is unknown")
 
 
 def _cancellation(error: BaseException, from_outside: bool) -> BaseException:
-    """The error to report of a step that ended by CancelledError."""
+    """The error to report for a step that ended with CancelledError."""
     cause: BaseException
     if from_outside:
         cause = asyncio.CancelledError("the handler cancelled it, itself or by a timeout or a TaskGroup around it")

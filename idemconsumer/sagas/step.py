@@ -1,4 +1,4 @@
-"""One step, as a run's handler asks for it: its name, its functions, its key, and what is stored of its output."""
+"""One step, as a run's handler asks for it: its name, its functions, its key, and how its output is stored."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class StepCall:
 
 @dataclass(slots=True, eq=False)
 class StepSpec:
-    """A step as this run's handler asks for it, and how far this run is with it.
+    """A step as this run's handler asks for it, and how far this run has got with it.
 
-    `overlapped`: another step ran at the same time, or another task than the handler's own asked for it, so that it has
+    `overlapped`: another step ran at the same time, or a task other than the handler's own asked for it, so that it has
     no fixed place among the others. `finished`: this run has committed its output or its refusal.
     """
 
@@ -56,19 +56,19 @@ class StepSpec:
             raise SagaMisused(f"a step's name is {shown}; write a printable string of 1 to {_LONGEST_NAME} characters")
         if name.startswith(_UNDO):
             raise SagaMisused(
-                f"step {name!r}: names that start with {_UNDO!r} are reserved, since undos have their keys by them; "
+                f"step {name!r}: names that start with {_UNDO!r} are reserved for the keys of undos; "
                 f"choose another, such as {name.replace(':', '_')!r}"
             )
 
     def check_output_type(self) -> None:
-        """Before the remote has done what could not be stored. Raises SagaMisused."""
+        """Refuse a type that cannot be stored before the remote is called. Raises SagaMisused."""
         try:
             outputs.check(self.fn)
         except TypeError as error:
             raise SagaMisused(f"step {self.name!r} returns what cannot be stored: {error}") from None
 
     def encode(self, value: object) -> tuple[StoredResult | None, Any]:
-        """What is stored of an output, and what a resume will make of that. Raises SagaMisused."""
+        """What is stored for an output, and the value that a resume will get. Raises SagaMisused."""
         try:
             return outputs.encode(self.fn, value)
         except TypeError as error:
@@ -83,5 +83,5 @@ class StepSpec:
 
 
 def step_key(scope: str, key: bytes, name: str, *, undo: bool = False) -> uuid.UUID:
-    """The key that a remote is given: the same for every attempt of a step, another one for its undo."""
+    """The key that a remote is given: the same for every attempt of a step, a different one for its undo."""
     return uuid.uuid5(_NAMESPACE, f"{len(scope)}:{scope}:{key.hex()}:{_UNDO if undo else ''}{name}")

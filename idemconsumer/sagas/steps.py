@@ -1,7 +1,7 @@
-"""What runs a step that has to be run: its function, and the commits around it.
+"""Runs a step that has no recorded outcome: its function, and the commits around it.
 
 A `tx` step is one transaction with its checkpoint; a `call` step runs between an intent and its outcome. Both end with
-a fenced write to the store, and return the output as a resume would get it.
+a fenced write to the store, and return the output as a resume will get it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from idemconsumer.user_code.call import call_in_transaction, call_user_code
 
 
 class Steps:
-    """The steps of one held saga. A Reject that leaves here is recorded."""
+    """The steps of one held saga. A Reject that they raise is recorded."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Undoing what a rejected saga has done: its finished steps from the last to the first, each checkpointed (L7)."""
+"""Undo a rejected saga: its finished steps from the last to the first, each checkpointed (L7)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from idemconsumer.user_code.cancellation import run_isolated
 
 
 class NotAskedFor(Exception):
-    """The handler failed before it asked for step `name`, so how to undo it is not known."""
+    """The handler failed before it asked for step `name`, so that step's undo is not known."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -46,10 +46,10 @@ class Undo:
         self._at = at
 
     async def run(self, asked: Mapping[str, StepSpec], *, replayed: bool) -> None:
-        """Undo all that is to be undone, as the steps that this run has `asked` for tell how.
+        """Undo every step that has to be undone, with the undos of the steps that this run `asked` for.
 
-        `replayed`: the handler has asked for all that it would. Raises NotUndone, NotAskedFor, and SagaChanged where
-        the handler no longer says how; of the store's errors those after which nothing is decided.
+        `replayed`: the handler has asked for all the steps that it will. Raises NotUndone, NotAskedFor, SagaChanged
+        when the handler no longer has an undo for a step, and the store's errors that leave the outcome undecided.
         """
         todo = _plan(await self._store.steps(self._saga.key), asked, replayed=replayed)
         progressed = False

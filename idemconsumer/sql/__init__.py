@@ -1,4 +1,4 @@
-"""The SQL, one file a subject, and how a statement is loaded by its name.
+"""The SQL, one file per subject, and the loader that finds a statement by its name.
 
-Knows the schema's name and the numbers of stored states, and nothing of connections, messages or rules.
+Knows the schema's name and the numbers of stored states, but nothing about connections, messages or rules.
 """

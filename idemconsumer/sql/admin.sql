@@ -1,5 +1,5 @@
--- What a person asks, and decides. How a file is read stands in queries.py: {schema} is the configured schema,
--- {UNDOING} the number that is stored for that state, {held} a fragment of sagas.sql.
+-- What a person can query and decide. queries.py describes the format: {schema} is the configured schema, {UNDOING}
+-- the number stored for that state, {held} a fragment of sagas.sql.
 
 -- name: dead_list
 select id, handler, source, position, reason, error, attempts, arrivals, first_at, last_at
@@ -18,7 +18,7 @@ group by handler, reason
 order by letters desc, handler, reason
 
 -- name: saga_list
--- What runs, waits for its next attempt, or waits for a person (dead). Stale: as take_sagas sees it.
+-- Sagas that run, wait for their next attempt, or wait for a person (dead). Stale means the same as in take_sagas.
 select encode(s.key, 'hex') as key, c.name as scope, s.handler, line.state, s.parked, w.name as owner, s.token,
     s.attempt, s.due, s.worker is not null and not {held} as stale,
     (select name from {schema}.step where key = s.key and position is not null order by position desc limit 1)
@@ -37,7 +37,7 @@ where (%(handler)s::text is null or s.handler = %(handler)s)
 order by s.started_at desc limit %(limit)s
 
 -- name: saga_keys
--- Records by the beginning of their key, as a range of the primary key.
+-- Finds records by a prefix of their key, as a range of the primary key.
 select r.key from {schema}.record as r where r.key between %(low)s and %(high)s order by r.key limit %(limit)s
 
 -- name: scopes
@@ -58,18 +58,19 @@ from {schema}.step where key = %(key)s order by started_at, position nulls last
 select at, what, owner, token, attempt, detail from {schema}.history where key = %(key)s order by id
 
 -- name: lock_saga
--- Waits for open steps; from here on it cannot be taken (L19).
+-- Waits for open steps; from then on no worker can take the saga over (L19).
 select 1 from {schema}.saga where key = %(key)s for update
 
 -- name: locked_saga
--- In a statement after the row lock: its snapshot shows who took the saga, and renewed a lease, while that waited.
+-- A separate statement after the row lock, so that its snapshot shows who took the saga, or renewed a lease, while the
+-- lock was awaited.
 select s.state, s.rejection, w.name as owner, {held} as held
 from {schema}.saga as s left join {schema}.worker as w on w.id = s.worker
 where s.key = %(key)s
 
 -- name: resume_saga
--- Without an owner and due now, with all attempts before it again. The fence token is new: the last owner may only be
--- frozen.
+-- The saga has no owner, is due now, and has all its attempts again. The fence token is new, since the last owner may
+-- be frozen rather than dead.
 update {schema}.saga
 set token = greatest(token + 1, nextval('{schema}.saga_token')), parked = null, worker = null, stale = false,
     due = clock_timestamp(), attempt = 0, state = %(state)s, version = coalesce(%(version)s, version),
@@ -77,5 +78,5 @@ set token = greatest(token + 1, nextval('{schema}.saga_token')), parked = null, 
 where key = %(key)s
 
 -- name: forget_dead
--- A person has decided, so it is put aside no longer.
+-- A person has decided, so the saga is no longer put aside.
 delete from {schema}.dead_letter where key = %(key)s

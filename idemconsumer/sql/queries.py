@@ -1,9 +1,9 @@
-"""The statements of the .sql files here, by name, with all but their parameters filled in.
+"""The statements of the .sql files here, by name, with everything but their parameters filled in.
 
-A file is a list of sections. Each begins with `-- name: X`, a statement, or `-- fragment: X`, an expression that
-several statements share. In braces stand `{schema}`, a fragment by its name (`{held}`), and a stored state by its name,
-filled in as `2 /* undoing */`. Lines that begin with `--` are left out; the rest is what the server gets. Parameters
-are psycopg's, so that any statement can be explained by itself with some of its own (`tests/stores/test_plans.py`).
+A file is a list of sections. Each starts with `-- name: X` (a statement) or `-- fragment: X` (an expression that
+several statements share). Braces hold `{schema}`, the name of a fragment (`{held}`), or the name of a stored state,
+which is filled in as `2 /* undoing */`. Lines that begin with `--` are dropped; the server gets the rest. Parameters
+are psycopg's, so EXPLAIN can be run on any single statement with sample values (`tests/stores/test_plans.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from psycopg import sql
 from idemconsumer.errors import ConfigurationError
 
 _FILES: Final = ("records", "queue", "sagas", "admin")
-# `State` and `StepState` of a floor above, as they are stored. A test compares them.
+# The stored numbers of `State` and `StepState`, which belong to a layer above. A test compares them.
 STORED_STATES: Final[Mapping[str, int]] = {
     "PENDING": 0, "PROCESSING": 1, "UNDOING": 2, "COMPLETED": 3, "FAILED": 4, "DEAD": 5,
     "INTENT": 1, "DONE": 2, "REJECTED": 3, "UNDO_INTENT": 4, "UNDONE": 5,
@@ -37,9 +37,9 @@ Queries = dict[str, bytes]
 
 @lru_cache(maxsize=8)
 def load(schema: str) -> Queries:
-    """All named statements; those over arrays also as `name:one`.
+    """All named statements; those over arrays also as `name:one`, for a single row.
 
-    Raises ConfigurationError for a schema that cannot be written into them.
+    Raises ConfigurationError for a schema name that cannot be written into them.
     """
     check_schema(schema)
     sections = {section: text for file in _FILES for section, text in _sections(file)}
@@ -51,8 +51,11 @@ def load(schema: str) -> Queries:
 
 
 def for_one_row(query: bytes) -> bytes:
-    """A statement over arrays, for a single row of plain values: psycopg writes an array in Python, and Postgres plans
-    a statement over short ones anew each time, which together cost as much as a round trip."""
+    """A statement over arrays, rewritten for a single row of plain values.
+
+    psycopg formats an array in Python, and Postgres plans a statement over short arrays again each time. Together that
+    costs as much as a round trip.
+    """
     one = _ARRAYS.sub(lambda arrays: b"(values (%s))" % arrays[1].replace(b"[]", b""), query)
     return one.replace(b"= any(array(", b"= ((")
 
@@ -74,7 +77,7 @@ def _state(name: str, number: int) -> sql.SQL:
 
 
 def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | None:
-    """An error that says that our tables are not there, or not for this role; None for any other."""
+    """What to raise when our tables do not exist or this role may not use them; None for any other error."""
     if isinstance(
         error, psycopg.errors.UndefinedTable | psycopg.errors.InvalidSchemaName | psycopg.errors.UndefinedFunction
     ):
@@ -90,7 +93,7 @@ def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | Non
 def check_schema(schema: str) -> None:
     """Refuse a name that quoting alone cannot make safe.
 
-    The name also stands inside function bodies ($$), string literals (') and statements with parameters (%).
+    The name also appears inside function bodies ($$), string literals (') and statements with parameters (%).
     """
     wrong = next((repr(character) for character in "'$%\0" if character in schema), None)
     if wrong is None and not schema:

@@ -1,11 +1,11 @@
--- The queue behind `postgres:` sources. How a file is read stands in queries.py: {schema} is the configured schema.
+-- The queue behind `postgres:` sources. queries.py describes the format: {schema} is the configured schema.
 
 -- name: enqueue
 select {schema}.publish_bytes(%(name)s, %(body)s, %(key)s, %(headers)s)
 
 -- name: take
--- The next visible messages; what others are taking is passed over (P2). Each delivery has a token of its own, so that
--- settling an expired one hits nothing (P1).
+-- The next visible messages; those that others are taking are passed over (P2). Each delivery has a token of its own,
+-- so that settling an expired delivery has no effect (P1).
 with next as materialized (
     select id from {schema}.queue
     where name = %(name)s and visible_at <= clock_timestamp()
@@ -26,7 +26,7 @@ where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
 delete from {schema}.queue where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
 
 -- name: give_back
--- Never started: visible at once, and as if it had not been delivered (P4).
+-- Never started: visible again at once, as if it had not been delivered (P4).
 update {schema}.queue set visible_at = clock_timestamp(), deliveries = greatest(deliveries - 1, 0), token = null
 where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
 

@@ -1,23 +1,23 @@
--- Joined mode: the transaction, claims, attempts, dead letters and retention, one statement a name. How a file is read
--- stands in queries.py: {schema} is the configured schema, {COMPLETED} the number that is stored for that state.
+-- Joined mode: the transaction, claims, attempts, dead letters and retention, one statement per name.
+-- queries.py describes the format: {schema} is the configured schema, {COMPLETED} the number stored for that state.
 
 -- name: begin
--- The level is asked for whatever the database prefers (R1); connections are read-only outside of this.
+-- The isolation level is explicit, whatever the database's default (R1). Outside of this, connections are read-only.
 begin isolation level read committed read write
 
 -- name: gate
--- Groups that take the same rows go one at a time (G3). In a space of its own: keys are locked by one bigint. The wait
--- is what is wanted and so has no bound of its own: the groups ahead have one. `open` sets lock_timeout again.
+-- Groups that change the same rows take turns (G3). The two-part lock has a space of its own: keys are locked by one
+-- bigint. The wait is intended and so has no timeout: the groups ahead have one. `open` sets lock_timeout again.
 set local statement_timeout = 0; set local lock_timeout = 0;
 select pg_advisory_xact_lock(1768186979, %(gate)s);
 set local statement_timeout to default
 
 -- name: open
--- What the seal compares (J3). Local to the transaction: a ROLLBACK erases it.
+-- The value that the seal compares (J3). Local to the transaction: a ROLLBACK erases it.
 select set_config('idemconsumer.open', %(seal)s, true), set_config('lock_timeout', %(lock_timeout)s, true)
 
 -- name: scope
--- The id of a scope, made on first sight. `retain` follows the handler that was started last.
+-- The id of a scope, created on first use. `retain` is that of the handler that was started last.
 insert into {schema}.scope (name, retain) values (%(name)s, make_interval(secs => %(retain)s))
 on conflict (name) do update set retain = excluded.retain
 returning id
@@ -27,8 +27,8 @@ returning id
 select * from {schema}.claim(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[], %(state)s::smallint)
 
 -- name: read
--- What the claim did not insert, in a statement and so a snapshot of its own (R3). LATERAL … OFFSET 0 keeps this an
--- index lookup for each key even when it was planned while the table was empty (G5).
+-- The records that the claim did not insert, in a separate statement and so with a new snapshot (R3). LATERAL …
+-- OFFSET 0 keeps this an index lookup for each key even when it was planned while the table was empty (G5).
 select w.key, r.state, r.fingerprint, s.body, s.content_type
 from unnest(%(keys)s::bytea[]) as w (key)
 cross join lateral (select state, fingerprint from {schema}.record where key = w.key offset 0) as r
@@ -46,7 +46,7 @@ delete from {schema}.attempt where key = any(%(keys)s::bytea[])
 select {schema}.seal(%(seal)s)
 
 -- name: mark_attempts
--- Begun, and no attempt counted. In the order of the keys: two workers that mark the same ones must not deadlock.
+-- Marks messages as begun, without counting an attempt. In key order, so that two workers cannot deadlock here.
 insert into {schema}.attempt (key, scope_id, count, changed_at)
 select key, scope_id, 0, clock_timestamp() from unnest(%(keys)s::bytea[], %(scopes)s::integer[]) as w (key, scope_id)
 order by key
@@ -70,7 +70,7 @@ update {schema}.attempt set count = greatest(count - 1, 0) where key = %(key)s
 update {schema}.attempt set error = %(error)s, changed_at = clock_timestamp() where key = %(key)s returning count
 
 -- name: dead_letter
--- A second arrival only counts, so that a poisoned message that keeps coming is one row.
+-- Another arrival only raises the count, so that a poison message that keeps arriving stays one row.
 insert into {schema}.dead_letter
     (identity, handler, scope, source, position, reason, error, key, body, headers, attempts, first_at, last_at)
 values
@@ -88,7 +88,7 @@ where id = (select max(id) from {schema}.dead_letter where key = %(key)s)
 select pg_relation_size('{schema}.record') / current_setting('block_size')::bigint
 
 -- name: prune
--- R11: final records of a range of blocks, past their scope's retention. DEAD ones wait for a person.
+-- R11: final records in a range of blocks that are past their scope's retention. DEAD ones wait for a person.
 delete from {schema}.record as r using {schema}.scope as s
 where r.ctid >= %(low)s::tid and r.ctid < %(high)s::tid
   and s.id = r.scope_id and r.state in ({COMPLETED}, {FAILED}) and r.changed_at < clock_timestamp() - s.retain
@@ -107,6 +107,6 @@ with history as (delete from {schema}.history where key = any(%(keys)s))
 delete from {schema}.step where key = any(%(keys)s)
 
 -- name: prune_attempts
--- Left over: another worker applied the message, or it is gone from the broker.
+-- Leftovers: another worker applied the message, or it is gone from the broker.
 delete from {schema}.attempt as a using {schema}.scope as s
 where s.id = a.scope_id and a.changed_at < clock_timestamp() - s.retain

@@ -1,21 +1,22 @@
--- Sagas: leases, steps and their ends. How a file is read stands in queries.py: {schema} is the configured schema,
--- {UNDOING} the number that is stored for that state, {held} the fragment of that name, put in as it stands here.
+-- Sagas: leases, steps and how they end. queries.py describes the format: {schema} is the configured schema, {UNDOING}
+-- the number stored for that state, {held} the text of that fragment.
 
 -- fragment: held
--- Saga `s` has a worker with a lease that is not over. A deadline that lies more than one lease ahead does not count:
--- the clock has stepped back. A subquery: when a rival has just taken the row, Postgres checks the conditions again on
--- its new version, and a join would then still offer the old owner's lease, so that the rival's saga looked free.
+-- Saga `s` has a worker with an unexpired lease. A deadline more than one lease ahead does not count: the clock has
+-- stepped back. This is a subquery because of a race: when a rival has just taken the row, Postgres rechecks the
+-- conditions on the row's new version. A join would still supply the old owner's lease, so the rival's saga would look
+-- free.
 exists (select from {schema}.worker as w
     where w.id = s.worker and w.until >= clock_timestamp() and w.until <= clock_timestamp() + w.lease)
 
 -- fragment: progressed
--- L10: a step of saga `s` has finished under its fence token, so that the next attempt is the first again. An undo that only
--- began does not count.
+-- L10: a step of saga `s` has finished under its fence token, so the next attempt counts as the first. An undo
+-- that has only begun does not count.
 exists (select from {schema}.step
     where key = s.key and finished_at is not null and state <> {UNDO_INTENT} and token = s.token)
 
 -- fragment: leased_saga
--- Of saga `s`: the columns of a LeasedSaga.
+-- The columns of a LeasedSaga, from saga `s`.
 s.key, s.handler, s.token, s.state, s.attempt, s.version, s.rejection, s.source, s.position, s.message_id, s.body,
     s.headers, (select name from {schema}.scope where id = s.scope_id), s.stale
 
@@ -25,7 +26,7 @@ values (%(name)s, make_interval(secs => %(lease)s), clock_timestamp() + make_int
 returning id
 
 -- name: renew_worker
--- Zero rows: the lease was lost, and with it every saga (L5). By the server's clock (R2).
+-- Zero rows: the lease was lost, and with it every saga (L5). The server's clock decides (R2).
 update {schema}.worker set until = clock_timestamp() + lease where id = %(worker)s and until > clock_timestamp()
 returning id
 
@@ -34,7 +35,7 @@ delete from {schema}.worker as w where w.id = %(worker)s
     or (w.until < clock_timestamp() - interval '1 day' and not exists (select from {schema}.saga where worker = w.id))
 
 -- name: begin_sagas
--- Of what `claim` has just inserted.
+-- For the keys that `claim` has just inserted.
 insert into {schema}.saga (key, scope_id, handler, state, token, worker, due, attempt, version, source, position,
     message_id, body, headers, started_at)
 select key, (select id from {schema}.scope where name = w.scope), handler, {PROCESSING}, nextval('{schema}.saga_token'),
@@ -48,10 +49,10 @@ returning key, '', token
 select key, token from {schema}.saga where worker = %(worker)s and (%(key)s::bytea is null or key = %(key)s)
 
 -- name: take_sagas
--- Due and without an owner, or stale: its worker does not hold it any more. Of what is ours only `unheld`, and only
--- under the fence token with which it was seen, since a saga that has been taken again meanwhile has another one; it
--- costs no attempt, since none was lost. SKIP LOCKED passes over sagas with an open step: the owner may still be alive
--- (L2). Handlers of other apps may have the same name (L18).
+-- Takes sagas that are due and have no owner, or that are stale: their worker no longer holds them. Of our own sagas it
+-- takes only `unheld`, and only under the fence token with which they were seen: one that has been taken again
+-- meanwhile has a new token. That costs no attempt, since none was lost. SKIP LOCKED passes over sagas with an open
+-- step, since the owner may still be alive (L2). Handlers of other apps may have the same name (L18).
 with candidate as materialized (
     select s.key, s.worker, s.token, s.attempt, s.stale or coalesce(s.worker <> %(worker)s, false) as stale
     from {schema}.saga as s
@@ -81,12 +82,12 @@ select {leased_saga}
 from taken as s
 
 -- name: await_saga
--- Waits for what is still in flight under a fence token of ours.
+-- Waits for writes still in flight under one of our fence tokens.
 select 1 from {schema}.saga where key = %(key)s and worker = %(worker)s for update
 
 -- name: retake_saga
--- From oneself, after a lost COMMIT. In a statement after `await_saga`: its snapshot shows what was in flight. Attempts
--- are counted as in `take_sagas`.
+-- A takeover from oneself, after a lost COMMIT. A separate statement after `await_saga`, so that its snapshot shows
+-- what was in flight. Attempts are counted as in `take_sagas`.
 with taken as (
     update {schema}.saga as s
     set token = greatest(s.token + 1, nextval('{schema}.saga_token')),
@@ -106,20 +107,20 @@ select name, kind, state, has_undo, overlapped, position, attempt, output, conte
 from {schema}.step where key = %(key)s order by position nulls last, started_at
 
 -- name: begin_step
--- See the function (migrations/0005). As `begin_steps`, but it waits for the saga's row.
+-- See the function (migrations/0005). Like `begin_steps`, but it waits for the saga's row.
 select {schema}.begin_step(%(seal)s, %(lock_timeout)s, %(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s,
     %(kind)s::smallint, %(state)s::smallint, %(has_undo)s)
 
 -- name: finish_step
--- See the function. By the transaction that began it, which holds the fence; seals it, too.
+-- See the function. Runs in the transaction that began the step, which holds the fence, and seals it too.
 select {schema}.finish_step(%(seal)s, %(key)s, %(name)s, %(state)s::smallint, %(overlapped)s, %(token)s, %(output)s,
     %(content_type)s)
 
 -- name: begin_steps
--- Each row is fenced by itself, and writes nothing without its saga's row (L2). It is locked by its key in LATERAL …
--- OFFSET 0, an index lookup whatever the plan was made on (G5), and passed over when a rival has locked it: a shared
--- commit waits for no saga. A checkpoint comes before its function, so that a COMMIT inside fails at the guard (L3).
--- A step that has ended is not begun again, even by its owner.
+-- Each row is fenced separately, and writes nothing unless its saga's row matches (L2). That row is locked by key in
+-- LATERAL … OFFSET 0, an index lookup even if it was planned on empty tables (G5). It is passed over when a rival has
+-- locked it: a shared commit waits for no saga. A checkpoint comes before its function, so that a COMMIT inside the
+-- function fails at the guard (L3). A step that has ended is not begun again, even by its owner.
 insert into {schema}.step (key, name, kind, state, has_undo, token, started_at)
 select w.key, w.name, w.kind, w.state, w.has_undo, w.token, clock_timestamp()
 from unnest(%(key)s::bytea[], %(token)s::bigint[], %(worker)s::bigint[], %(phase)s::smallint[], %(name)s::text[],
@@ -137,7 +138,7 @@ where (step.state, excluded.state)
 returning key, name, attempt
 
 -- name: finish_steps
--- Fenced as `begin_steps`. Forward, only what has no end yet; backward, only what is being undone.
+-- Fenced like `begin_steps`. Forward, only steps that have not ended; backward, only steps that are being undone.
 insert into {schema}.step (key, name, kind, state, has_undo, overlapped, position, token, output, content_type,
     started_at, finished_at)
 select w.key, w.name, w.kind, w.state, w.has_undo, w.overlapped, nextval('{schema}.saga_token'), w.token, w.output,
@@ -160,17 +161,17 @@ where case when excluded.state = {UNDONE} then step.state = {UNDO_INTENT} else s
 returning key, name, attempt
 
 -- name: fence
--- Held to COMMIT, so a takeover waits for an open step, or skips it. No row: fenced (L2).
+-- Held until COMMIT, so a takeover waits for an open step, or skips it. No row: fenced (L2).
 select 1 from {schema}.saga
 where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(phase)s for share
 
 -- name: fence_whole
--- As `fence`, for what ends or changes the phase: waits for all open steps.
+-- Like `fence`, for writes that end the saga or change its phase: waits for all open steps.
 select 1 from {schema}.saga
 where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(phase)s for update
 
 -- name: open_intents
--- In a statement after the row lock: with NOT EXISTS in one statement an intent that was committing passed (L7).
+-- A separate statement after the row lock: NOT EXISTS in the same one would miss an intent that was committing (L7).
 select count(*) from {schema}.step where key = %(key)s and state = {INTENT}
 
 -- name: set_undoing
@@ -187,12 +188,12 @@ from undoing as u
 update {schema}.record set state = %(state)s, changed_at = clock_timestamp() where key = %(key)s
 
 -- name: no_scans
--- Sent before `end_sagas`, for the rest of a transaction in which no handler runs: neither UPDATE nor DELETE can find
--- its rows in LATERAL, and planned on empty tables they would read all of them for ever (G5).
+-- Sent before `end_sagas`, for the rest of a transaction in which no handler runs. UPDATE and DELETE cannot find their
+-- rows through LATERAL, and a plan made on empty tables would keep scanning whole tables (G5).
 select set_config('enable_seqscan', 'off', true)
 
 -- name: end_sagas
--- Fenced as `begin_steps`, but FOR UPDATE: a saga with an open step is passed over.
+-- Fenced like `begin_steps`, but FOR UPDATE: a saga with an open step is passed over.
 with fenced as materialized (
     select w.key, w.final
     from unnest(%(key)s::bytea[], %(token)s::bigint[], %(worker)s::bigint[], %(phase)s::smallint[],
@@ -210,7 +211,7 @@ delete from {schema}.saga as s where s.key = any(array(select key from fenced))
 returning s.key, '', s.attempt
 
 -- name: end_saga
--- Of a saga whose row is locked already.
+-- For a saga with its row already locked.
 delete from {schema}.saga where key = %(key)s
 
 -- name: release_saga
@@ -237,7 +238,7 @@ select key, clock_timestamp(), 'parked', (select name from {schema}.worker where
 from parked
 
 -- name: note
--- Of a saga that has not ended. What was noted last is not noted again: a redelivery may ask many times.
+-- Only for a saga that has not ended. A repeat of its last note is not written: there may be many redeliveries.
 insert into {schema}.history (key, at, what, detail)
 select %(key)s, clock_timestamp(), %(what)s::text, %(detail)s::text
 where exists (select from {schema}.saga where key = %(key)s)

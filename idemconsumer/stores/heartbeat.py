@@ -1,8 +1,10 @@
-"""The lease of this process: one row, renewed by a thread, so that a step that hogs the loop keeps its sagas.
+"""The lease of this process: one row, renewed by a thread, so that a step that blocks the loop does not lose its
+sagas.
 
-Lost when the row can no longer be renewed, or when the time before the last good renewal plus the lease is over on
-CLOCK_BOOTTIME, which goes on while the machine is suspended. Then every saga is cancelled and the process registers
-anew: the fence has ended what it held by then, whether it knew or not (L5).
+The lease is lost when the row can no longer be renewed, or when its time is over, counted from just before the last
+successful renewal. The clock is CLOCK_BOOTTIME, which keeps running while the machine is suspended. Then every saga is
+cancelled and the process registers a new lease: by then the fence has ended whatever it held, whether the process knew
+or not (L5).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from idemconsumer.sql.queries import load
 
 log = structlog.get_logger("idemconsumer")
 
-_MARGIN: Final = 0.2  # of the lease: what is cancelled must have ended before others may begin
+_MARGIN: Final = 0.2  # of the lease: cancelled sagas must have ended before other workers may take them
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
@@ -48,7 +50,7 @@ class Heartbeat:
         self._good = _now()
 
     async def start(self, lost: Callable[[], None]) -> None:
-        """Register and begin; `lost` is called in the loop when the lease is. Raises StoreUnavailable."""
+        """Register and start to renew; `lost` is called in the loop when the lease is lost. Raises StoreUnavailable."""
         self._lost = lost
         self._loop = asyncio.get_running_loop()
         try:
@@ -59,14 +61,14 @@ class Heartbeat:
         self._thread.start()
 
     async def stop(self) -> None:
-        """The lease ends at once, for whatever is still held."""
+        """End the lease at once, with whatever is still held."""
         self._stopping.set()
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.to_thread(self._thread.join, 5.0)
 
     async def _tick(self) -> None:
-        """Also watches the deadline, since the thread may hang in a renewal that is not answered."""
+        """Also watches the deadline, since the thread may hang in a renewal that gets no answer."""
         reported: float | None = None  # the renewal after which the loss was reported
         while True:
             self._ticked = _now()
@@ -103,7 +105,7 @@ class Heartbeat:
         _close(connection)
 
     def _connect(self) -> psycopg.Connection[Any]:
-        # No statement may take longer than it takes to notice that the lease is over.
+        # A statement must time out early enough to notice that the lease is over.
         milliseconds = max(200, int(self._lease * 1000 / 3))
         return psycopg.connect(
             **own_session(self._dsn, {"statement_timeout": str(milliseconds)}),
@@ -124,7 +126,7 @@ class Heartbeat:
     def _renew(self, connection: psycopg.Connection[Any]) -> None:
         before = _now()
         if connection.execute(self._queries["renew_worker"], {"worker": self.worker}).fetchone() is None:
-            self._good = before - 2 * self._lease  # the database says that it is over
+            self._good = before - 2 * self._lease  # the database says that the lease is over
         else:
             self._good = before
 

@@ -1,9 +1,10 @@
 """LeaseStore on Postgres: sagas by lease and fence token.
 
 Each write is one transaction that first locks the saga's row (`fence`, FOR SHARE) with its fence token, worker and
-phase; takeover and everything that changes the phase lock it FOR UPDATE. So a zombie finds no row, and a takeover waits
-for, or passes over, what is still being written. The transactions are sealed as the joined ones are. Claims, intents,
-outputs and completions share theirs with those of other sagas (`shared_commits`); a step's function has its own.
+phase; takeover and everything that changes the phase lock it FOR UPDATE. So a former owner finds no row, and a
+takeover waits for a saga that is still being written, or passes it over. The transactions are sealed like the joined
+ones. Claims, intents, outputs and completions share a transaction with those of other sagas (`shared_commits`); the
+function of a `tx` step has its own.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class PostgresLeases:
     # ------------------------------------------------------------------------------------------------- fenced writes
     @asynccontextmanager
     async def _locked(self, saga: LeasedSaga) -> AsyncIterator[PostgresClaims]:
-        """A transaction that begins by locking the saga's row FOR UPDATE. Fenced when it is not ours any more."""
+        """A transaction that begins by locking the saga's row FOR UPDATE. Raises Fenced when it is no longer ours."""
         async with transaction(self._pool, group=1) as claims:
             await claims.begin()
             await _lock(claims, "fence_whole", saga)
@@ -148,7 +149,7 @@ class PostgresLeases:
         await self._commit(saga, write)
 
     async def _commit(self, saga: LeasedSaga, write: Write) -> int:
-        """Together with other sagas' writes, or alone if that did not write it."""
+        """Commit it together with other sagas' writes, or alone if that left it out."""
         answer = await self._shared.write(write)
         if answer is None:
             async with transaction(self._pool, group=1) as claims:
@@ -189,7 +190,7 @@ class PostgresLeases:
     @asynccontextmanager
     async def completion(self, saga: LeasedSaga) -> AsyncIterator[PostgresCompletion]:
         async with self._locked(saga) as claims:
-            # First, so that a COMMIT inside the function meets the guard.
+            # First, so that a COMMIT inside the function fails at the guard.
             await claims.send("set_record", {"key": saga.key, "state": int(State.COMPLETED)})
             yield PostgresCompletion(claims, saga)
 
@@ -230,7 +231,7 @@ class PostgresStep:
 
 
 async def _alone(claims: PostgresClaims, saga: LeasedSaga, write: Write) -> int:
-    """As the first statement of its transaction. Waits for the saga's row if it has to, and raises the reason."""
+    """Write it in a transaction of its own. If it is left out, wait for the saga's row and repeat, or raise why."""
     await claims.begin()
     answer = (await send(claims, [write])).get(write)
     if answer is None:

@@ -1,6 +1,6 @@
-"""Values as they are written into statements that go out as text, several in one round trip.
+"""Literals for statements that are sent as text, several in one round trip.
 
-psycopg's own way to do so takes four to ten times as long.
+psycopg's own literals take four to ten times as long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from idemconsumer.stores.connection import Connection
 
 
 def written(query: bytes, params: Mapping[str, object], connection: Connection) -> bytes:
-    """A statement with its named parameters in it."""
+    """A statement with its named parameters filled in."""
     return query % {name.encode(): literal(value, connection) for name, value in params.items()}
 
 
@@ -34,7 +34,7 @@ def literal(value: object, connection: Connection) -> bytes:
         case list():
             return b"array[%s]" % b",".join([literal(item, connection) for item in value])
         case _:
-            raise TypeError(f"a {type(value).__name__} is not written into statements")
+            raise TypeError(f"a {type(value).__name__} cannot be written into a statement")
 
 
 def bytea_array(values: Sequence[bytes | None]) -> bytes:
@@ -43,5 +43,5 @@ def bytea_array(values: Sequence[bytes | None]) -> bytes:
 
 
 def clean(text: str) -> str:
-    """Text that a text column takes: no NUL, no lone surrogates."""
+    """Text that a text column accepts: no NUL, no lone surrogates."""
     return text.replace("\x00", "�").encode("utf-8", "replace").decode("utf-8")

@@ -1,8 +1,8 @@
 """Brings the schema up to date: numbered SQL files, each in one transaction, remembered with a checksum.
 
-Any number of workers may do it at once. Each migration takes one advisory lock for its transaction and looks
-again under it at what has been applied, so a second runner finds the work done. The lock belongs to the
-transaction, not to the session: it survives no crash and works behind a pooler.
+Any number of workers may do it at once. Each migration takes one advisory lock for its transaction and, holding
+it, checks again what has been applied, so a second runner finds the work done. The lock belongs to the
+transaction, not to the session: it does not outlive a crash, and it works behind a pooler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CONNECT_SECONDS = 10
 _LOCK = "select pg_advisory_xact_lock(hashtextextended('idemconsumer.migration.' || %s, 0))"
 _HAS_SCHEMA = "select to_regnamespace(quote_ident(%s)) is not null"
 _HAS_TABLE = "select to_regclass(quote_ident(%s) || '.migration') is not null"
-# Looked up first: CREATE SCHEMA IF NOT EXISTS asks for the right to create one, even when it is there.
+# Checked first: CREATE SCHEMA IF NOT EXISTS needs the right to create a schema even when it exists.
 _SCHEMA = "create schema {schema};"
 _TABLE = """create table {schema}.migration (
     version     integer primary key,
@@ -59,9 +59,9 @@ class Migration:
 
 
 def migrate(dsn: str, schema: str) -> list[Migration]:
-    """Apply what is pending and return it; empty when there was nothing to do, or others did it meanwhile.
+    """Apply the pending migrations and return them; empty when there were none, or others applied them meanwhile.
 
-    Each migration is committed by itself, so a failing one leaves those before it and nothing of its own.
+    Each migration is committed separately: if one fails, those before it stay and its own changes do not.
     Raises ConfigurationError when an applied file has changed since or the schema's name cannot be used,
     StoreUnavailable when the database cannot be reached, psycopg.Error when a statement fails.
     """
@@ -84,7 +84,7 @@ def status(dsn: str, schema: str) -> list[Migration]:
 
 
 def script(migrations: Sequence[Migration], schema: str) -> str:
-    """The SQL of these migrations for a person to run, schema filled in, noting itself as applied."""
+    """The SQL of these migrations for a person to run, with the schema filled in; it records itself as applied."""
     check_schema(schema)
     parts = []
     for migration in migrations:
@@ -113,9 +113,9 @@ def files() -> tuple[Migration, ...]:
 
 
 def connect(dsn: str) -> psycopg.Connection:
-    """A connection for an administrator's errand: autocommit, nothing prepared.
+    """A connection for administration: autocommit, no prepared statements.
 
-    Raises StoreUnavailable, or ConfigurationError for what is no address.
+    Raises StoreUnavailable, or ConfigurationError for an invalid address.
     """
     check_dsn(dsn)
     try:
@@ -167,7 +167,7 @@ def _applied(connection: psycopg.Connection, schema: str) -> _Applied:
 
 
 def _compare(wanted: Sequence[Migration], applied: _Applied, schema: str) -> list[Migration]:
-    """Pair files with what the database says. A newer database is fine: old workers run beside new ones."""
+    """Pair files with what the database has applied. A newer database is fine: old workers run beside new ones."""
     result = []
     for each in wanted:
         checksum, applied_at = applied.get(each.version, (each.checksum, None))

@@ -1,10 +1,10 @@
-"""Statements that handlers run again and again, with less work around each.
+"""Statements that handlers run repeatedly, with less overhead.
 
-psycopg's cursor converts a statement anew for each run, chooses how rows are made and keeps the result: as much work as
-the exchange with the server, and a third of what a message costs a worker. Here a statement that psycopg has prepared,
-and that returns no rows, is sent by its name, with parameters as psycopg's conversion for its first run makes them.
-psycopg is asked for the names each time, since a rollback of its own drops them all (J12). For that this file alone
-reads psycopg's private attributes.
+For each run, psycopg's cursor converts the statement again, chooses how rows are made and keeps the result. That is as
+much work as the exchange with the server, and a third of a worker's cost per message. Here a statement that psycopg has
+prepared, and that returns no rows, is sent by its name, with parameters converted as in its first run. The name is
+looked up in psycopg each time, since psycopg drops all names after a rollback (J12). For that, this file alone reads
+psycopg's private attributes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from psycopg.pq.abc import PGresult
 
 Params: TypeAlias = Sequence[Any] | Mapping[str, Any]
 
-_MOST: Final = 100  # texts that a connection remembers
+_MOST: Final = 100  # statements remembered per connection
 
 
 class PreparedStatements:
-    """Those of one connection."""
+    """The prepared statements of one connection."""
 
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
         self._connection = connection
-        self._converted: dict[str, Any] = {}  # the last one used comes last
+        self._converted: dict[str, Any] = {}  # the most recently used comes last
 
     def forget(self) -> None:
-        """Types may be registered on the connection now, which a conversion made before does not know."""
+        """Types may now be registered on the connection, and conversions made earlier would not know them."""
         self._converted.clear()
 
     async def run(self, query: object, params: Params | None) -> int | None:
-        """How many rows it wrote; None where a cursor has to run it."""
+        """The number of rows written; None if a cursor has to run it."""
         if type(query) is not str or query not in self._converted or not params:
             return None
         connection = self._connection
@@ -49,16 +49,16 @@ class PreparedStatements:
             ready, name = connection._prepared.get(converted)
             if ready is not Prepare.YES:
                 return None
-            connection._prepared.maybe_add_to_cache(converted, ready, name)  # used now, so not the next to be dropped
+            connection._prepared.maybe_add_to_cache(converted, ready, name)  # keeps it from being evicted next
             result = await connection.wait(self._sent(name, converted))
         return -1 if result.command_tuples is None else result.command_tuples
 
     def learn(self, cursor: psycopg.AsyncCursor[Any], query: object, params: Params | None) -> None:
-        """A cursor has run it, so that `run` may do so the next time."""
+        """Remember a statement that a cursor has run, so that `run` can send it the next time."""
         result, converted = cursor.pgresult, cursor._query
         if type(query) is not str or not params or converted is None:
             return
-        if result is None or result.status != ExecStatus.COMMAND_OK:  # none: in a pipeline it is not known yet
+        if result is None or result.status != ExecStatus.COMMAND_OK:  # None: in a pipeline it is not known yet
             return
         if len(self._converted) >= _MOST:
             del self._converted[next(iter(self._converted))]

@@ -1,10 +1,10 @@
-"""Group commit for sagas: what has piled up while one shared commit was under way goes into the next one (L9).
+"""Group commit for sagas: writes that arrive during one shared commit go into the next one (L9).
 
 Most of a saga's commits are small and ready at once: claims, intents, outputs, completions. One transaction at a time
-takes those of all sagas of the process, by one set-based statement a kind; each row is fenced by itself. Nothing waits
-for a group to fill: a write that comes alone is committed alone, at once. Whatever a shared transaction has not
-written for a row, for any reason, its caller does again in a transaction of its own, which waits for what it has to
-wait for and raises the reason. So one saga's trouble is never another's.
+takes those of all sagas of the process, with one set-based statement per kind; each row is fenced separately. No write
+waits for a group to fill: one that arrives alone is committed alone, at once. If a shared transaction leaves a write
+out, for any reason, its caller repeats the write in a transaction of its own, which waits for locks where it must and
+raises the reason. So one saga's failure never affects another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BEGIN_STEPS: Final = "begin_steps"
 FINISH_STEPS: Final = "finish_steps"
 END_SAGAS: Final = "end_sagas"
 
-_MOST_WRITES: Final = 128  # as the keys of a joined group (G4)
+_MOST_WRITES: Final = 128  # the same as the keys of a joined group (G4)
 _MOST_BYTES: Final = 4 << 20  # of bodies and outputs: a statement is built in memory on both sides
 
 # The result of a write: the saga's fence token or the step's attempt; what a claim found instead; None: not written.
@@ -51,7 +51,7 @@ class Write:
 
     @property
     def identity(self) -> tuple[bytes, str]:
-        """The saga's key and the step's name, empty for what is about the whole saga."""
+        """The saga's key and the step's name, empty for a write about the whole saga."""
         return self.row["key"], self.row.get("name", "")
 
     @property
@@ -60,7 +60,7 @@ class Write:
 
 
 async def send(claims: PostgresClaims, writes: Sequence[Write]) -> dict[Write, int]:
-    """Run one statement for all of `writes`, which are of its kind. What its fence did not let pass is left out."""
+    """Run one statement for all of `writes`, which are of one kind. Leaves out those that the fence stopped."""
     name, row = writes[0].statement, writes[0].row
     if len(writes) == 1:
         rows = await claims.send(f"{name}:one", dict(row))
@@ -87,11 +87,11 @@ class SharedCommits:
         self._running: asyncio.Task[None] | None = None
 
     async def write(self, write: Write) -> Answer:
-        """Commit `write` together with whatever else is waiting; returns when it is known.
+        """Commit `write` together with whatever else is waiting; returns once the outcome is known.
 
-        None: it was not written, and is to be done alone. Raises StoreUnavailable when nothing was written, and
-        CommitUnknown when the answer of the COMMIT that it was in was lost. Cancelled while it waits for its turn it
-        is withdrawn; cancelled later it ends first, as every commit does (J4).
+        None: it was not written, and must be done alone. Raises StoreUnavailable when nothing was written, and
+        CommitUnknown when the answer to its COMMIT was lost. If cancelled while it waits for its turn, the write is
+        withdrawn; if cancelled later, it finishes first, as every commit does (J4).
         """
         queued = _Queued(write)
         self._queue.append(queued)
@@ -137,7 +137,7 @@ class SharedCommits:
             _answer(group, answers)
 
     async def _commit(self, writes: Sequence[Write]) -> dict[Write, Answer | CommitUnknown]:
-        """One transaction. A group's short lock_timeout bounds what one row can cost the others, however few."""
+        """One transaction, always with a group's short lock_timeout, so that no row delays the others for long."""
         async with transaction(self._pool, group=max(2, len(writes))) as claims:
             found = await self._claim(claims, [write for write in writes if write.claim is not None])
             claimed = [write for write in writes if found.get(write, Mark.CLAIMED) is Mark.CLAIMED]
@@ -162,11 +162,11 @@ class SharedCommits:
 
 
 def _next_group(queue: Iterable[_Queued]) -> list[_Queued]:
-    """The next writes that may share a transaction, in the order of their arrival.
+    """The next writes that may share a transaction, in order of arrival.
 
-    Steps of one saga may go together if they are different ones. What is about the whole saga, its claim or its end,
-    goes alone of its saga: no run asks for its end while a step of it waits, and if one ever did, the end would have
-    to find what the step has done.
+    Different steps of one saga may go together. A write about the whole saga, its claim or its end, is the only one of
+    its saga in the group: no run ends a saga while one of its steps waits, and if one ever did, the end would have to
+    see what the step had written.
     """
     group: list[_Queued] = []
     names: dict[bytes, set[str]] = {}
@@ -196,5 +196,5 @@ def _answer(group: Iterable[_Queued], answers: Mapping[Write, Answer | CommitUnk
 
 
 def _fail(group: Iterable[_Queued], kind: type[StoreUnavailable | CommitUnknown], text: str) -> None:
-    for queued in group:  # an exception of its own for each, since each is raised in another task
+    for queued in group:  # a separate exception for each, since each is raised in a different task
         queued.answer.set_exception(kind(text))

@@ -1,4 +1,4 @@
-"""The driver's errors as ours (B5): by the connection's state first, since a dead one says nothing reliable."""
+"""The driver's errors as ours (B5). The connection's state comes first: a dead one's errors are unreliable."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _GUARD: Final = ("IC001", NOT_DURABLE)
 _IDLE_TOO_LONG: Final = "25P03"
 _OUT_OF_LOCKS: Final = "53200"
 _CONTENTION: Final = {"40001", "40P01", "55P03", _OUT_OF_LOCKS}
-# Of any statement: the disk is full, or broken. More would take a handler's own mistakes for an outage, for ever.
+# On any statement: the disk is full, or broken. With more, a handler's own mistakes would count as an outage.
 _SERVER_TROUBLE: Final = ("53100", "58030")
-# Of our own statements also: too much in use, cancelled, read-only or in recovery after a failover, broken.
+# On our own statements also: resources exhausted, cancelled, read-only or in recovery after a failover, broken.
 _OUR_TROUBLE: Final = ("53", "57", "58", "0A000", "25006")
 
 
 def translate(connection: Connection, error: psycopg.Error, *, ours: bool = False) -> Exception:
-    """`ours`: it came from a statement of the engine, for which no message can be blamed."""
+    """`ours`: the error came from a statement of the engine, so no message is to blame."""
     if connection.closed:
         return StoreUnavailable(f"the connection to the database broke: {error_text(error)}")
     state = error.sqlstate or ""
@@ -36,7 +36,7 @@ def translate(connection: Connection, error: psycopg.Error, *, ours: bool = Fals
 
 
 def broken_under_handler(error: Exception) -> StoreUnavailable:
-    """What ended the connection on which a handler ran. Its own text is left out, since this one is logged."""
+    """The error for a connection that broke under a handler. The driver's text is left out, since this is logged."""
     drivers = (each for each in (error, error.__cause__) if isinstance(each, psycopg.Error))
     kind = TransactionEnded if _IDLE_TOO_LONG in [each.sqlstate for each in drivers] else StoreUnavailable
     return kind(f"the connection broke while the handler ran ({type(error).__name__})")

@@ -65,7 +65,7 @@ class PostgresRows:
 
 
 class NoRows:
-    """What a statement leaves that returns none."""
+    """The result of a statement that returns no rows."""
 
     __slots__ = ("rowcount",)
 
@@ -83,7 +83,7 @@ class NoRows:
 
 
 class PostgresTx:
-    """The claim's transaction for one handler; refuses to be used once that handler has returned."""
+    """The claim's transaction for one handler; refuses use once that handler has returned."""
 
     __slots__ = ("_connection",)
 
@@ -93,7 +93,7 @@ class PostgresTx:
     def end(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.row_factory = tuple_row  # a handler sets it for itself alone
+            connection.row_factory = tuple_row  # a handler's setting must not outlive it
 
     @property
     def connection(self) -> Connection:

@@ -53,12 +53,12 @@ async def waits_too_long(saga: Saga) -> None:
 WRONG: dict[str, tuple[Callable[[Any], Awaitable[object]], str]] = {
     "an argument too many": (
         lambda saga: saga.tx("s", ok, 1, 2),
-        "step 's': TypeError: ok() takes 1 positional argument but 3 were given; it is called with tx, and then",
+        "step 's': TypeError: ok() takes 1 positional argument but 3 were given; it is called with tx, then",
     ),
     "no function": (lambda saga: saga.call("s", 42), "step 's': TypeError: 'int' object is not callable; it is called"),
     "no such resource": (
         lambda saga: saga.call("s", pays_by),
-        "argument: 'remote'; it is called with step, and then with the arguments of the step, and by name with the "
+        "argument: 'remote'; it is called with step, then with the step's arguments, and by name with the "
         "app's resources (@app.resource)",
     ),
     "not async": (lambda saga: saga.tx("s", plain), "step 's': TypeError: plain is not async, it returned int; write"),
@@ -122,4 +122,4 @@ async def test_an_undo_that_cannot_be_called_says_with_what_it_is(bench: Bench, 
     await one.deliver(saga(book))
     ((error,),) = bench.run("select error from idemconsumer.saga")
     assert "undo of 'a': TypeError: " in error
-    assert "it is called with step and the step's output, and then with the arguments of the step" in error
+    assert "it is called with step and the step's output, then with the step's arguments" in error

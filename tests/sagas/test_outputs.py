@@ -218,7 +218,7 @@ async def test_what_could_not_be_read_again_fails_the_step_that_returned_it(
     ((error,),) = bench.run("select error from idemconsumer.saga")
     assert "SagaMisused: step 'a': it returned a " in error
     assert why in error
-    assert "let its return annotation say what it returns" in error
+    assert "correct its return annotation" in error
 
 
 async def test_a_transaction_whose_output_could_not_be_read_again_has_no_effect(bench: Bench, one: Station) -> None:
