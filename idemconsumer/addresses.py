@@ -16,7 +16,7 @@ _ENCODED: Final = "with @ : / ? # in a user or password percent-encoded, as %40 
 
 
 def read_url(text: str, setting: str, schemes: Collection[str], example: str) -> SplitResult:
-    """The parts of a URL. ConfigurationError, naming the setting and quoting nothing, for what is none.
+    """The parts of a URL. ConfigurationError, naming the setting and quoting nothing, for a text that is not one.
 
     An unencoded / ? or # ends the authority, so that a part of a password is taken for the port or the path. An @
     behind it is the sign of that.
@@ -40,16 +40,16 @@ def read_hosts(text: str, setting: str, instead: str) -> list[str]:
 
 
 def check_dsn(dsn: str, label: str = "the database's address") -> None:
-    """Raise ConfigurationError for what is no address of a database.
+    """Raise ConfigurationError for a text that is not the address of a database.
 
-    Nothing of it is quoted, and nothing that the driver says of it: it may hold a password.
+    Neither the text nor the driver's message about it is quoted: both may hold a password.
     """
     instead = f"write postgresql://user:password@host:5432/database, {_ENCODED}"
     try:
         parts = conninfo_to_dict(dsn)
     except psycopg.Error:
         raise ConfigurationError(f"{label} cannot be read; {instead}") from None
-    # What libpq takes for host, port and database of a password with such characters, and would quote when it cannot
+    # libpq takes part of a password with such characters for host, port or database, and would quote it when it cannot
     # connect.
     ports = str(parts.get("port") or "").split(",")
     path = dsn.partition("://")[2].partition("?")[0].partition("/")[2]
