@@ -39,7 +39,7 @@ def read_hosts(text: str, setting: str, instead: str) -> list[str]:
     return hosts
 
 
-def check_dsn(dsn: str, label: str = "the database's address") -> None:
+def check_dsn(dsn: str, label: str = "the database address") -> None:
     """Raise ConfigurationError for a text that is not the address of a database.
 
     Neither the text nor the driver's message about it is quoted: both may hold a password.
@@ -48,7 +48,7 @@ def check_dsn(dsn: str, label: str = "the database's address") -> None:
     try:
         parts = conninfo_to_dict(dsn)
     except psycopg.Error:
-        raise ConfigurationError(f"{label} cannot be read; {instead}") from None
+        raise ConfigurationError(f"{label} cannot be parsed; {instead}") from None
     # libpq takes part of a password with such characters for host, port or database, and would quote it when it cannot
     # connect.
     ports = str(parts.get("port") or "").split(",")
