@@ -19,7 +19,8 @@ async def call_user_code(run: Awaitable[T], limit: TimeLimit) -> T:
     """Await a user's function within `limit`. A late result is returned too: `limit.check` finds it (J14).
 
     Raises what the function raises, except:
-    * CancelledError if this task was cancelled from outside, whatever the function did with that (J13);
+    * CancelledError if this task was cancelled from outside, also if the function made another error of that (J13);
+      what swallows the cancellation and returns has returned;
     * the limit's TimeoutError if it was cut off: how far it got is not known then;
     * SelfCancelled for a CancelledError of its own making.
     """

@@ -14,12 +14,13 @@ class TimeLimit:
     `lease` is for what runs inside a transaction of a saga: the server ends one that has been idle for that long (L5).
     """
 
-    __slots__ = ("_end", "_error", "_lease", "_timeout", "cut_off", "seconds")
+    __slots__ = ("_alone", "_end", "_error", "_lease", "_timeout", "cut_off", "seconds")
 
-    def __init__(self, timeout: float, lease: float = math.inf) -> None:
+    def __init__(self, timeout: float, lease: float | None = None) -> None:
         self._timeout = timeout
-        self._lease = lease
-        self.seconds = min(timeout, lease)
+        self._alone = lease is not None
+        self._lease = math.inf if lease is None else lease
+        self.seconds = min(timeout, self._lease)
         self.cut_off = False  # by the loop's timer, which may be a moment ahead of our clock
         self._end = time.monotonic() + self.seconds  # uvloop's own clock stands still while a function computes
         self._error: TimeoutError | None = None
@@ -50,6 +51,10 @@ class TimeLimit:
         return error is self._error
 
     def blame(self, error: Exception) -> Exception:
-        """A transaction lost because the function took too long is the function's failure, not an outage."""
-        idle = isinstance(error, TransactionEnded) or (isinstance(error, StoreUnavailable) and self.over)
-        return self.exceeded() if idle else error
+        """A transaction that is gone because the function took too long is the function's failure, and no outage.
+
+        A saga's function has its transaction to itself, so it let it idle. In a group a neighbour may have done so:
+        there a function is blamed only for its own time (G14).
+        """
+        idle = isinstance(error, TransactionEnded) and self._alone
+        return self.exceeded() if idle or (isinstance(error, StoreUnavailable) and self.over) else error
