@@ -66,22 +66,31 @@ class Endings:
                 return Outcome(OutcomeKind.BUSY, attempt=work.attempt)
 
     def would_end(self, work: Work, error: Exception) -> bool:
-        """Whether this failure ends the message: refused, or the last of its attempts."""
+        """Whether this failure, not counted yet, ends the message: refused, or the last of its attempts."""
+        refused = isinstance(error, (Reject, *work.handler.options.fail_on))
+        return refused or self._exhausted(work, error, work.attempts + 1)
+
+    def ends(self, work: Work, error: Exception) -> bool:
+        """As `would_end`, of a failure that was counted. Others may have counted attempts that this process missed."""
+        return self._exhausted(work, error, work.attempts)
+
+    def _exhausted(self, work: Work, error: Exception, attempts: int) -> bool:
         options = work.handler.options
-        if isinstance(error, (Reject, *options.fail_on)):
-            return True
-        again, attempts = retryable(error, options.retry_on), work.attempts + 1
+        again = retryable(error, options.retry_on)
         return after_failure(retryable=again, attempts=attempts, max_attempts=options.max_attempts) is Failure.DEAD
 
-    async def failed(self, work: Work, error: Exception, behind: FailedBehind | None = None) -> Outcome:
-        """Count the failure (B1), unless that was done with the group before it, and decide between another attempt, a
-        rejection and a dead letter."""
-        options = work.handler.options
-        if isinstance(error, (Reject, *options.fail_on)):
+    async def failed(self, work: Work, error: Exception) -> Outcome:
+        """Count the failure (B1), and decide between another attempt, a rejection and a dead letter."""
+        if isinstance(error, (Reject, *work.handler.options.fail_on)):
             try:
                 return await self._reject(work, error)
             except TypeError as unencodable:
                 error = unencodable
+        await self.count(work, error)
+        return await self.conclude(work, error)
+
+    async def count(self, work: Work, error: Exception, behind: FailedBehind | None = None) -> None:
+        """Count the failure (B1), unless that was done with the group before it."""
         text = describe(error)
         if behind is not None and behind.attempts:
             work.failed(behind.attempts)
@@ -90,7 +99,6 @@ class Endings:
         else:
             work.failed(await self._store.count_attempt(work.claim, text))
         self._at(Point.ATTEMPT_COUNTED, work.handler.name, (work.key,))
-        again = retryable(error, options.retry_on)
         log.warning(
             "handler failed",
             handler=work.handler.name,
@@ -99,9 +107,13 @@ class Endings:
             error=type(error).__name__,
             where=where(error),
         )
-        next_step = after_failure(retryable=again, attempts=work.attempts, max_attempts=options.max_attempts)
-        if next_step is Failure.DEAD:
-            return await self.bury(work, "attempts_exhausted" if again else "not_retryable", text)
+
+    async def conclude(self, work: Work, error: Exception) -> Outcome:
+        """What follows from a failure that was counted."""
+        options = work.handler.options
+        if self.ends(work, error):
+            reason = "attempts_exhausted" if retryable(error, options.retry_on) else "not_retryable"
+            return await self.bury(work, reason, describe(error))
         due = options.backoff.delay(work.attempts, self._chance())
         if isinstance(error, Retry) and error.after is not None:
             due = retry_delay(error.after, work.handler.name)

@@ -276,12 +276,16 @@ class Engine:
         outcomes = await self._run_group(group[:index], defer=defer, behind=behind)
         if len(outcomes) < index or _stops(outcomes):
             return outcomes
-        if final:  # G7: it may have been decided by what was rolled back, or by what a neighbour did to the transaction
-            (again,) = await self._run_group([failed], defer=defer)
-            return outcomes if again.kind is OutcomeKind.BUSY and not defer else [*outcomes, again]
-        if behind is not None and behind.in_doubt:
-            behind.counted = all(outcome.kind is OutcomeKind.DUPLICATE for outcome in outcomes)
-        return [*outcomes, await self._fail(failed, error, behind)]
+        if not final:
+            if behind is not None and behind.in_doubt:
+                behind.counted = all(outcome.kind is OutcomeKind.DUPLICATE for outcome in outcomes)
+            self._sizes.failed(failed.handler)
+            await self.endings.count(failed, error, behind)
+            if not self.endings.ends(failed, error):
+                return [*outcomes, await self.endings.conclude(failed, error)]
+        # G7: it may have been decided by what was rolled back, or by what a neighbour did to the transaction.
+        (again,) = await self._run_group([failed], defer=defer)
+        return outcomes if again.kind is OutcomeKind.BUSY and not defer else [*outcomes, again]
 
     async def _in_parts(self, group: Sequence[Work], size: int, *, defer: bool) -> list[Outcome]:
         """Run groups of `size` one after another, up to one that is not decided whole."""
@@ -293,9 +297,9 @@ class Engine:
         return outcomes
 
     # ------------------------------------------------------------------------------------------------ busy, suspects
-    async def _fail(self, work: Work, error: Exception, behind: FailedBehind | None = None) -> Outcome:
+    async def _fail(self, work: Work, error: Exception) -> Outcome:
         self._sizes.failed(work.handler)
-        return await self.endings.failed(work, error, behind)
+        return await self.endings.failed(work, error)
 
     async def _wait(self, head: Work) -> Outcome:
         """J5: claim again and again until the rival ends or `wait` is over; no connection is held in between."""

@@ -385,6 +385,24 @@ async def test_what_a_neighbour_did_to_the_transaction_ends_no_message(
     assert (ledger.letters, ledger.run("select number from seat")) == ([], [(1,)])
 
 
+async def test_an_attempt_that_others_counted_does_not_end_a_message_beside_a_neighbour(
+    ledger: Ledger, engine: Engine, store: PostgresStore
+) -> None:
+    """This process does not know of it, and learns of it only when it counts the failure beside `a`."""
+    ledger.run("create table if not exists seat (number int primary key)")
+    ledger.run("truncate seat")
+
+    @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=2)
+    async def take(order: dict[str, Any], tx: Tx) -> None:
+        hidden = "create temp table seat (number text check (number = 'none')) on commit drop"
+        await tx.execute(hidden if order["id"] == "a" else "insert into seat values (1)")
+
+    group = works(take, "a", "b")
+    await store.count_attempt(group[1].claim, "of another worker")
+    assert kinds(await engine.run(group)) == ["applied", "applied"]
+    assert (ledger.letters, ledger.run("select number from seat")) == ([], [(1,)])
+
+
 async def test_no_message_ends_by_a_row_of_a_neighbour_that_is_rejected_itself(ledger: Ledger, engine: Engine) -> None:
     """`c` fails on the row of `b`, which is rejected in its rerun: the row is gone, and so is the reason."""
     ledger.run("create table if not exists seat (number int primary key)")
