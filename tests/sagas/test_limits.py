@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown
-from idemconsumer.errors import StoreUnavailable
+from idemconsumer.errors import StoreUnavailable, TransactionEnded
 from idemconsumer.user_code.call import call_user_code
 from idemconsumer.user_code.time_limit import TimeLimit
 from tests.support.sagas import Bench, OpenStation, Remote, Station, hog, lost, put, saga
@@ -191,3 +191,13 @@ async def test_what_was_cut_off_and_swallows_it_is_late_whatever_our_clock_says(
     await call_user_code(swallows(), limit)
     with pytest.raises(TimeoutError, match=r"did not end within 0\.2 s"):
         limit.check()
+
+
+def test_only_a_function_that_had_its_transaction_to_itself_is_blamed_for_idling() -> None:
+    """In a group a neighbour may have let it idle (G14)."""
+    ended = TransactionEnded("the server has ended it")
+    assert isinstance(TimeLimit(30.0, LEASE).blame(ended), TimeoutError)
+    assert TimeLimit(30.0).blame(ended) is ended
+    late = TimeLimit(30.0)
+    late.cut_off = True
+    assert isinstance(late.blame(ended), TimeoutError)
