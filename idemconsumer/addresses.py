@@ -54,7 +54,7 @@ def check_dsn(dsn: str, label: str = "the database address") -> None:
     ports = str(parts.get("port") or "").split(",")
     path = dsn.partition("://")[2].partition("?")[0].partition("/")[2]
     if "@" in str(parts.get("host") or "") or not all(port.isdecimal() or not port for port in ports) or "@" in path:
-        raise ConfigurationError(f"{label} has a host, port or database that cannot be one; {instead}")
+        raise ConfigurationError(f"{label} has an invalid host, port or database; {instead}")
 
 
 def is_local(host: str | None) -> bool:
