@@ -5,13 +5,15 @@ VENV := .venv
 BENCH_VENV := .venv-bench
 BIN := $(VENV)/bin
 ARGS ?=
+# Else every worker that a test starts compiles each module that it imports, which takes a second.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The plain python3 if it is new enough, else the newest that has a name of its own.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 UV := $(shell uv --version >/dev/null 2>&1 && command -v uv)
 ifneq ($(UV),)
-INSTALL = $(UV) pip install --quiet --python $(BIN)/python
+INSTALL = $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python
 else
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
@@ -25,10 +27,10 @@ demo: $(VENV)/.demo ## duplicates and killed workers, each payment applied once;
 	@$(BIN)/idemconsumer demo $(ARGS)
 
 test: $(VENV)/.dev ## the tests, on real servers; ARGS="tests/test_embedded.py -x" narrows them
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-long: $(VENV)/.dev ## the longest storms, which `make test` has in a short version; about five minutes
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m long $(ARGS)
+test-long: $(VENV)/.dev ## the longest storms, which `make test` has in a short version; about fifteen minutes
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long $(ARGS)
 
 check: $(VENV)/.dev ## style, types and import layers
 	@$(BIN)/ruff check .
@@ -76,7 +78,7 @@ $(BENCH_VENV)/bin/python: | $(BIN)/python
 
 $(BENCH_VENV)/.bench: pyproject.toml | $(BENCH_VENV)/bin/python
 ifneq ($(UV),)
-	@$(UV) pip install --quiet --python $(BENCH_VENV)/bin/python -e '.[bench]'
+	@$(UV) pip install --quiet --compile-bytecode --python $(BENCH_VENV)/bin/python -e '.[bench]'
 else
 	@$(BIN)/python -m pip --python $(BENCH_VENV)/bin/python install --quiet --disable-pip-version-check -e '.[bench]'
 endif

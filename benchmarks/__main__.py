@@ -16,7 +16,18 @@ from pathlib import Path
 import click
 import msgspec
 
-from benchmarks import end_to_end, latency, long_runs, report, sagas, store_path, workloads
+from benchmarks import (
+    distance,
+    end_to_end,
+    latency,
+    long_runs,
+    long_sagas,
+    neighbours,
+    report,
+    sagas,
+    store_path,
+    workloads,
+)
 from benchmarks._child import ROOT
 from benchmarks._measure import Result
 from benchmarks._stage import Stage
@@ -26,6 +37,7 @@ Part = Callable[[Stage], Awaitable[Result]]
 # With about how many minutes each takes on two idle cores.
 PARTS: dict[str, tuple[Part, float]] = {
     "store_path": (store_path.store_path, 6),
+    "distance": (distance.distance, 8),
     "hot_rows": (workloads.hot_rows, 10),
     "failures": (workloads.failures, 3),
     "latency": (latency.latency, 2),
@@ -33,13 +45,27 @@ PARTS: dict[str, tuple[Part, float]] = {
     "rabbitmq": (end_to_end.rabbitmq, 9),
     "postgres_queue": (end_to_end.postgres_queue, 5),
     "sqs": (end_to_end.sqs, 4),
+    "fairness": (neighbours.fairness, 5),
+    "take_over": (neighbours.take_over, 4),
     "sagas": (sagas.sagas, 4),
+    "long_sagas": (long_sagas.long_sagas, 4),
     "million": (long_runs.million, 3),
     "records": (long_runs.records, 15),
 }
 QUICK = ["store_path", "kafka", "sagas"]
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ["psycopg", "uvloop", "aiokafka", "aio-pika", "aiobotocore", "faststream", "confluent-kafka", "dbos"]
+PACKAGES = [
+    "psycopg",
+    "uvloop",
+    "aiokafka",
+    "aio-pika",
+    "aiobotocore",
+    "faststream",
+    "confluent-kafka",
+    "dbos",
+    "pgqueuer",
+    "procrastinate",
+]
 
 
 def machine() -> str:

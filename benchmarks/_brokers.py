@@ -21,8 +21,8 @@ from benchmarks._stage import PARTITIONS, Stage
 class Filling(Protocol):
     """What all of them can do."""
 
-    async def fill(self, dsn: str, count: int) -> dict[str, str]:
-        """Put `count` messages there and return the environment of a consumer that finds them."""
+    async def fill(self, dsn: str, count: int, name: str = "payments") -> dict[str, str]:
+        """Put `count` messages under this name and return the environment of a consumer that finds them."""
         ...
 
     async def settled(self) -> bool:
@@ -43,11 +43,13 @@ class KafkaTopic(Filling):
 
     def __init__(self, stage: Stage) -> None:
         self._address = stage.kafka
-        self._topics: dict[int, str] = {}
+        self._topics: set[str] = set()
 
-    async def fill(self, dsn: str, count: int) -> dict[str, str]:
-        topic = self._topics.get(count) or await self._produce(count)
-        self._topics[count] = topic
+    async def fill(self, dsn: str, count: int, name: str = "payments") -> dict[str, str]:
+        topic = f"{name}-{count}"
+        if topic not in self._topics:
+            await self._produce(topic, count)
+            self._topics.add(topic)
         return {
             "BENCH_SOURCE": f"kafka:{topic}",
             "BENCH_ADDRESS": self._address,
@@ -55,8 +57,7 @@ class KafkaTopic(Filling):
             "IDEMCONSUMER_KAFKA": self._address,
         }
 
-    async def _produce(self, count: int) -> str:
-        topic = f"payments-{count}"
+    async def _produce(self, topic: str, count: int) -> None:
         admin = AIOKafkaAdminClient(bootstrap_servers=self._address)
         await admin.start()
         await admin.create_topics([NewTopic(topic, PARTITIONS, 1)])
@@ -66,7 +67,6 @@ class KafkaTopic(Filling):
         for number, body in enumerate(bodies(count)):
             await producer.send(topic, body, key=b"p%d" % number, partition=number % PARTITIONS)
         await producer.stop()  # flushes
-        return topic
 
 
 class RabbitQueue(Filling):
@@ -75,8 +75,8 @@ class RabbitQueue(Filling):
     def __init__(self, stage: Stage) -> None:
         self._address = stage.rabbitmq
 
-    async def fill(self, dsn: str, count: int) -> dict[str, str]:
-        name = f"payments-{secrets.token_hex(4)}"
+    async def fill(self, dsn: str, count: int, name: str = "payments") -> dict[str, str]:
+        name = f"{name}-{secrets.token_hex(4)}"
         async with await aio_pika.connect(self._address) as connection:
             channel = await connection.channel(publisher_confirms=True)
             await channel.declare_queue(name, durable=True)
@@ -94,16 +94,47 @@ class RabbitQueue(Filling):
 class PostgresQueue(Filling):
     """Ours is `postgres:payments`; by hand it is the table `job`."""
 
-    async def fill(self, dsn: str, count: int) -> dict[str, str]:
+    async def fill(self, dsn: str, count: int, name: str = "payments") -> dict[str, str]:
         body = """convert_to('{"id": "p' || n || '", "amount": ' || n % 1000 || '}', 'UTF8')"""
         async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
             await connection.execute(
-                f"insert into idemconsumer.queue (name, body) select 'payments', {body}"
+                f"insert into idemconsumer.queue (name, body) select '{name}', {body}"
                 f" from generate_series(1, {count}) n"
             )
             await connection.execute(f"insert into job (body) select {body} from generate_series(1, {count}) n")
             await connection.execute("vacuum analyze idemconsumer.queue, job")
-        return {"BENCH_SOURCE": "postgres:payments", "BENCH_GROUP": "bench"}
+        return {"BENCH_SOURCE": f"postgres:{name}", "BENCH_GROUP": "bench", "IDEMCONSUMER_DSN": dsn}
+
+
+class PgQueuerJobs(Filling):
+    """PgQueuer's own tables, in the database of the run."""
+
+    async def fill(self, dsn: str, count: int, name: str = "payments") -> dict[str, str]:
+        from pgqueuer.db import PsycopgDriver  # the tests have no rivals
+        from pgqueuer.queries import Queries
+
+        async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+            queries = Queries(PsycopgDriver(connection))
+            await queries.install()
+            for part in slices(bodies(count), 1_000):
+                await queries.enqueue([name] * len(part), list(part), [0] * len(part))
+            await connection.execute("vacuum analyze")
+        return {}
+
+
+class ProcrastinateJobs(Filling):
+    """procrastinate's own tables, in the database of the run."""
+
+    async def fill(self, dsn: str, count: int, name: str = "payments") -> dict[str, str]:
+        from procrastinate import App, PsycopgConnector
+
+        app = App(connector=PsycopgConnector(conninfo=dsn))
+        async with app.open_async():
+            await app.schema_manager.apply_schema_async()
+            task = app.configure_task("pay", queue=name)
+            for part in slices(bodies(count), 1_000):
+                await task.batch_defer_async(*map(json.loads, part))
+        return {}
 
 
 class SqsQueue(Filling):
@@ -126,8 +157,8 @@ class SqsQueue(Filling):
         answer = await self._client.get_queue_attributes(QueueUrl=self._url, AttributeNames=names)
         return not any(int(answer["Attributes"][name]) for name in names)
 
-    async def fill(self, dsn: str, count: int) -> dict[str, str]:
-        name = f"payments-{secrets.token_hex(4)}"
+    async def fill(self, dsn: str, count: int, name: str = "payments") -> dict[str, str]:
+        name = f"{name}-{secrets.token_hex(4)}"
         self._url = (await self._client.create_queue(QueueName=name))["QueueUrl"]
         for part in slices(bodies(count), 10):
             entries = [{"Id": str(n), "MessageBody": body.decode()} for n, body in enumerate(part)]

@@ -33,7 +33,7 @@ class Crew:
         async def measured(number: int) -> float:
             with self._stage.database() as dsn:
                 if load.hot:
-                    await _fill_stock(dsn, load.hot)
+                    await fill_stock(dsn, load.hot)
                 mark = secrets.token_hex(3)
                 before = msgspec.structs.replace(load, prefix=f"w{mark}", count=max(lanes * 40, int(load.count * warm)))
                 await self.ask(name, before, dsn, lanes=lanes, processes=processes)
@@ -72,7 +72,7 @@ async def crew(stage: Stage, *, processes: int = 1) -> AsyncIterator[Crew]:
         yield Crew(stage, children)
 
 
-async def _fill_stock(dsn: str, articles: int) -> None:
+async def fill_stock(dsn: str, articles: int) -> None:
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         await connection.execute("insert into stock select n, 1000000 from generate_series(0, %s) n", (articles - 1,))
         await connection.execute("vacuum analyze stock")

@@ -16,7 +16,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     `duplicates` is the share of deliveries whose message was delivered before in the same run. `rejected` is the share
     that a rule of the business refuses after its write, for good; `failing` the share whose first attempt fails after
-    its write and whose second goes through. Nothing new arrives once `seconds` are over.
+    its write and whose second goes through. Nothing new arrives once `seconds` are over. `does`: "two", it inserts and
+    takes from the stock; "read", it looks at the stock and then inserts: each of the `hot` articles in turn.
     """
 
     prefix: str
@@ -26,6 +27,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     rejected: float = 0.0
     failing: float = 0.0
     result: bool = False
+    does: str = ""
     seconds: float = math.inf
 
     @property
@@ -33,6 +35,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         """Which of the engine's handlers takes it."""
         if self.rejected or self.failing:
             return "trouble"
+        if self.does:
+            return self.does
         return "result" if self.result else "plain"
 
     def bodies(self) -> Iterator[bytes]:
@@ -50,6 +54,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     def _body(self, number: int) -> bytes:
         payment: dict[str, object] = {"id": f"{self.prefix}-{number}", "amount": number % 1_000}
+        if self.does:
+            payment |= {"does": self.does, "sku": number % self.hot}
+            return json.dumps(payment).encode()
         mine = random.Random(f"{self.prefix}-{number}") if self.hot or self.rejected or self.failing else None
         if mine is not None:
             if self.hot:

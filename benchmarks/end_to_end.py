@@ -18,7 +18,15 @@ from typing import Any, LiteralString
 import msgspec
 import psycopg
 
-from benchmarks._brokers import Filling, KafkaTopic, PostgresQueue, RabbitQueue, SqsQueue
+from benchmarks._brokers import (
+    Filling,
+    KafkaTopic,
+    PgQueuerJobs,
+    PostgresQueue,
+    ProcrastinateJobs,
+    RabbitQueue,
+    SqsQueue,
+)
 from benchmarks._child import ROOT, ended, resident
 from benchmarks._measure import Figure, Result, Spread, Subject, Table, Target, side_by_side
 from benchmarks._sizes import SIZE
@@ -41,6 +49,7 @@ class Consumer(msgspec.Struct, frozen=True):
     environment: dict[str, str] = {}
     slow: bool = False
     whole: bool = False
+    queue: Filling | None = None  # its own, if it cannot read that of the others
 
     @classmethod
     def ours(cls, *, workers: int = 1, size: str = SIZE, pause: float = 0.0) -> Consumer:
@@ -49,8 +58,8 @@ class Consumer(msgspec.Struct, frozen=True):
         return cls([*command, "--workers", str(workers)], environment, whole=True)
 
     @classmethod
-    def module(cls, name: str, *arguments: str, slow: bool = False) -> Consumer:
-        return cls(["-m", f"benchmarks.rivals.{name}", *arguments], slow=slow)
+    def module(cls, name: str, *arguments: str, slow: bool = False, queue: Filling | None = None) -> Consumer:
+        return cls(["-m", f"benchmarks.rivals.{name}", *arguments], slow=slow, queue=queue)
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -89,7 +98,12 @@ async def rabbitmq(stage: Stage) -> Result:
 
 
 async def postgres_queue(stage: Stage) -> Result:
-    return await _compare(stage, "postgres_queue", PostgresQueue(), _BY_HAND, {})
+    rivals = {
+        **_BY_HAND,
+        "PgQueuer": Consumer.module("pgqueuer_app", queue=PgQueuerJobs()),
+        "procrastinate": Consumer.module("procrastinate_app", slow=True, queue=ProcrastinateJobs()),
+    }
+    return await _compare(stage, "postgres_queue", PostgresQueue(), rivals, {})
 
 
 async def sqs(stage: Stage) -> Result:
@@ -161,16 +175,17 @@ async def consume(stage: Stage, broker: Filling, consumer: Consumer, count: int,
     """
     what = " ".join(consumer.command)
     with stage.database() as dsn:
+        broker = consumer.queue or broker
         environment = {**await broker.fill(dsn, count), "BENCH_DSN": dsn, "IDEMCONSUMER_DSN": dsn}
         async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
-            (began,) = await _row(connection, "select clock_timestamp()")
-            async with _process({**environment, **consumer.environment}, consumer.command) as process:
-                whole = await _all_applied(connection, process, what, count, most)
+            (began,) = await row(connection, "select clock_timestamp()")
+            async with process({**environment, **consumer.environment}, consumer.command) as running:
+                whole = await _all_applied(connection, running, what, count, most)
                 until_now = not whole or await _late(broker, what, most)
                 params = {"began": began, "warm": _WARM, "until_now": until_now}
-                applied, first, rate = await _row(connection, _RATE, params)
-                memory = max(map(resident, [process.pid, *children(process.pid)]))
-            total, distinct = await _row(connection, "select count(*), count(distinct id) from payment")
+                applied, first, rate = await row(connection, _RATE, params)
+                memory = max(map(resident, [running.pid, *children(running.pid)]))
+            total, distinct = await row(connection, "select count(*), count(distinct id) from payment")
     if total > distinct:
         raise RuntimeError(f"{what} applied {total - distinct} of {total} messages twice")
     if rate is None or (consumer.whole and applied < count):
@@ -188,7 +203,7 @@ from ordered
 """
 
 
-async def _row(
+async def row(
     connection: psycopg.AsyncConnection[Any], query: LiteralString, params: Mapping[str, Any] | None = None
 ) -> tuple[Any, ...]:
     row: tuple[Any, ...] | None = await (await connection.execute(query, params)).fetchone()
@@ -204,7 +219,7 @@ async def _all_applied(
     deadline = clock() + 3 * most
     started = False
     while clock() < deadline:
-        (seen,) = await _row(connection, "select count(*) from payment")
+        (seen,) = await row(connection, "select count(*) from payment")
         if seen >= count:
             return True
         if process.returncode is not None:
@@ -230,7 +245,7 @@ async def _late(broker: Filling, what: str, most: float) -> bool:
 
 
 @asynccontextmanager
-async def _process(environment: Mapping[str, str], command: Sequence[str]) -> AsyncIterator[Process]:
+async def process(environment: Mapping[str, str], command: Sequence[str]) -> AsyncIterator[Process]:
     """A consumer, ended when the block is left."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, cwd=ROOT, env={**os.environ, **environment}

@@ -27,8 +27,13 @@ SCRIPT = f"""
 \\set id random(1, 9000000000000000000)
 \\startpipeline
 begin isolation level read committed read write;
-select set_config('idemconsumer.open', 'bench', true), set_config('lock_timeout', '10s', true);
-select * from {SCHEMA}.claim(array[sha256(int8send(:id))], array[1], array[sha256(int8send(:id))], 3::smallint);
+select pg_catalog.set_config('idemconsumer.open', 'bench', true),
+    pg_catalog.set_config('lock_timeout', '10s', true),
+    pg_catalog.concat_ws('|', current_user, pg_catalog.current_setting('search_path'),
+    pg_catalog.current_setting('session_replication_role'), pg_catalog.current_setting('statement_timeout')),
+    pg_catalog.pg_backend_pid();
+select * from {SCHEMA}.claim(array[sha256(int8send(:id))], array[1], array[sha256(int8send(:id))],
+    array[substring(sha256(int8send(:id)) for 16)], 3::smallint);
 \\endpipeline
 insert into payment (id, amount) values (:id::text, 1);
 \\startpipeline

@@ -1,22 +1,66 @@
-"""Process every message once, even when it arrives twice."""
+"""Process every message once, even when it arrives twice.
 
-from idemconsumer.app.app import App
-from idemconsumer.errors import (
-    BadMessage,
-    BrokerUnavailable,
-    ConfigurationError,
-    HandlerError,
-    IdemConsumerError,
-    Reject,
-    Retry,
-    StoreUnavailable,
-)
-from idemconsumer.handlers.decorator import Handler, idempotent_handler
-from idemconsumer.handlers.durations import Backoff
-from idemconsumer.message.keys import Key
-from idemconsumer.message.message import Message
-from idemconsumer.ports.handler import Batch, Done, NotDone, Rows, Saga, Step, Tx, Unknown
-from idemconsumer.rules.values import Outcome, OutcomeKind
+A name is imported from its home when it is first used: what starts workers needs none of them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from idemconsumer.admin.cancellations import Cancellation
+    from idemconsumer.admin.saga_status import SagaStatus, SagaStep
+    from idemconsumer.app.app import App
+    from idemconsumer.errors import (
+        BadMessage,
+        BrokerUnavailable,
+        ConfigurationError,
+        HandlerError,
+        IdemConsumerError,
+        Reject,
+        Retry,
+        SignalTimeout,
+        StoreUnavailable,
+    )
+    from idemconsumer.handlers.decorator import Handler, idempotent_handler
+    from idemconsumer.message.keys import Key
+    from idemconsumer.message.message import Message
+    from idemconsumer.ports.handler import Batch, Child, Done, NotDone, Rows, Saga, Step, Tx, Unknown
+    from idemconsumer.rules.backoff import Backoff
+    from idemconsumer.rules.values import Outcome, OutcomeKind, Signalled
+else:
+    _HOMES = {
+        "admin.cancellations": ["Cancellation"],
+        "admin.saga_status": ["SagaStatus", "SagaStep"],
+        "app.app": ["App"],
+        "errors": [
+            "BadMessage",
+            "BrokerUnavailable",
+            "ConfigurationError",
+            "HandlerError",
+            "IdemConsumerError",
+            "Reject",
+            "Retry",
+            "SignalTimeout",
+            "StoreUnavailable",
+        ],
+        "handlers.decorator": ["Handler", "idempotent_handler"],
+        "rules.backoff": ["Backoff"],
+        "message.keys": ["Key"],
+        "message.message": ["Message"],
+        "ports.handler": ["Batch", "Child", "Done", "NotDone", "Rows", "Saga", "Step", "Tx", "Unknown"],
+        "rules.values": ["Outcome", "OutcomeKind", "Signalled"],
+    }
+
+    def __getattr__(name):
+        for home, names in _HOMES.items():
+            if name in names:
+                value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return __all__
+
 
 __all__ = [
     "App",
@@ -24,6 +68,8 @@ __all__ = [
     "BadMessage",
     "Batch",
     "BrokerUnavailable",
+    "Cancellation",
+    "Child",
     "ConfigurationError",
     "Done",
     "Handler",
@@ -38,6 +84,10 @@ __all__ = [
     "Retry",
     "Rows",
     "Saga",
+    "SagaStatus",
+    "SagaStep",
+    "SignalTimeout",
+    "Signalled",
     "Step",
     "StoreUnavailable",
     "Tx",

@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Collection
-from typing import Final
+from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
+from psycopg import pq
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.errors import ConfigurationError
 
+_REFUSED: Final = ("invalid ", "could not match ", "weak sslmode")  # libpq gives nothing but its text
 _ENCODED: Final = "with @ : / ? # in a user or password percent-encoded, as %40 %3A %2F %3F %23"
 
 
-def read_url(text: str, setting: str, schemes: Collection[str], example: str) -> SplitResult:
+def rabbitmq_urls(text: str, label: str = "settings: `rabbitmq`") -> list[SplitResult]:
+    """One URL for each host of `amqp://user:password@host:5672[,host:5672]/vhost`. Raises as `read_url` does."""
+    example = "amqp://user:password@host:5672[,host:5672]/vhost, or amqps:// for TLS"
+    before, slashes, rest = text.partition("://")
+    end = min(index for index in (*map(rest.find, "/?#"), len(rest)) if index >= 0)
+    user, at, hosts = rest[:end].rpartition("@")
+    return [
+        read_url(f"{before}{slashes}{user}{at}{host}{rest[end:]}", label, ("amqp", "amqps"), example)
+        for host in hosts.split(",")
+    ]
+
+
+def management_url(text: str, label: str = "settings: `rabbitmq_management`") -> SplitResult:
+    """As `read_url`."""
+    return read_url(text, label, ("http", "https"), "http(s)://user:password@host:15672")
+
+
+def sqs_url(text: str, label: str = "settings: `sqs`") -> SplitResult:
+    """As `read_url`."""
+    return read_url(text, label, ("http", "https"), "http(s)://host:port, or leave it out for AWS")
+
+
+def token_url(text: str, label: str = "settings: `kafka_oauth_token_url`") -> SplitResult:
+    """As `read_url`."""
+    return read_url(text, label, ("http", "https"), "https://host/path, and the secret into another setting")
+
+
+def kafka_hosts(text: str, label: str = "settings: `kafka`") -> list[str]:
+    """The hosts of `host:port[,host:port]`. Raises as `read_url` does."""
+    hosts = [_host(address.strip()) for address in text.split(",")]
+    if not all(hosts):
+        instead = "write host:9092[,host:9092], and credentials into IDEMCONSUMER_KAFKA_SASL_USERNAME and _PASSWORD"
+        raise ConfigurationError(f"{label} is not a list of addresses; {instead}")
+    return hosts
+
+
+def read_url(text: str, label: str, schemes: Collection[str], example: str) -> SplitResult:
     """The parts of a URL. ConfigurationError, naming the setting and quoting nothing, for a text that is not one.
 
     An unencoded / ? or # ends the authority, so that a part of a password is taken for the port or the path. An @
@@ -27,16 +66,8 @@ def read_url(text: str, setting: str, schemes: Collection[str], example: str) ->
     except ValueError:
         readable = False
     if not readable or "@" in parts.path + parts.query + parts.fragment:
-        raise ConfigurationError(f"settings: `{setting}` is not an address; write {example}, {_ENCODED}")
+        raise ConfigurationError(f"{label} is not an address; write {example}, {_ENCODED}")
     return parts
-
-
-def read_hosts(text: str, setting: str, instead: str) -> list[str]:
-    """The hosts of `host:port[,host:port]`. Raises as `read_url` does."""
-    hosts = [_host(address.strip()) for address in text.split(",")]
-    if not all(hosts):
-        raise ConfigurationError(f"settings: `{setting}` is not a list of addresses; {instead}")
-    return hosts
 
 
 def check_dsn(dsn: str, label: str = "the database address") -> None:
@@ -55,6 +86,23 @@ def check_dsn(dsn: str, label: str = "the database address") -> None:
     path = dsn.partition("://")[2].partition("?")[0].partition("/")[2]
     if "@" in str(parts.get("host") or "") or not all(port.isdecimal() or not port for port in ports) or "@" in path:
         raise ConfigurationError(f"{label} has an invalid host, port or database; {instead}")
+    if problem := _refused_by_libpq(parts):
+        raise ConfigurationError(f"{label}: {problem}; {instead}")
+
+
+def _refused_by_libpq(given: dict[str, Any]) -> str:
+    """What libpq says of a value before it connects, without the value. Nobody listens where this leads, so no server
+    is asked."""
+    defaults = {each.keyword.decode(): each.val.decode() for each in pq.Conninfo.get_defaults() if each.val}
+    known = defaults | given
+    if "service" in known:  # its file may name hosts and ports that we do not see
+        return ""
+    hosts = str(known.get("hostaddr") or known.get("host") or "").count(",") + 1
+    nowhere = {"host": ",".join(["/nobody"] * hosts), "hostaddr": ""}
+    trial = pq.PGconn.connect_start(make_conninfo(**(given | nowhere)).encode())
+    said = trial.get_error_message().partition("\n")[0]
+    trial.finish()
+    return re.sub(r": \".*", "", said) if said.startswith(_REFUSED) else ""
 
 
 def is_local(host: str | None) -> bool:

@@ -1,6 +1,7 @@
 """Everything idemconsumer raises, in one tree, split by who must act.
 
 * `ConfigurationError`: the author of the handler or the settings. Raised at import or at start, never per message.
+  Later only by a worker whose place another one has (`Replaced`).
 * `BadMessage`: the producer of the message. It becomes a dead letter; it never reaches a handler.
 * `Retry`, `Reject`: not faults. A handler raises them to ask the engine for something.
 * `Unavailable`: the operator of the servers. The worker waits, with backoff, and logs it once.
@@ -13,11 +14,22 @@ from datetime import timedelta
 
 
 class IdemConsumerError(Exception):
-    """The root of the tree."""
+    """The root of the tree.
+
+    `by_function`: it left a user's function, which asked another app or another pool. So it says nothing about the
+    engine that called the function, whatever its type says (B12).
+    """
+
+    by_function = False
 
 
 class ConfigurationError(IdemConsumerError):
     """A mistake in code or settings. The text says where, and what to write instead."""
+
+
+class Replaced(ConfigurationError):
+    """Another process has this worker's place, by a setting that should differ. Met while running, by this worker
+    alone."""
 
 
 class HandlerError(ConfigurationError):
@@ -27,19 +39,25 @@ class HandlerError(ConfigurationError):
     def __init__(self, handler: str, problem: str, instead: str) -> None:
         super().__init__(f"handler {handler!r}: {problem}; {instead}")
         self.handler = handler
+        self.problem = problem
+        self.instead = instead
 
 
 class BadMessage(IdemConsumerError):
-    """A message that can never be run: undecodable, without its key, too large.
+    """A message that can never be run: undecodable, without its key, too large, deadly to whoever decodes it.
 
-    `reason` is the dead letter's reason (`undecodable`, `key_missing`, `key_invalid`, `oversized`). `detail` says
-    what is wrong and never quotes the payload, since it is logged.
+    `reason` is the dead letter's reason (`undecodable`, `key_missing`, `key_invalid`, `oversized`, `killed_worker`,
+    `unreadable`).
+    `detail` says what is wrong and never quotes the payload, since it is logged. `attempts` is how often it was tried,
+    and `record` the key under which that is on record.
     """
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, *, attempts: int = 0, record: bytes | None = None) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+        self.attempts = attempts
+        self.record = record
 
 
 class Retry(IdemConsumerError):
@@ -62,6 +80,20 @@ class Reject(IdemConsumerError):
         self.body = body
 
 
+SIGNAL_TIMEOUT: str = "signal_timeout"
+
+
+class SignalTimeout(Reject):
+    """Raised by `saga.wait`: the signal did not come in time. `signal` is its name.
+
+    A handler that does not catch it is rejected: its finished steps are undone, and the code is `signal_timeout`.
+    """
+
+    def __init__(self, signal: str) -> None:
+        super().__init__(SIGNAL_TIMEOUT, {"signal": signal})
+        self.signal = signal
+
+
 class Unavailable(IdemConsumerError):
     """A server cannot be used now. Nothing was settled; what was running is rolled back."""
 
@@ -70,8 +102,20 @@ class StoreUnavailable(Unavailable):
     """The database cannot be reached, or the connection broke before COMMIT was sent."""
 
 
-class TransactionEnded(StoreUnavailable):
+class ServerSilent(StoreUnavailable):
+    """A statement, or the request to cancel it, got no answer. That the function was late is not its own fault."""
+
+
+class ConnectionLost(StoreUnavailable):
+    """The connection broke while a user's function ran in its transaction. Nothing of it is committed."""
+
+
+class TransactionEnded(ConnectionLost):
     """The server ended a transaction that was idle for too long (25P03). Nothing of it is committed."""
+
+
+class CrashedBeside(ConnectionLost):
+    """The server ended every session because another one had crashed (57P02). Nothing of it is committed."""
 
 
 class BrokerUnavailable(Unavailable):
@@ -86,8 +130,16 @@ class Interrupted(IdemConsumerError):
     """The group's transaction ended without a verdict on its messages."""
 
 
+class OfTheEngine(BaseException):
+    """Raised by the engine where a user's function runs: it ends that, and is never the function's failure (B18)."""
+
+
 class Fenced(Interrupted):
     """The saga has another owner, or is in another phase. The run that gets this writes nothing and settles nothing."""
+
+
+class SagaCancelled(Fenced):
+    """A request to cancel the saga came before this write, and the run did not know it (L50)."""
 
 
 class SagaParked(IdemConsumerError):

@@ -46,7 +46,7 @@ def error_text(error: BaseException) -> str:
         return redact(_database_text(error))
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 - the user's own code, and it is called while a failure is being recorded
+    except BaseException:  # noqa: BLE001 - the user's own code (B18), and it is called while a failure is being recorded
         return "its text cannot be shown"
     for inner in (error.__cause__, error.__context__):
         if isinstance(inner, psycopg.Error) and str(inner) and str(inner) in text:

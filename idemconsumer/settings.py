@@ -7,13 +7,13 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from idemconsumer.addresses import check_dsn
+from idemconsumer.addresses import check_dsn, kafka_hosts, management_url, rabbitmq_urls, sqs_url, token_url
 from idemconsumer.errors import ConfigurationError
 
 PREFIX = "IDEMCONSUMER_"
@@ -21,14 +21,25 @@ FORMATS: Final = ("auto", "json", "console")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 # Our own variables that are not settings: a parent passes them to its workers, or the demo or the tests use them.
-_INTERNAL: Final = {"WORKER", "LIFELINE", "DEMO_PAUSE", "TEST_CACHE"}
+_INTERNAL: Final = {"WORKER", "LIFELINE", "LAST_WILL", "DEMO_PAUSE", "TEST_CACHE"}
 # Kubernetes and Docker put these into every container when a service is named idemconsumer or idemconsumer-….
 _OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 _LEAST: Final = {
-    "workers": 1, "concurrency": 1, "room": 1, "max_uncommitted": 1, "max_message_bytes": 1, "max_restarts": 0,
+    "workers": 1, "concurrency": 1, "room": 1, "max_uncommitted": 1, "max_message_bytes": 1,
+    "max_bytes_in_hand": 1, "max_restarts": 0, "kafka_fetch_max_bytes": 1, "kafka_max_partition_fetch_bytes": 1,
 }  # fmt: skip
 _ABOVE_ZERO: Final = ("drain_timeout", "prune_every", "kafka_session_timeout")
-_CHOICES: Final = {"log_format": FORMATS, "log_level": LEVELS}
+_CHOICES: Final = {
+    "log_format": FORMATS,
+    "log_level": LEVELS,
+    "kafka_auto_offset_reset": ("earliest", "latest"),
+    "kafka_on_lost": ("continue", "stop"),
+}
+_ADDRESSES: Final[Mapping[str, Callable[[str, str], object]]] = {
+    "dsn": check_dsn, "listen_dsn": check_dsn, "kafka": kafka_hosts, "rabbitmq": rabbitmq_urls,
+    "rabbitmq_management": management_url, "sqs": sqs_url,
+    "kafka_oauth_token_url": token_url,
+}  # fmt: skip
 _BOOLEANS: Final = {
     "true": True,
     "yes": True,
@@ -49,21 +60,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     dsn: str | None = None
+    listen_dsn: str | None = None
     schema: str = "idemconsumer"
+
+    require_synchronous_standby: bool = False
 
     kafka: str | None = None
     kafka_security_protocol: str = "PLAINTEXT"
     kafka_sasl_mechanism: str = "PLAIN"
     kafka_sasl_username: str | None = None
     kafka_sasl_password: str | None = None
+    kafka_oauth_token_url: str | None = None
+    kafka_oauth_client_id: str | None = None
+    kafka_oauth_client_secret: str | None = None
+    kafka_oauth_scope: str | None = None
+    kafka_aws_region: str | None = None
     kafka_ca_file: str | None = None
     kafka_cert_file: str | None = None
     kafka_key_file: str | None = None
     kafka_group_instance_id: str | None = None
     kafka_session_timeout: float = 45.0
+    kafka_fetch_max_bytes: int = 50 * 1024 * 1024
+    kafka_max_partition_fetch_bytes: int = 1024 * 1024
+    kafka_auto_offset_reset: str = "earliest"
+    kafka_on_lost: str = "continue"
 
     rabbitmq: str | None = None
     rabbitmq_management: str | None = None
+    rabbitmq_consumer_priority: int = 0
     rabbitmq_ca_file: str | None = None
     rabbitmq_cert_file: str | None = None
     rabbitmq_key_file: str | None = None
@@ -83,6 +107,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     room: int = 1_000
     max_uncommitted: int = 10_000
     max_message_bytes: int = 4 * 1024 * 1024
+    max_bytes_in_hand: int = 64 * 1024 * 1024
     prune_every: float = 60.0
 
     def __post_init__(self) -> None:
@@ -157,8 +182,8 @@ def _read(label: str, name: str, value: Any) -> Any:
 
 
 def _check(label: str, name: str, value: Any) -> None:
-    if name == "dsn" and value is not None:
-        check_dsn(value, label)
+    if name in _ADDRESSES and value is not None:
+        _ADDRESSES[name](value, label)
     if (
         (name in _LEAST and value < _LEAST[name])
         or (name in _ABOVE_ZERO and not 0 < value < math.inf)
@@ -174,6 +199,8 @@ def _allowed(name: str) -> str:
         return "a number of seconds above 0"
     if name in _CHOICES:
         return f"one of {', '.join(_CHOICES[name])}"
+    if _KINDS[name] is int:
+        return "a whole number"
     return "yes or no (true, false, on, off, 1, 0)" if _KINDS[name] is bool else "a string"
 
 

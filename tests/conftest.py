@@ -8,6 +8,7 @@ IDEMCONSUMER_DSN, IDEMCONSUMER_KAFKA, IDEMCONSUMER_RABBITMQ or IDEMCONSUMER_SQS 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -16,8 +17,10 @@ from typing import NoReturn, TypeVar
 
 import pytest
 import structlog
+from hypothesis import settings
 from structlog.testing import LogCapture
 
+from idemconsumer.embedded import postgres
 from idemconsumer.embedded.binaries import EmbeddedUnavailable
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from tests.support.servers.elasticmq import CREDENTIALS, ElasticMQ
@@ -26,15 +29,47 @@ from tests.support.servers.made import (
     PostgresServer,
     PrivateElasticMQ,
     PrivateKafka,
+    PrivatePgBouncer,
     PrivatePostgres,
     PrivateRabbitMQ,
     Server,
 )
+from tests.support.servers.memory import keep_in_memory
+from tests.support.servers.pgbouncer import PgBouncer, debian_pgbouncer, newer_pgbouncer
 from tests.support.servers.postgres import fresh_database, system_binaries
 from tests.support.servers.processes import ServerMissing
 from tests.support.servers.rabbitmq import RabbitMQ
 
+settings.register_profile("untimed", deadline=None)  # a machine with other work to do is no failure
+settings.load_profile("untimed")
+
 S = TypeVar("S")
+
+_SECONDS_OF_A_SLOW_TEST = 20
+_SECONDS_OF_ANOTHER = 0.5
+
+
+def pytest_configure() -> None:
+    keep_in_memory()
+    _share_ports()
+
+
+def _share_ports() -> None:
+    """No two processes of xdist give out the same port: not between its choice and its use, nor while its server,
+    killed by a test, is down."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    postgres._handed_out.update(port for port in postgres._PORTS if port % processes != ours)
+
+
+@pytest.hookimpl(trylast=True)  # when those are gone that do not run
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first: one that began last would leave the other process idle."""
+    seconds: defaultdict[Path, float] = defaultdict(float)
+    for item in items:
+        slow = item.get_closest_marker("slow") is not None
+        seconds[item.path] += _SECONDS_OF_A_SLOW_TEST if slow else _SECONDS_OF_ANOTHER
+    items.sort(key=lambda item: seconds[item.path], reverse=True)
 
 
 class FromEnvironment:
@@ -125,6 +160,22 @@ def private_postgres() -> Iterator[PrivatePostgres]:
 
         def make(*, binaries: Path | None = None, settings: Mapping[str, str] | None = None) -> EmbeddedPostgres:
             return _started_postgres(stack, binaries, settings or {})
+
+        yield make
+
+
+@pytest.fixture
+def private_pgbouncer() -> Iterator[PrivatePgBouncer]:
+    """Makes started poolers in front of a Postgres of ours, of either version."""
+    with ExitStack() as stack:
+
+        def make(
+            dsn: str, pool_mode: str, *, newer: bool = True, settings: Mapping[str, str] | None = None
+        ) -> PgBouncer:
+            program = _have(newer_pgbouncer if newer else debian_pgbouncer)
+            pooler = PgBouncer(program, dsn, pool_mode, settings or {})
+            stack.callback(pooler.close)
+            return pooler
 
         yield make
 

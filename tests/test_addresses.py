@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from idemconsumer.addresses import is_local, read_hosts, read_url
+from idemconsumer.addresses import is_local, kafka_hosts, rabbitmq_urls
 from idemconsumer.brokers.connecting import connect
+from idemconsumer.cli.main import main
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import PREFIX, Settings, load
 
@@ -54,6 +56,25 @@ def test_characters_that_libpq_takes_in_a_password_need_no_encoding(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("dsn", "says"),
+    [
+        ("postgresql://u:s3cret@h:99999/d", "invalid port number"),
+        ("host=h,i password=s3cret port=1,2,3", "could not match 3 port numbers to 2 hosts"),
+        ("postgresql://u:s3cret@h/d?sslmode=s3cret", "invalid sslmode value"),
+        ("postgresql://u:s3cret@h/d?target_session_attrs=s3cret", "invalid target_session_attrs value"),
+    ],
+)
+def test_what_libpq_refuses_before_it_connects_is_no_outage(tmp_path: Path, dsn: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"IDEMCONSUMER_DSN: {says}; write ") as caught:
+        load({f"{PREFIX}DSN": dsn}, tmp_path)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_ports_of_a_service_that_names_the_hosts_are_left_to_libpq(tmp_path: Path) -> None:
+    assert load({f"{PREFIX}DSN": "service=shop port=1,2"}, tmp_path).dsn == "service=shop port=1,2"
+
+
+@pytest.mark.parametrize(
     "servers",
     ["u:s3cret@h:9092", "h:9092,SASL_SSL://u:s3cret@h:9092", "kafka://h:9092", "h:s3cret", "h:9092,", "h/s:1"],
 )
@@ -64,12 +85,34 @@ def test_kafka_takes_hosts_and_no_credentials(servers: str) -> None:
     assert "IDEMCONSUMER_KAFKA_SASL_USERNAME" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("setting", "address"),
+    [
+        ("kafka", "h:99999"), ("kafka", "h:abc"), ("kafka", "u:s3cret@h"), ("rabbitmq", "amqp://u:s3#cret@h"),
+        ("rabbitmq", "amqp://u:s3cret@h:99999"), ("rabbitmq", "amqp://u:s3cret@h:abc"), ("sqs", "http://h:abc"),
+        ("rabbitmq_management", "http://u:s3#cret@h"), ("dsn", "postgresql://u:s3cret@h:99999x/d"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("verb", ["run", "check"])
+def test_a_wrong_address_ends_every_verb_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, setting: str, address: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    variable = f"{PREFIX}{setting.upper()}"
+    done = CliRunner().invoke(main, [verb, "json:App"], env={variable: address, f"{PREFIX}LOG_FORMAT": "console"})
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {variable} ")
+    assert "s3" not in done.stderr.removeprefix(f"error: {variable} ")
+
+
 def test_every_form_of_an_address_is_taken() -> None:
-    assert read_hosts("a:1, b-c.d:2,[::1]:3,::1,10.0.0.1,e", "kafka", "") == [
+    assert kafka_hosts("a:1, b-c.d:2,[::1]:3,::1,10.0.0.1,e") == [
         "a", "b-c.d", "::1", "::1", "10.0.0.1", "e",
     ]  # fmt: skip
     for url in ("amqp://h", "amqps://u:p%2F%40@[::1]:5/v%2Fw?heartbeat=5", "amqp://h/%2F"):
-        assert read_url(url, "rabbitmq", ("amqp", "amqps"), "").hostname in ("h", "::1")
+        assert rabbitmq_urls(url)[0].hostname in ("h", "::1")
 
 
 @pytest.mark.parametrize(

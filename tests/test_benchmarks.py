@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import psycopg
 import pytest
 from click.testing import CliRunner
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from benchmarks import __main__ as command
 from benchmarks import report
@@ -25,7 +27,7 @@ from benchmarks._stage import CLAIM, PAYMENT, SCHEMA, SEEN, Stage
 from benchmarks.end_to_end import Consumer, consume
 from benchmarks.long_runs import fitting
 from benchmarks.rivals import arrivals
-from benchmarks.rivals.store import Hand
+from benchmarks.rivals.store import PIPELINED, Hand
 from benchmarks.store_path import SCRIPT, pgbench
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
@@ -39,7 +41,7 @@ def stage(postgres18: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> Iterat
         yield stage
 
 
-@pytest.mark.parametrize("name", ["bare", "bare, autocommit", "by hand", "textbook", "group 32", OURS])
+@pytest.mark.parametrize("name", ["bare", "bare, autocommit", "by hand", "textbook", "group 32", OURS, PIPELINED])
 async def test_a_consumer_of_the_store_path_applies_its_load(name: str, database: str) -> None:
     migrate(database, "idemconsumer")
     with psycopg.connect(database, autocommit=True) as connection:
@@ -51,6 +53,33 @@ async def test_a_consumer_of_the_store_path_applies_its_load(name: str, database
             await running.ask(close=True)
         assert answer["seconds"] > 0
         assert connection.execute("select count(*), count(distinct id) from payment").fetchone() == (50, 50)
+
+
+@pytest.mark.parametrize("name", ["bare", "by hand", OURS, PIPELINED])
+@pytest.mark.parametrize(("does", "left"), [("two", 90), ("read", 100)])
+async def test_a_consumer_sends_two_statements_a_message(name: str, does: str, left: int, stage: Stage) -> None:
+    with stage.database() as dsn, psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("insert into stock select n, 10 from generate_series(0, 9) n")
+        async with child("benchmarks.rivals.store") as running:
+            given = {"prefix": "p", "count": 10, "does": does, "hot": 10}
+            await running.ask(dsn=dsn, name=name, lanes=2, load=given)
+            await running.ask(close=True)
+        assert connection.execute("select count(*), count(distinct id) from payment").fetchone() == (10, 10)
+        assert connection.execute("select sum(qty) from stock").fetchone() == (left,)
+
+
+async def test_a_distant_database_answers_later_and_loses_no_byte(stage: Stage) -> None:
+    port = int(str(conninfo_to_dict(stage.postgres)["port"]))
+    async with child("benchmarks.delaying") as proxy:
+        near = make_conninfo(stage.postgres, host="127.0.0.1", port=await proxy.ask(port=port, round_trip=0.0))
+        far = make_conninfo(stage.postgres, host="127.0.0.1", port=await proxy.ask(port=port, round_trip=0.02))
+        with psycopg.connect(near) as one, psycopg.connect(far) as other:
+            sent = os.urandom(5_000_000)  # more than fits into the buffers of its sockets
+            for connection in (one, other):
+                assert connection.execute("select %b::bytea", (sent,), binary=True).fetchone() == (sent,)
+            before = time.perf_counter()
+            other.execute("select 1")
+            assert time.perf_counter() - before >= 0.02
 
 
 async def test_pgbench_sends_what_the_engine_sends(stage: Stage) -> None:
@@ -67,7 +96,8 @@ async def test_pgbench_sends_what_the_engine_sends(stage: Stage) -> None:
     assert row[0] == row[1] > 0  # each payment in one transaction with its record
     values = {"seal": "'bench'", "lock_timeout": "'10s'"}
     for name in ("begin", "open", "seal"):
-        assert (load(SCHEMA)[name].decode() % values).replace('"', "") + ";\n" in SCRIPT
+        sent = (load(SCHEMA)[name].decode() % values).replace('"', "") + ";"
+        assert " ".join(sent.split()) in " ".join(SCRIPT.split())
 
 
 # ------------------------------------------------------------------------------------------------------------- latency

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support import ROOT
+from tests.support.sources import parsed
 
 FILES = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def imported(file: Path) -> Iterator[str]:
     """Modules, and what may be one: `from tests.sagas import test_undo`."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):

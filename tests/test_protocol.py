@@ -11,6 +11,7 @@ import pytest
 
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import settle
+from tests.support.sources import parsed
 
 ROOT = Path(__file__).parent.parent
 PROTOCOL = ROOT / "docs" / "protocol.md"
@@ -35,7 +36,7 @@ def cited(folder: str) -> Iterator[tuple[str, Path]]:
 
 def defined(path: Path) -> Iterator[str]:
     """The tests of a file as pytest names them, those of the shipped contract suites among them."""
-    for node in ast.parse(path.read_text("utf-8")).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.ClassDef):
             yield from (f"::{node.name}::{name}" for name in _methods(node))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -52,7 +53,7 @@ def _methods(node: ast.ClassDef) -> Iterator[str]:
 CONTRACTS = {
     node.name: node
     for path in (ROOT / "idemconsumer" / "testing").glob("*_contract.py")
-    for node in ast.parse(path.read_text("utf-8")).body
+    for node in parsed(path).body
     if isinstance(node, ast.ClassDef)
 }
 
@@ -83,6 +84,39 @@ def test_each_rule_names_tests_that_exist_or_says_why_there_is_none() -> None:
         for file, name in named:
             assert (ROOT / file).is_file(), f"{rule}: {file}"
             assert name in set(defined(ROOT / file)), f"{rule}: {file}{name}"
+
+
+def only_long(path: Path) -> set[str]:
+    """The tests of a file that `make test` leaves to `make test-long`, with whatever parameters."""
+    module = parsed(path).body
+    assigned = [ast.unparse(each) for each in module if isinstance(each, ast.Assign)]
+    all_of_them = any(text.startswith("pytestmark") and "pytest.mark.long" in text for text in assigned)
+    return {
+        f"::{each.name}"
+        for each in module
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (all_of_them or "pytest.mark.long" in map(ast.unparse, each.decorator_list))
+    }
+
+
+def test_each_rule_is_shown_by_a_test_that_make_test_runs() -> None:
+    for rule, text in rules().items():
+        named = TEST.findall(text)
+        assert not named or any(name not in only_long(ROOT / file) for file, name in named), rule
+
+
+def test_each_fault_has_a_test_for_each_broker_or_a_reason() -> None:
+    table = PROTOCOL.read_text("utf-8").partition("## Faults")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    assert rows[0] == ["fault", "Kafka", "RabbitMQ", "SQS", "Postgres queue"]
+    assert len(rows) > 25
+    for fault, *cells in rows[1:]:
+        assert len(cells) == 4, fault
+        for cell in cells:
+            named = TEST.findall(cell)
+            assert named or re.match(r"(cannot happen|not mended|not seen): \S", cell), f"{fault}: {cell}"
+            for file, name in named:
+                assert name in set(defined(ROOT / file)), f"{fault}: {file}{name}"
 
 
 def test_the_settlement_table_is_what_the_worker_does() -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 import idemconsumer
-from idemconsumer import testing
+from idemconsumer import sqlalchemy, testing
+from tests.support.sources import parsed
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,7 +28,7 @@ TYPING = ROOT / "tests" / "typing" / "signatures.py"
 
 every_name = pytest.mark.parametrize(
     ("module", "name"),
-    [(module, name) for module in (idemconsumer, testing) for name in module.__all__],
+    [(module, name) for module in (idemconsumer, testing, sqlalchemy) for name in module.__all__],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
 
@@ -38,8 +39,9 @@ def fresh(code: str) -> str:
 
 
 def methods(kind: type) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties of a class that are its own, as functions."""
-    for name, member in vars(kind).items():
+    """The public methods and properties of a class that are ours, as functions."""
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("idemconsumer")]
+    for name, member in (each for base in bases for each in vars(base).items()):
         if not name.startswith("_"):
             function: Any = getattr(member, "fget", None) or getattr(member, "__func__", member)
             if inspect.isfunction(function):
@@ -93,7 +95,7 @@ def test_its_types_are_checked_as_a_user_writes_them(module: ModuleType, name: s
     """By `test_signatures`; an import that is not used there is an error of ruff."""
     imported = {
         (node.module, alias.name)
-        for node in ast.walk(ast.parse(TYPING.read_text("utf-8")))
+        for node in ast.walk(parsed(TYPING))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
@@ -108,7 +110,7 @@ def test_nothing_else_can_be_imported_from_the_top_but_its_rooms() -> None:
 
 
 def test_the_names_are_sorted_and_there() -> None:
-    for module in (idemconsumer, testing):
+    for module in (idemconsumer, testing, sqlalchemy):
         assert module.__all__ == sorted(module.__all__, key=lambda name: (name[0].islower(), name))
         assert all(hasattr(module, name) for name in module.__all__)
     with pytest.raises(ImportError):

@@ -61,6 +61,7 @@ async def test_kafka_carries_a_message(kafka: Server) -> None:
     assert await read_one(kafka.address, "smoke") == b"hello"
 
 
+@pytest.mark.long
 @pytest.mark.kill
 async def test_kafka_keeps_a_message_over_a_kill_and_speaks_tls_and_sasl(
     private_kafka: PrivateKafka, tmp_path: Path
@@ -103,6 +104,7 @@ async def test_rabbitmq_carries_a_message(rabbitmq: Server) -> None:
         assert message.body == b"hello"
 
 
+@pytest.mark.long
 @pytest.mark.kill
 async def test_rabbitmq_keeps_a_quorum_queue_over_a_kill_and_takes_more_configuration(
     private_rabbitmq: PrivateRabbitMQ,
@@ -185,7 +187,7 @@ class TestProxy:
             trap = proxy.cut_at(mode="before" if mode == "before" else "after")
             with pytest.raises(psycopg.OperationalError):
                 await self.insert_and_commit(connection, pipeline)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await trap.sprung.wait()
             assert await self.rows(effects) == committed
             # It is armed for one cut: the other connection commits.

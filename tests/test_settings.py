@@ -52,6 +52,7 @@ def test_every_form_of_a_dsn_is_taken(tmp_path: Path, dsn: str) -> None:
     [
         ("WORKERS", "0", "IDEMCONSUMER_WORKERS: 0 is not allowed; write a whole number of at least 1"),
         ("WORKERS", "two", "IDEMCONSUMER_WORKERS: 'two' is not allowed; write a whole number of at least 1"),
+        ("RABBITMQ_CONSUMER_PRIORITY", "high", "'high' is not allowed; write a whole number"),
         ("MAX_RESTARTS", "-1", "write a whole number of at least 0"),
         ("DRAIN_TIMEOUT", "0", "IDEMCONSUMER_DRAIN_TIMEOUT: 0.0 is not allowed; write a number of seconds above 0"),
         ("DRAIN_TIMEOUT", "nan", "write a number of seconds above 0"),

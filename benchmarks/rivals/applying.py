@@ -14,6 +14,7 @@ Apply: TypeAlias = Callable[[Connection, dict[str, Any]], Awaitable[None]]  # on
 
 INSERT: LiteralString = "insert into payment (id, amount) values (%s, %s)"
 TAKE: LiteralString = "update stock set qty = qty - 1 where sku = %s"
+READ: LiteralString = "select qty from stock where sku = %s"
 AUTOCOMMIT = "bare, autocommit"
 
 
@@ -23,9 +24,24 @@ def statement(payment: dict[str, Any]) -> tuple[LiteralString, tuple[object, ...
     return INSERT, (payment["id"], payment["amount"])
 
 
+async def effects(connection: Connection, payment: dict[str, Any]) -> None:
+    """What the message is about."""
+    insert = INSERT, (payment["id"], payment["amount"])
+    match payment.get("does"):
+        case "two":
+            await connection.execute(*insert)
+            await connection.execute(TAKE, (payment["sku"],))
+        case "read":
+            row = await (await connection.execute(READ, (payment["sku"],))).fetchone()
+            if row is not None and row[0] > 0:
+                await connection.execute(*insert)
+        case _:
+            await connection.execute(*statement(payment))
+
+
 async def bare(connection: Connection, payment: dict[str, Any]) -> None:
     """A transaction a message and no deduplication; a refused one is rolled back, a failing one tried again."""
-    await connection.execute(*statement(payment))
+    await effects(connection, payment)
     if "trouble" in payment:
         await connection.rollback()
         if payment["trouble"] == "once":
@@ -42,7 +58,7 @@ async def by_hand(connection: Connection, payment: dict[str, Any]) -> None:
     """The key in the same transaction."""
     cursor = await connection.execute("insert into seen (id) values (%s) on conflict do nothing", (payment["id"],))
     if cursor.rowcount:
-        await connection.execute(*statement(payment))
+        await effects(connection, payment)
     await connection.commit()
 
 

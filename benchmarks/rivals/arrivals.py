@@ -18,7 +18,7 @@ from benchmarks._child import serve
 from benchmarks._loads import Load
 from benchmarks._loop import run
 from benchmarks.rivals.applying import Connection
-from benchmarks.rivals.store import HANDLERS, Hand, Ours, app, open_subjects
+from benchmarks.rivals.store import HANDLERS, Hand, Ours, Pipelined, app, open_subjects
 from idemconsumer import Message, OutcomeKind
 from idemconsumer.engine.work import Work
 
@@ -90,6 +90,7 @@ async def main() -> None:
             if question.get("close"):
                 return await subjects.close()
             subject = await subjects.get(question["dsn"], question["name"], question["lanes"])
+            assert not isinstance(subject, Pipelined)  # it waits for a group to fill
             load = msgspec.convert(question["load"], Load)
             times = await measure(subject, load, question["rate"], question["lanes"])
             return [times[int(len(times) * share)] for share in (0.5, 0.99)]

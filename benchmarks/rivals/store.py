@@ -14,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -23,12 +24,26 @@ from benchmarks._child import resident, serve
 from benchmarks._loads import Load
 from benchmarks._loop import run
 from benchmarks._sizes import SIZE, sized
-from benchmarks.rivals.applying import AUTOCOMMIT, HANDS, Apply, Connection, applying, statement
+from benchmarks.rivals.applying import (
+    AUTOCOMMIT,
+    HANDS,
+    INSERT,
+    READ,
+    TAKE,
+    Apply,
+    Connection,
+    applying,
+    effects,
+    statement,
+)
 from idemconsumer import App, Handler, Message, OutcomeKind, Reject, Tx
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.options import Options
 from idemconsumer.stores.joined import PostgresStore
+
+PIPELINED = "one pipeline"
+_PIPELINED = 128  # messages in a transaction, as many as in the largest group of ours
 
 app = App("bench")
 
@@ -45,6 +60,17 @@ async def plain(payment: dict[str, Any], tx: Tx) -> None:
 async def result(payment: dict[str, Any], tx: Tx) -> dict[str, str]:
     await tx.execute(*statement(payment))
     return {"applied": payment["id"]}
+
+
+async def two(payment: dict[str, Any], tx: Tx) -> None:
+    await tx.execute(INSERT, (payment["id"], payment["amount"]))
+    await tx.execute(TAKE, (payment["sku"],))
+
+
+async def read(payment: dict[str, Any], tx: Tx) -> None:
+    qty = await (await tx.execute(READ, (payment["sku"],), into=int)).first()
+    if qty is not None and qty > 0:
+        await tx.execute(INSERT, (payment["id"], payment["amount"]))
 
 
 async def trouble(payment: dict[str, Any], tx: Tx, message: Message) -> None:
@@ -67,6 +93,8 @@ HANDLERS = {
     for handler in (
         *(made(plain, group) for group in ("1", "32", "128", SIZE)),
         made(result, SIZE),
+        made(two, SIZE),
+        made(read, SIZE),
         made(trouble, SIZE),
     )
 }
@@ -120,27 +148,44 @@ class Hand:
         await asyncio.gather(*map(lane, self.connections))
 
 
+class Pipelined:
+    """The limit: groups of a lane's most, none of it claimed, and all of a group in one psycopg pipeline."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self.connections = connections
+
+    async def consume(self, kind: str, bodies: Iterator[bytes]) -> None:
+        async def lane(connection: Connection) -> None:
+            while group := list(islice(bodies, _PIPELINED)):
+                async with connection.pipeline():
+                    for body in group:
+                        await effects(connection, json.loads(body))
+                    await connection.commit()
+
+        await asyncio.gather(*map(lane, self.connections))
+
+
 # ---------------------------------------------------------------------------------------------------------- the child
 class Subjects:
     """Opened when they are asked for first, so that connecting and preparing is not measured."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
-        self._open: dict[tuple[str, str, int], Ours | Hand] = {}
+        self._open: dict[tuple[str, str, int], Ours | Hand | Pipelined] = {}
 
-    async def get(self, dsn: str, name: str, lanes: int) -> Ours | Hand:
+    async def get(self, dsn: str, name: str, lanes: int) -> Ours | Hand | Pipelined:
         if (dsn, name, lanes) not in self._open:
             self._open[dsn, name, lanes] = await self._make(dsn, name, lanes)
         return self._open[dsn, name, lanes]
 
-    async def _make(self, dsn: str, name: str, lanes: int) -> Ours | Hand:
-        if name in HANDS:
+    async def _make(self, dsn: str, name: str, lanes: int) -> Ours | Hand | Pipelined:
+        if name in HANDS or name == PIPELINED:
             connections = [
                 await psycopg.AsyncConnection.connect(dsn, autocommit=name == AUTOCOMMIT) for _ in range(lanes)
             ]
             for connection in connections:
                 await self._stack.enter_async_context(connection)
-            return Hand(connections, applying(name, dsn))
+            return Pipelined(connections) if name == PIPELINED else Hand(connections, applying(name, dsn))
         store = await PostgresStore.open(dsn, "idemconsumer", connections=lanes, longest_run=30.0)
         self._stack.push_async_callback(store.close)
         return Ours(store, lanes, name.removeprefix("group "))

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from idemconsumer.admin.timeline import Event, timeline
+from idemconsumer.admin.timeline import Event, timeline, waiting
 from idemconsumer.rules.values import State, StepKind, StepState
+from idemconsumer.sagas.step import step_key
 
 Row = Mapping[str, Any]
 
@@ -18,7 +19,9 @@ class SagaLine(msgspec.Struct, frozen=True, kw_only=True):
     """A saga that has not ended. `state` is processing, undoing or dead (`parked` says why it waits for a person).
 
     `owner` is the worker that holds it, None between attempts; `stale` means that its lease has expired. `attempt`
-    counts takeovers since the last finished step; `token`, the fence token, increases with each takeover.
+    counts takeovers since the last finished step; `token`, the fence token, increases with each takeover. `cancel`: it
+    is to be cancelled, and whether its finished steps are to be undone then; None if nobody has requested that.
+    `waits`: what it sleeps or waits for, such as "signal approved"; then `due` is until when.
     """
 
     key: str
@@ -38,17 +41,23 @@ class SagaLine(msgspec.Struct, frozen=True, kw_only=True):
     position: str
     message_id: str | None
     started_at: datetime
+    cancel: bool | None
+    waits: list[str]
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     """A recorded step. `token` is the fence token of the owner that last wrote it; `attempts` includes those of its
-    undo; `seconds` is the time from its first start to its end, `undo_seconds` the same for its undo.
+    undo; `seconds` is the time from its first start to its end, `undo_seconds` the same for its undo. `key` is what a
+    call gives its remote, and `undo_key` what its undo does; None for steps in a transaction.
 
-    In the states `intent` and `undo intent` the outcome is not known yet.
+    In the states `intent` and `undo intent` the outcome is not known yet. A `sleep` or a `wait` has an end, `until`,
+    and a wait its `signal`; the state is `waiting` until it is over.
     """
 
     name: str
     kind: str
+    key: str | None
+    undo_key: str | None
     state: str
     has_undo: bool
     overlapped: bool
@@ -59,6 +68,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None
     undo_seconds: float | None
     output: str | None
+    until: datetime | None
+    signal: str | None
 
 
 class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,16 +103,19 @@ def detail(
         changed_at=record["changed_at"],
         result=_text(record["result"]),
         running=running,
-        steps=[_step(step) for step in steps],
+        steps=[_step(record["scope"], key, step) for step in steps],
         timeline=timeline(row, history, steps, (record["changed_at"], state)),
     )
 
 
-def _step(row: Row) -> StepLine:
+def _step(scope: str, key: bytes, row: Row) -> StepLine:
+    name, called = row["name"], StepKind(row["kind"]) is StepKind.CALL
     return StepLine(
-        name=row["name"],
+        name=name,
+        key=str(step_key(scope, key, name)) if called else None,
+        undo_key=str(step_key(scope, key, name, undo=True)) if called else None,
         kind=_word(StepKind(row["kind"])),
-        state=_word(StepState(row["state"])),
+        state="waiting" if waiting(row) else _word(StepState(row["state"])),
         has_undo=row["has_undo"],
         overlapped=row["overlapped"],
         token=row["token"],
@@ -111,6 +125,8 @@ def _step(row: Row) -> StepLine:
         seconds=_seconds(row["started_at"], row["finished_at"]),
         undo_seconds=_seconds(row["undo_at"], row["undone_at"]),
         output=_text(row["output"]),
+        until=row["until"],
+        signal=row["signal"],
     )
 
 

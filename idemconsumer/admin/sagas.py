@@ -13,25 +13,32 @@ from urllib.parse import unquote
 
 import psycopg
 
-from idemconsumer.admin.dead_letters import connected
+from idemconsumer.admin.cancellations import Cancellation, request_cancel
+from idemconsumer.admin.dead_letters import connected, readers
+from idemconsumer.admin.decisions import decide
 from idemconsumer.admin.saga_views import SagaDetail, SagaLine, detail
+from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.message import codecs, keys
 from idemconsumer.message.message import StoredResult
+from idemconsumer.message.sources import own_source
+from idemconsumer.ports.handler import Done, NotDone
 from idemconsumer.rules.saga import ANY_VERSION
-from idemconsumer.rules.values import State
+from idemconsumer.rules.values import Signalled, State
 from idemconsumer.sql.queries import load, misconfigured
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.pool import Pool
+from idemconsumer.stores.signals import Signal
 
 ABANDONED: Final = "abandoned"  # the rejection's code
 _LONGEST_DECISION: Final = 30.0  # seconds; it runs no handler, and waits for a lock no longer than any claim does
 _MOST_FOUND: Final = 5
+_CANCEL_TRIES: Final = 6  # of ten seconds each
 _Connection = psycopg.AsyncConnection[dict[str, Any]]
 
 
 class SagaAdmin:
-    """Queries and decisions in one schema, with a new connection for each call.
+    """Queries and decisions in one schema. Calls at the same time share a few connections, and none is kept (L57).
 
     Raises StoreUnavailable, and ConfigurationError when the schema is not migrated, or when a saga does not exist or is
     not in a state that allows a decision.
@@ -41,6 +48,8 @@ class SagaAdmin:
         self._dsn = dsn
         self._schema = schema
         self._queries = load(schema)
+        self._readers = readers(dsn)
+        self._deciders = Publishers(self._decider)
 
     # ---------------------------------------------------------------------------------------------------------- queries
     async def sagas(
@@ -75,10 +84,16 @@ class SagaAdmin:
         return found[0]
 
     async def saga(self, key: bytes) -> SagaDetail:
-        async with connected(self._dsn, self._schema) as connection:
+        if (found := await self.look_up(key)) is None:
+            raise ConfigurationError(f"there is no record {key.hex()[:12]}")
+        return found
+
+    async def look_up(self, key: bytes) -> SagaDetail | None:
+        """None: there is no record."""
+        async with connected(self._dsn, self._schema, self._readers) as connection:
             records = await self._rows(connection, "saga_record", {"key": key})
             if not records:
-                raise ConfigurationError(f"there is no record {key.hex()[:12]}")
+                return None
             lines = await self._lines(connection, key=key)
             steps = await self._rows(connection, "saga_steps", {"key": key})
             history = await self._rows(connection, "saga_history", {"key": key})
@@ -142,31 +157,88 @@ class SagaAdmin:
                 results = [(key, StoredResult(rejection or abandoned.body, abandoned.content_type))]
             await claims.complete(results, [])
 
+    async def decide(self, key: bytes, step: str, answer: Done[Any] | NotDone) -> None:
+        """Say how a call of unknown outcome ended, or its undo if that was begun; the saga is due now, with all its
+        attempts again (L52). Refused while a worker runs it."""
+        async with self._deciding(key) as (claims, state, _):
+            await decide(claims, key, step, answer)
+            await _set_free(claims, key, state, version=None)
+            await claims.complete([], [])
+
+    async def signal(self, key: bytes, name: str, payload: object) -> Signalled:
+        """Send a signal to the saga under this stored key."""
+        async with connected(self._dsn, self._schema) as connection:
+            records = await self._rows(connection, "saga_record", {"key": key})
+            if not records:
+                raise ConfigurationError(f"there is no record {key.hex()[:12]}")
+            signal = Signal(key, records[0]["scope"], name, codecs.encode(payload, "payload", "give"))
+            ((answer,),) = [row.values() for row in await self._rows(connection, "send_signal", signal.params)]
+        return Signalled(answer)
+
+    async def move(self, source: tuple[str, str], to: tuple[str, str]) -> tuple[int, int]:
+        """Give the sagas of one handler to another one; both are app and handler. Returns how many were moved, and how
+        many were not, since live workers hold them (L31).
+
+        They keep their keys, steps and version, so the other handler must request the same steps. Not guaranteed: that
+        a message that arrives again is recognised, since its key there is another one.
+        """
+        (from_app, from_handler), (to_app, to_handler) = source, to
+        params = {"detail": f"{from_app}/{from_handler} to {to_app}/{to_handler}"}
+        for side, app, handler in (("from", from_app, from_handler), ("to", to_app, to_handler)):
+            params |= {
+                f"{side}_app": keys.scopes_of(app)[:-1],
+                f"{side}_handler": handler,
+                f"{side}_source": own_source(app, handler),
+            }
+        async with connected(self._dsn, self._schema) as connection:
+            (row,) = await self._rows(connection, "move_sagas", params)
+        return row["moved"], row["held"]
+
+    async def cancel(self, key: bytes, *, undo: bool) -> Cancellation:
+        """Cancel it, wherever it is (L50). Waits for a step that is a transaction to end, for a minute at most."""
+        for attempt in range(_CANCEL_TRIES):
+            try:
+                async with self._transaction() as claims:
+                    answer = await request_cancel(claims, key, undo=undo)
+                    await claims.complete([], [])
+                    return answer
+            except StoreUnavailable as error:
+                if attempt == _CANCEL_TRIES - 1 or not isinstance(error.__cause__, Contention):
+                    raise
+        raise AssertionError("unreachable")
+
     @asynccontextmanager
     async def _deciding(self, key: bytes) -> AsyncIterator[tuple[PostgresClaims, State, bytes | None]]:
         """A transaction that holds the saga's row, with the saga's phase and rejection; the caller completes it."""
-        pool = Pool(self._dsn, self._schema, connections=1, longest_run=_LONGEST_DECISION)
-        await pool.open()
+        async with self._transaction() as claims:
+            if not await claims.send("lock_saga", {"key": key}):
+                raise ConfigurationError(f"saga {key.hex()[:12]} has ended; there is nothing to decide")
+            ((phase, rejection, owner, held, *_),) = await claims.send("locked_saga", {"key": key})
+            if held:
+                raise ConfigurationError(
+                    f"saga {key.hex()[:12]} is being run by {owner}; wait for it to end, or stop the worker"
+                )
+            await claims.send("forget_dead", {"key": key})
+            yield claims, State(phase), rejection
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[PostgresClaims]:
         try:
-            async with transaction(pool, group=1) as claims:
+            async with self._deciders.one() as pool, transaction(pool, group=1) as claims:
                 await claims.begin()
-                if not await claims.send("lock_saga", {"key": key}):
-                    raise ConfigurationError(f"saga {key.hex()[:12]} has ended; there is nothing to decide")
-                ((phase, rejection, owner, held),) = await claims.send("locked_saga", {"key": key})
-                if held:
-                    raise ConfigurationError(
-                        f"saga {key.hex()[:12]} is being run by {owner}; wait for it to end, or stop the worker"
-                    )
-                await claims.send("forget_dead", {"key": key})
-                yield claims, State(phase), rejection
+                yield claims
         except Contention as error:  # a rival holds a lock: nothing was written, so the decision can be retried
             raise StoreUnavailable(str(error)) from error
         except psycopg.Error as error:
             if (cause := misconfigured(error, self._schema)) is not None:
                 raise cause from error
             raise
-        finally:
-            await pool.close()
+
+    async def _decider(self) -> Pool:
+        """Of one connection, for one caller at a time."""
+        pool = Pool(self._dsn, self._schema, connections=1, longest_run=_LONGEST_DECISION)
+        await pool.open()
+        return pool
 
 
 async def _note(claims: PostgresClaims, key: bytes, what: str, detail: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -24,6 +24,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     detail: str | None = None
 
 
+_CHILD: Final = "child:"  # begins what is recorded as the signal of a wait for a child's end
 _STEP_SAYS = {
     StepState.INTENT: "called, outcome unknown",
     StepState.DONE: "done",
@@ -54,17 +55,31 @@ def timeline(
     return sorted(events, key=lambda event: event.at)
 
 
+def _says(step: Mapping[str, Any]) -> str:
+    if waiting(step):
+        return "waits" if step["signal"] is None else f"waits for {_awaited(step['signal'])}"
+    if step["until"] is not None and step["state"] == StepState.REJECTED and not step["signal"].startswith(_CHILD):
+        return "timed out"
+    return _STEP_SAYS.get(StepState(step["state"]), "done")
+
+
+def _awaited(signal: str) -> str:
+    if signal.startswith(_CHILD):
+        return f"child {signal.removeprefix(_CHILD)[:12]}"
+    return f"signal {signal}"
+
+
+def waiting(step: Mapping[str, Any]) -> bool:
+    """Whether it is a wait that is not over (L40)."""
+    return step["until"] is not None and step["finished_at"] is None
+
+
 def _of_step(step: Mapping[str, Any]) -> Iterator[Event]:
-    name, state, began, ended = (
-        f"step {step['name']}",
-        StepState(step["state"]),
-        step["started_at"],
-        step["finished_at"],
-    )
+    name, began, ended = f"step {step['name']}", step["started_at"], step["finished_at"]
     undoes = step["undo_at"] is not None  # then its token and attempts are those of the undo
     yield Event(
         at=ended or began,
-        what=f"{name} {_STEP_SAYS.get(state, 'done')}",
+        what=f"{name} {_says(step)}",
         token=None if undoes else step["token"],
         attempt=None if undoes else step["attempt"],
         seconds=None if ended is None else (ended - began).total_seconds(),

@@ -3,49 +3,64 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Concatenate, TypeVar, Unpack
-
-from psycopg import AsyncConnection
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from itertools import product
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 from idemconsumer.app.inline import InlineRunner
-from idemconsumer.brokers.connecting import connect
+from idemconsumer.app.sagas import AppStarter, SagaCalls
+from idemconsumer.brokers.connecting import check_delay, connect
 from idemconsumer.brokers.connecting import destination as parse_destination
 from idemconsumer.brokers.postgres import enqueue
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.decorator import Decorate, Handler, asks_for_key, idempotent_handler
-from idemconsumer.handlers.durations import Duration, parse_duration
-from idemconsumer.handlers.handler import TENANT, BoundHandler, given_key
-from idemconsumer.handlers.options import Options
+from idemconsumer.handlers.durations import parse_duration
+from idemconsumer.handlers.handler import BoundHandler, given_key
+from idemconsumer.handlers.options import Options, UnnamedOptions
+from idemconsumer.handlers.signalling import signalling
 from idemconsumer.handlers.signature import not_injectable
 from idemconsumer.message import codecs
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
+from idemconsumer.message.sources import consumes
 from idemconsumer.ports.broker import Broker, Outgoing
-from idemconsumer.ports.handler import Tx
+from idemconsumer.ports.handler import Duration, Tx
 from idemconsumer.ports.observer import Observer
+from idemconsumer.rules.schedules import CatchUp, Schedule, checked_schedule
 from idemconsumer.rules.values import Outcome
 from idemconsumer.settings import Settings, load
+from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resource, Resources, read_resource
 from idemconsumer.worker.worker import Worker
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 
-class App:
+class App(SagaCalls):
     """Collects handlers, and makes the workers that run them.
 
     The name is part of every stored key and, unless `consumer_group=` says otherwise, the Kafka consumer group. So
-    renaming an app makes every message new.
+    renaming an app makes every message new. `publishes` names destinations for `idemconsumer check` to look at; it
+    allows and forbids nothing. ConfigurationError for one that cannot be.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, publishes: Sequence[str] = ()) -> None:
         given: object = name
         if not isinstance(given, str) or not name.isprintable() or name != name.strip() or name[:1] in ("", "~"):
             raise ConfigurationError(f"app name {name!r}: write a printable string such as App('shop')")
+        if isinstance(publishes, str):
+            raise ConfigurationError(
+                f"app {name!r}: publishes={publishes!r} is one text; write a list, [{publishes!r}]"
+            )
+        for each in publishes:
+            parse_destination(each)
         self.name = name
+        self._publishes = tuple(publishes)
         self._handlers: dict[str, Handler[..., Any]] = {}
         self._opening = asyncio.Lock()
+        self._schedules: list[Schedule] = []
         self._resources: dict[type, Resource] = {}
         self._open_resources = Resources(())
         self._inline: InlineRunner | None = None
@@ -57,6 +72,17 @@ class App:
     def handlers(self) -> Mapping[str, Handler[..., Any]]:
         """What was included so far, by name; a copy."""
         return dict(self._handlers)
+
+    @property
+    def publishes(self) -> tuple[str, ...]:
+        """The destinations that were named for `idemconsumer check`."""
+        return self._publishes
+
+    @property
+    def sagas(self) -> dict[str, str | None]:
+        """The versions of its handlers of sagas, by name."""
+        plans = [handler.plan for handler in self._handlers.values()]
+        return {plan.name: plan.options.version for plan in plans if plan.signature.needs_saga}
 
     @asks_for_key
     def idempotent_handler(self, source: str, *sources: str, key: KeySpec, **options: Unpack[Options]) -> Decorate:
@@ -70,8 +96,43 @@ class App:
 
         return included
 
+    def signal_handler(
+        self,
+        source: str,
+        *sources: str,
+        saga: Handler[..., Any],
+        name: str,
+        key: KeySpec,
+        saga_key: KeySpec | None = None,
+        **options: Unpack[UnnamedOptions],
+    ) -> Decorate:
+        """A handler whose messages are signals named `name` to sagas of this app, each exactly once.
+
+            @app.signal_handler("kafka:payments.settled", saga=book_ride, name="settled", key="ride_id")
+            async def settled(payment: Settled) -> Settled:
+                return payment
+
+        What the function returns is the payload. Signal, effects through Tx and record are one commit. `key` says what
+        identifies the message, as for any handler; `saga_key` the key of its saga, the same unless given. The saga's
+        tenant is the message's. Its result is what `signal` would answer: a message for a saga that has ended is
+        handled, and nothing comes of it. Raises HandlerError, when the function is decorated, for what cannot be.
+        """
+        decorate = idempotent_handler(source, *sources, key=key, **options)
+
+        async def send_it(tx: Tx, tenant: str | None, its_key: str, payload: object) -> str:
+            return await self.signal(saga, key=its_key, name=name, payload=payload, tenant=tenant, tx=tx)
+
+        def included(fn: Any, /) -> Any:
+            self._check_saga(saga, "signal_handler(saga=…)")
+            handler: Handler[..., Any] = Handler(fn, signalling(decorate(fn).plan, saga_key or key, send_it))
+            self.include(handler)
+            return handler
+
+        return included
+
     def include(self, *handlers: Handler[..., Any]) -> None:
-        """Add decorated functions. ConfigurationError for a second one with the same name or source."""
+        """Add decorated functions. ConfigurationError for a second one with the same name, or the same source unless
+        that is a Kafka topic and their `consumer_group` differs."""
         for handler in handlers:
             given: object = handler
             if not isinstance(given, Handler):
@@ -85,12 +146,60 @@ class App:
                     'give one of them another name with name="…"'
                 )
             for other in self._handlers.values():
-                if common := set(handler.plan.sources) & set(other.plan.sources):
+                if common := self._common(handler, other):
+                    instead = "use one handler, or two apps"
+                    if common.startswith("kafka:"):
+                        instead = 'give one of them a consumer_group="…" of its own, or use one handler'
                     raise ConfigurationError(
-                        f"app {self.name!r}: {handler.name!r} and {other.name!r} both consume {min(common)!r}, and "
-                        "each message would reach only one of them; use one handler, or two apps"
+                        f"app {self.name!r}: {handler.name!r} and {other.name!r} both consume {common!r}, and "
+                        f"each message would reach only one of them; {instead}"
                     )
             self._handlers[handler.name] = handler
+
+    def _common(self, handler: Handler[..., Any], other: Handler[..., Any]) -> str | None:
+        """A source that both consume, of which each message would reach one of them."""
+        groups = {each.plan.options.consumer_group or self.name for each in (handler, other)}
+        pairs = product(handler.plan.sources, other.plan.sources)
+        common = [min(one, two) for one, two in pairs if consumes(one, two) or consumes(two, one)]
+        return min((source for source in common if len(groups) == 1 or not source.startswith("kafka:")), default=None)
+
+    def every(
+        self, expression: str, *, name: str | None = None, timezone: str = "UTC", catch_up: CatchUp = "last"
+    ) -> Callable[[Handler[P, R]], Handler[P, R]]:
+        """Start a saga at each slot of a cron expression; exactly one for each slot, whichever worker comes first.
+
+            @app.every("0 3 * * *", timezone="Europe/Berlin")
+            @app.idempotent_handler("postgres:reports", key="slot")
+            async def nightly(order: Order, saga: Saga) -> None: ...
+
+        The payload is `{"schedule": name, "slot": "2026-11-22T02:00:00Z"}`, the saga's key `name@2026-11-22T02:00Z`;
+        the name is the handler's unless given. `catch_up`: of slots that were missed while no worker ran, start "all",
+        the "last" one, or none that is more than a minute late ("skip"). The database's clock decides. Another
+        expression or time zone under the same name is another schedule, which begins with its next slot. Raises
+        ConfigurationError for an expression, a time zone or a handler that cannot be scheduled.
+        """
+
+        def scheduled(handler: Handler[P, R], /) -> Handler[P, R]:
+            if not self._has(handler) or not handler.plan.signature.needs_saga:
+                raise ConfigurationError(
+                    f"app {self.name!r}: @app.every is not above a saga of this app; write it above "
+                    "@app.idempotent_handler(…) of a function that takes Saga"
+                )
+            schedule = checked_schedule(Schedule(name or handler.name, expression, timezone, catch_up, handler.name))
+            if any(each.name == schedule.name for each in self._schedules):
+                raise ConfigurationError(
+                    f"app {self.name!r}: two schedules are named {schedule.name!r}, so their slots would have the same "
+                    'keys; give one of them another name with name="…"'
+                )
+            self._schedules.append(schedule)
+            return handler
+
+        return scheduled
+
+    def schedules(self, handlers: Sequence[BoundHandler]) -> list[Schedule]:
+        """The schedules that start these handlers."""
+        names = {handler.name for handler in handlers}
+        return [schedule for schedule in self._schedules if schedule.handler in names]
 
     def resource(self, fn: Callable[[], AsyncIterator[T]], /) -> Callable[[], AsyncIterator[T]]:
         """Decorate an async generator function that makes one object per process, such as an HTTP client.
@@ -131,60 +240,24 @@ class App:
         if not handlers:
             raise ConfigurationError(f"app {self.name!r} has no handlers; use @app.idempotent_handler(…)")
         self._settings = settings
-        return Worker(handlers, settings, observer, resources)
+        schedules = self.schedules(handlers)
+        return Worker(handlers, settings, observer, resources, sagas=self.sagas, schedules=schedules)
 
     async def process(self, message: Message, *, handler: Handler[..., Any] | None = None) -> Outcome:
         """Run one message through the same engine, for those who own their consumer loop.
 
-        The handler is the one on `message.source` unless given. Settle the message yourself, by the outcome, and only
-        after this returns; `retrying` and `busy` mean that it is not done. One attempt per call; the first call opens
-        the database named by the settings, and makes the resources; `close` closes them. A saga runs in this call,
-        under a lease of this process; one that another process runs is waited for as its handler says (`on_busy`,
-        `wait`). Not guaranteed: that what this process leaves unfinished is resumed; that takes a worker, or another
-        call. Raises StoreUnavailable when nothing could be decided.
+        The handler is the one on `message.source` unless given; of several it must be given. Settle the message
+        yourself, by the outcome, and only after this returns; `retrying` and `busy` mean that it is not done. One
+        attempt per call; the first call opens the database named by the settings, and makes the resources; `close`
+        closes them. A saga runs in this call, under a lease of this process; one that another process runs is waited
+        for as its handler says (`on_busy`, `wait`). Not guaranteed: that what this process leaves unfinished is
+        resumed; that takes a worker, or another call. Raises StoreUnavailable when nothing could be decided.
         """
-        chosen = handler or next((h for h in self._handlers.values() if message.source in h.plan.sources), None)
-        if chosen is None:
-            raise ConfigurationError(f"app {self.name!r}: no handler for {message.source!r}; pass handler=")
-        self._decorated(chosen)
-        inline = self._inline or await self._open_inline()
+        chosen = self._decorated(handler or self._handler_of(message.source))
+        inline = await self._running()
         if (bound := self._bound.get(chosen)) is None:
             bound = self._bound[chosen] = self._bind(chosen, inline.settings, self._open_resources)
         return await inline.process(bound, message)
-
-    async def start(
-        self,
-        handler: Handler[Concatenate[T, ...], Any],
-        payload: T,
-        *,
-        key: str,
-        tenant: str | None = None,
-        tx: Tx | AsyncConnection[Any] | None = None,
-    ) -> None:
-        """Begin a saga from code; a worker of this app runs it.
-
-        With `tx` (of a handler, or a psycopg connection of your own) it begins if and only if that transaction
-        commits; without, it is committed on return. A second start under the same key is a duplicate, or a conflict
-        when its payload differs. `key` stands in for the handler's key rule, and `tenant` for its tenant rule.
-        Raises BadMessage when the handler could not take the payload or the key, TypeError when the payload is not
-        JSON, and ConfigurationError when it is not a saga of this app.
-        """
-        if not self._has(handler) or not handler.plan.signature.needs_saga:
-            raise ConfigurationError(
-                f"app {self.name!r}: {handler.name!r} is not a saga of this app; start a handler that takes Saga; "
-                "for any other, publish to its source"
-            )
-        settings = self._configured()
-        bound = self._bind(handler, settings, Resources(()))
-        key, encoded = given_key(key), codecs.encode(payload, "payload", "give")
-        headers = {} if tenant is None else {TENANT: tenant}
-        outgoing = Outgoing(b"null" if encoded is None else encoded.body, headers, key)
-        bound.call_for(Message(bound.own_source, outgoing.body, headers, message_id=key))
-        queue = bound.own_source.partition(":")[2]
-        if tx is not None:
-            await enqueue(_connection(tx), settings.schema, queue, [outgoing])
-        else:
-            await self._broker("postgres", settings).publish(queue, [outgoing])
 
     async def result(
         self, handler: Handler[..., Any], *, key: str, tenant: str | None = None, wait: Duration = 0.0
@@ -192,7 +265,8 @@ class App:
         """The outcome of a key, waiting up to `wait` for its end. Runs nothing.
 
         `duplicate` carries the stored result (state COMPLETED) or the rejection (FAILED); `dead` was put aside for a
-        person; `busy` has not ended: its state is None when it has not begun, as far as is known. One statement at a
+        person; `busy` has begun, and not ended; `absent` has no record: it was never started, or still waits in its
+        queue, or is pruned, or the key is another one. One statement at a
         time looks for all waiting callers of a process, which learn of the end at most a second later. Raises
         StoreUnavailable, BadMessage for an invalid key, and ConfigurationError for another app's handler.
         """
@@ -202,8 +276,17 @@ class App:
                 "include it"
             )
         seconds, key = parse_duration(wait), given_key(key)
-        inline = self._inline or await self._open_inline()
+        inline = await self._running()
         return await inline.result(self.name, handler.name, tenant, key, seconds)
+
+    def _handler_of(self, source: str) -> Handler[..., Any]:
+        handlers = self._handlers.values()
+        its = [handler for handler in handlers if any(consumes(its, source) for its in handler.plan.sources)]
+        if len(its) != 1:
+            names = " and ".join(repr(handler.name) for handler in its)
+            found = f"{names} consume {source!r}" if its else f"no handler for {source!r}"
+            raise ConfigurationError(f"app {self.name!r}: {found}; pass handler=")
+        return its[0]
 
     def _has(self, handler: Handler[..., Any]) -> bool:
         return self._handlers.get(self._decorated(handler).name) is handler
@@ -217,7 +300,9 @@ class App:
             )
         return handler
 
-    async def _open_inline(self) -> InlineRunner:
+    async def _running(self) -> InlineRunner:
+        if self._inline is not None:
+            return self._inline
         async with self._opening:  # the first messages often arrive together
             if self._inline is None:
                 plans = [handler.plan for handler in self._handlers.values()]
@@ -237,7 +322,9 @@ class App:
                 known = ", ".join(each.__name__ for each in self._resources) or "no resources so far"
                 raise not_injectable(handler.name, parameter, wanted, f"the resources of app {self.name!r}: {known}")
         limit = settings.max_message_bytes
-        return handler.plan.bind(self.name, max_message_bytes=limit, resources=resources.values)
+        return handler.plan.bind(
+            self.name, max_message_bytes=limit, resources=resources.values, starter=AppStarter(self)
+        )
 
     async def publish(
         self,
@@ -246,24 +333,27 @@ class App:
         *,
         key: str | None = None,
         headers: Mapping[str, str] | None = None,
+        delay: Duration = 0.0,
         tx: Tx | None = None,
     ) -> None:
-        """Publish to `scheme:name`; returns when the broker has confirmed.
+        """Publish to `scheme:name`, or `rabbitmq:exchange/routing.key`; returns when the broker has confirmed.
 
         With `tx` (Postgres queue only) the message is enqueued in that transaction: it exists if and only if the
         transaction commits. `key` is the message id (Kafka: the record key). bytes go out as they are, anything else
-        as JSON.
+        as JSON. With `delay` it arrives that much later at the earliest, from a Postgres queue or, up to 15 minutes,
+        from a standard queue of SQS. ConfigurationError where its broker cannot do that.
         """
         scheme, name = parse_destination(destination)
+        check_delay(scheme, name, seconds := parse_duration(delay))
         encoded = codecs.encode(payload, "payload", "give")
-        message = Outgoing(b"null" if encoded is None else encoded.body, dict(headers or {}), key)
+        message = Outgoing(b"null" if encoded is None else encoded.body, dict(headers or {}), key, seconds)
         settings = self._configured()
         if tx is not None:
             if scheme != "postgres":
                 raise ConfigurationError(
                     f"publish to {destination!r} with tx=: only a postgres: queue can share the handler's transaction"
                 )
-            await enqueue(_connection(tx), settings.schema, name, [message])
+            await enqueue(connection_of(tx), settings.schema, name, [message])
             return
         await self._broker(scheme, settings).publish(name, [message])
 
@@ -277,17 +367,7 @@ class App:
         for broker in self._brokers.values():
             await broker.close()
         self._brokers.clear()
-        self._settings = None
+        self._settings, self._sagas_admin = None, None
         inline, self._inline = self._inline, None
         if inline is not None:
             await inline.close()
-
-
-def _connection(tx: Tx | AsyncConnection[Any]) -> AsyncConnection[Any]:
-    connection = tx if isinstance(tx, AsyncConnection) else getattr(tx, "connection", None)
-    if not isinstance(connection, AsyncConnection):
-        raise ConfigurationError(
-            f"tx= is of type {type(tx).__name__}; pass the Tx of a handler or of a step, or a "
-            "psycopg.AsyncConnection that is in a transaction"
-        )
-    return connection

@@ -8,17 +8,18 @@ from typing import Final
 
 from idemconsumer.app.results import Results
 from idemconsumer.engine.engine import Engine
-from idemconsumer.engine.work import Work
+from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
-from idemconsumer.handlers.options import Resolved
 from idemconsumer.message import keys
 from idemconsumer.message.message import Message
+from idemconsumer.ports.leases import Runs
 from idemconsumer.ports.observer import NullObserver
-from idemconsumer.rules.values import Outcome, OutcomeKind, Record, State
+from idemconsumer.rules.values import Outcome, OutcomeKind, Record, Signalled, State
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.signals import Signal
 from idemconsumer.user_code.resources import Resources
 from idemconsumer.worker.saga_lease import SagaLease
 
@@ -29,7 +30,7 @@ class InlineRunner:
     """Opened by the first call that needs it. A lease and the resources are opened only for what needs them."""
 
     def __init__(
-        self, settings: Settings, dsn: str, store: PostgresStore, leased: Sequence[Resolved], resources: Resources
+        self, settings: Settings, dsn: str, store: PostgresStore, leased: Sequence[HandlerPlan], resources: Resources
     ) -> None:
         self.settings = settings
         self._leased = leased
@@ -53,8 +54,9 @@ class InlineRunner:
             settings.schema,
             connections=settings.concurrency,
             longest_run=max((plan.options.timeout for plan in plans), default=30.0),
+            require_standby=settings.require_synchronous_standby,
         )
-        leased = [plan.options for plan in plans if plan.signature.needs_saga]
+        leased = [plan for plan in plans if plan.signature.needs_saga]
         return cls(settings, settings.dsn, store, leased, resources)
 
     async def close(self) -> None:
@@ -68,10 +70,10 @@ class InlineRunner:
         """One message to the end of one attempt. A saga that another run holds is waited for, if its handler waits."""
         if not self._resourceful:
             await self._open_resources()
-        work = Work.of(handler, message)
+        work = Work.of(handler, message, own_id=message.position or message.message_id or None)
         if not handler.leased or work.call is None:
             return await self._joined(work)
-        lease = self._saga_lease or await self._open_saga_lease(handler.options)
+        lease = self._saga_lease or await self._open_saga_lease(handler)
         outcome = await lease.engine.run(work, _settled_by_caller, unfed=True)
         waits = handler.options.on_busy == "wait" and outcome.kind is OutcomeKind.BUSY
         if waits and await self._results.over(work.key, handler.options.wait) is not None:
@@ -82,6 +84,8 @@ class InlineRunner:
     async def _joined(self, work: Work) -> Outcome:
         """Counts the attempts that have failed in this process, as for a delivery that a worker holds."""
         work.attempts = self._attempts.get(work.key, 0)
+        if self._engine.lost_connections.suspected(work.key):
+            work.suspicion = Suspicion.BEGUN
         outcome = await self._engine.process(work)
         self._attempts.pop(work.key, None)
         if work.attempts and settle(outcome) is not Settlement.FINISH:
@@ -104,10 +108,15 @@ class InlineRunner:
             (record,) = await self._store.peek([digest])
         return _outcome(record)
 
-    async def _open_saga_lease(self, options: Resolved) -> SagaLease:
+    async def signal(self, signal: Signal) -> Signalled:
+        ((answer,),) = await self._store.pool.alone("send_signal", signal.params)
+        return Signalled(answer)
+
+    async def _open_saga_lease(self, handler: BoundHandler) -> SagaLease:
         async with self._opening:
             if self._saga_lease is None:
-                leased = [*self._leased, options]  # it may be a handler that the app has not included
+                versions = {plan.name: plan.options.version for plan in self._leased}
+                leased = [*(plan.options for plan in self._leased), handler.options]  # which may not be included
                 self._saga_lease = await SagaLease.open(
                     self._dsn,
                     self.settings.schema,
@@ -116,6 +125,8 @@ class InlineRunner:
                     connections=self.settings.concurrency,
                     lease=min(each.lease for each in leased),
                     longest_run=max(each.timeout for each in leased),
+                    runs=[Runs(handler.app, name, version) for name, version in versions.items()],
+                    require_standby=self.settings.require_synchronous_standby,
                 )
             return self._saga_lease
 
@@ -126,7 +137,7 @@ async def _settled_by_caller() -> None:
 
 def _outcome(record: Record | None) -> Outcome:
     if record is None:
-        return Outcome(OutcomeKind.BUSY)
+        return Outcome(OutcomeKind.ABSENT)
     if record.state is State.DEAD:
         return Outcome(OutcomeKind.DEAD, state=record.state)
     if record.state not in (State.COMPLETED, State.FAILED):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Final
 
+from idemconsumer.brokers.last_will import memberships
 from idemconsumer.errors import ConfigurationError
-from idemconsumer.message.sources import BadSource, split_source
+from idemconsumer.message.sources import BadSource, is_pattern, split_source
 from idemconsumer.ports.broker import Broker
 from idemconsumer.settings import Settings
 
@@ -17,15 +18,30 @@ _ADAPTERS: Final = {
     "postgres": ("idemconsumer.brokers.postgres", "PostgresBroker"),
     "memory": ("idemconsumer.brokers.memory", "MemoryBroker"),
 }
+_NAMES: Final = {"kafka": "Kafka", "rabbitmq": "RabbitMQ"}
+_LEAVING: Final = "idemconsumer.brokers.kafka.leaving"
 _PACKAGES: Final = {"kafka": "aiokafka", "rabbitmq": "aio-pika", "sqs": "aiobotocore"}  # as pip knows them
 
 
 def destination(text: str) -> tuple[str, str]:
     """Scheme and name of `scheme:name`, where to publish. Raises ConfigurationError for anything else."""
     try:
-        return split_source(text)
+        scheme, name = split_source(text)
     except BadSource as error:
         raise ConfigurationError(str(error)) from None
+    if is_pattern(text):
+        raise ConfigurationError(f"{text!r} stands for many topics; publish to one of them")
+    return scheme, name
+
+
+def check_delay(scheme: str, name: str, delay: float) -> None:
+    """Raise ConfigurationError if what is published there cannot be put off (P7)."""
+    if not delay or scheme in ("postgres", "sqs", "memory"):
+        return
+    raise ConfigurationError(
+        f"publish to '{scheme}:{name}' with a delay: {_NAMES[scheme]} keeps no message back; publish to a postgres: "
+        f"queue with the delay, and have its handler publish to '{scheme}:{name}'"
+    )
 
 
 def connect(scheme: str, settings: Settings) -> Broker:
@@ -33,12 +49,23 @@ def connect(scheme: str, settings: Settings) -> Broker:
     module, name = _ADAPTERS[scheme]
     try:
         adapter = getattr(import_module(module), name)
-    except ModuleNotFoundError as missing:
+    except ImportError as missing:
         if (missing.name or "").startswith("idemconsumer"):
             raise
+        why = "is not installed" if isinstance(missing, ModuleNotFoundError) else f"cannot be imported ({missing})"
         raise ConfigurationError(
-            f"{scheme}: the driver {_PACKAGES.get(scheme, missing.name)} is not installed; "
-            f"pip install 'idemconsumer[{scheme}]'"
+            f"{scheme}: the driver {_PACKAGES.get(scheme, missing.name)} {why}; pip install 'idemconsumer[{scheme}]'"
         ) from missing
     broker: Broker = adapter(settings)
     return broker
+
+
+def prepare_to_leave() -> None:
+    """Import what `leave_for` takes, which is most of its time."""
+    import_module(_LEAVING)
+
+
+async def leave_for(settings: Settings, written: bytes) -> None:
+    """Execute the last will of a worker that has died, as it was written. Raises BrokerUnavailable."""
+    if members := memberships(written):
+        await import_module(_LEAVING).leave(settings, members)

@@ -2,44 +2,93 @@
 
 What it delivers is held already, under a new token. Settling changes nothing: by the time its outcome is known, the
 saga's row is gone, released or put aside for a person.
+
+A saga is taken only for a lane that is free now (L33), so that a process with nothing to do gets what a busy one cannot
+begin; for all lanes that are free, in one statement (L63). Nothing is taken blindly: one statement says what there is,
+and when to look again (L32).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, Protocol
 
 from idemconsumer.errors import BrokerUnavailable, SessionEnded, StoreUnavailable
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
-from idemconsumer.ports.leases import LeaseStore
+from idemconsumer.ports.broker import BesideSagas, Bounds, Delivery, Epoch, Finding, Outgoing
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 
 SCHEME: Final = "saga"
-_EVERY: Final = 0.5  # seconds between two looks; a stale saga is resumed at most that long after its lease
+# Seconds between two looks.
+_LONGEST: Final = 1.25  # what becomes due sooner than was seen is resumed within that (L61)
+_AGAIN: Final = 0.5  # while something is due that cannot be taken
+_SHORTEST: Final = 0.2
+_SOONEST: Final = 0.02
+_PATIENCE: Final = 1.0  # seconds after which what no idle process has taken gets the next free lane of a busy one
+_MOST_KEPT_OUT: Final = 60  # looks in a row
+
+
+def _nothing(keys: Collection[bytes]) -> None:
+    return
+
+
+class LanesOfSagas(Protocol):
+    """What the lanes of this process say of themselves. `freed` is set whenever one has nothing to do any more."""
+
+    freed: asyncio.Event
+
+    @property
+    def keys(self) -> Sequence[bytes]:
+        """Those that are in hand, of any source."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether no saga may begin now."""
+        ...
+
+    def idle(self, handler: str) -> int:
+        """How many lanes of a handler have nothing to do."""
+        ...
+
+    def keep(self, handler: str, kept: bool) -> None:
+        """Whether the next lane of the handler that is free is kept for a saga, and takes no new message."""
+        ...
 
 
 class DueSagas:
-    """See `ports.Broker`. `held`: the keys that this process has in hand, of any source; `free`: how many lanes have
-    nothing to do. The group of its subscriptions is the app, which shares its schema with others."""
+    """See `ports.Broker`. The group of its subscriptions is the app, which shares its schema with others."""
 
     hands_over = False
 
-    def __init__(self, leases: LeaseStore, held: Callable[[], Sequence[bytes]], free: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        leases: LeaseStore,
+        lanes: LanesOfSagas,
+        cancel: Callable[[Collection[bytes]], None] = _nothing,
+        beside: Sequence[BesideSagas] = (),
+    ) -> None:
+        """`cancel` is told which sagas of this process are to be cancelled, and `beside` what its queues have."""
         self._leases = leases
-        self._held = held
-        self._free = free
+        self._lanes = lanes
+        self._cancel = cancel
+        self._beside = beside
 
     def feed(self, subscription: Subscription) -> str:
         return SCHEME
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> DueSagasSession:
         handlers = [subscription.handler for subscription in subscriptions]
-        return DueSagasSession(self._leases, self._held, self._free, subscriptions[0].group, handlers)
+        return DueSagasSession(self._leases, self._lanes, subscriptions[0].group, handlers, self._cancel, self._beside)
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         raise BrokerUnavailable("saga: is not a destination; start a saga with app.start")
+
+    async def check_destination(self, name: str) -> None:
+        raise BrokerUnavailable("saga: is not a destination")
 
     async def check(self, subscription: Subscription) -> list[Finding]:
         return []
@@ -49,57 +98,111 @@ class DueSagas:
 
 
 class DueSagasSession:
-    """See `ports.Session`. Takes no more sagas than lanes are free; what it leaves, another worker may take at once.
+    """See `ports.Session`. Takes no more sagas of a handler than lanes are free; what it leaves, another worker may
+    take at once.
 
-    With all lanes busy it takes one at a time; otherwise a stream of new messages could keep it from taking any.
+    What nobody has taken for a second, although it could be, gets the next lane that is free here: otherwise a stream
+    of new messages could keep it waiting for ever. While the lanes are closed, for what may kill this worker, it takes
+    none, so that others can (L23); but a stream of those keeps it from taking any for half a minute only.
     """
 
     def __init__(
         self,
         leases: LeaseStore,
-        held: Callable[[], Sequence[bytes]],
-        free: Callable[[], int],
+        lanes: LanesOfSagas,
         app: str,
         handlers: Sequence[str],
+        cancel: Callable[[Collection[bytes]], None] = _nothing,
+        beside: Sequence[BesideSagas] = (),
     ) -> None:
         self._leases = leases
-        self._held = held
-        self._free = free
+        self._lanes = lanes
+        self._cancel = cancel
+        self._beside = beside
         self._app = app
         self._handlers = handlers
-        self._outstanding = 0
+        self._kept_out = 0
+        self._kept: set[str] = set()
+        self._left: list[str] = []  # handlers with sagas that could be taken, and had no free lane, or not enough
+        self._looked = self._next = asyncio.get_running_loop().time()  # when it did last, and is to look again
+        self._outstanding: Counter[str] = Counter()
         self._epoch = Epoch()
-        self._stopped = asyncio.Event()
+        self._stopped = False
 
     async def fetch(self) -> Sequence[Delivery]:
         if self._epoch.ended:
             raise SessionEnded("sagas: closed")
-        room = self._free() or int(self._outstanding == 0)
-        taken = []
-        if room > 0 and not self._stopped.is_set():
-            try:
-                unheld = await self._unheld()
-                taken = await self._leases.take(self._app, self._handlers, room, unheld=unheld)
-            except StoreUnavailable as error:
-                self._epoch.end()
-                raise SessionEnded(f"sagas: {error}") from error
-        if not taken:  # what was taken is not kept waiting: its lease was over up to _EVERY ago
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_EVERY):
-                    await self._stopped.wait()
-                    await asyncio.sleep(_EVERY)
-        self._outstanding += len(taken)
+        await self._wait()
+        if self._stopped:
+            return []
+        try:
+            taken = await self._look_and_take()
+        except StoreUnavailable as error:
+            self._end()
+            raise SessionEnded(f"sagas: {error}") from error
+        self._outstanding.update(saga.handler for saga in taken)
         return [Delivery(holding.message, self._epoch, handle=holding) for holding in taken]
 
-    async def _unheld(self) -> list[tuple[bytes, int]]:
-        """What is ours in the database, and not in hand here (L12). Read in this order: a saga that was begun in
-        between is not among those seen, and what the last fetch took has been handed over by now."""
-        own = await self._leases.own()
-        held = set(self._held())
-        return [(key, token) for key, token in own if key not in held]
+    async def _wait(self) -> None:
+        """For the time of the next look, or for a lane that is free for what was left."""
+        clock = asyncio.get_running_loop().time
+        while not self._stopped and not any(map(self._lanes.idle, self._left)) and clock() < self._next:
+            self._lanes.freed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._next):
+                    await self._lanes.freed.wait()
+                    # What ended here may have to be tried again soon.
+                    self._next = min(self._next, self._looked + _SHORTEST)
+        if self._stopped and not self._epoch.ended:
+            await asyncio.sleep(_SHORTEST)
+
+    async def _look_and_take(self) -> list[LeasedSaga]:
+        self._kept_out = self._kept_out + 1 if self._lanes.closed and self._kept_out < _MOST_KEPT_OUT else 0
+        now = asyncio.get_running_loop().time()
+        if self._kept_out:
+            self._left, self._next = [], now + _AGAIN
+            return []
+        if free := [handler for handler in self._left if self._lanes.idle(handler)]:
+            return await self._take(free, ())
+        self._looked = now
+        look = await self._leases.look(self._app, self._handlers, [n for each in self._beside for n in each.queues])
+        for each in self._beside:
+            each.looked(look.queues)
+        if look.cancelled:
+            self._cancel(look.cancelled)
+        # Read in this order: a saga that was begun in between is not among those seen (L12), and what the last fetch
+        # took has been handed over by now.
+        held = set(self._lanes.keys)
+        unheld = [(key, token) for key, token in look.own if key not in held]
+        due = [handler for handler, seconds in look.due.items() if seconds <= 0]
+        self._next = now + (_AGAIN if due else max(_SOONEST, min([_LONGEST, *look.due.values()])))
+        self._keep({handler for handler in due if look.due[handler] < -_PATIENCE and not self._lanes.idle(handler)})
+        return await self._take(self._handlers if unheld else due, unheld)
+
+    async def _take(self, handlers: Sequence[str], unheld: Sequence[tuple[bytes, int]]) -> list[LeasedSaga]:
+        """For the lanes that are free. One statement serves handlers with as many."""
+        rooms: dict[int, list[str]] = {}
+        for handler in handlers:
+            rooms.setdefault(self._lanes.idle(handler), []).append(handler)
+        left = set(self._left) - set(handlers) | set(rooms.pop(0, ()))
+        taken: list[LeasedSaga] = []
+        for room, theirs in rooms.items():
+            sagas = await self._leases.take(self._app, theirs, room, unheld=unheld)
+            counts = Counter(saga.handler for saga in sagas)
+            left |= {handler for handler in theirs if counts[handler] >= room}
+            self._keep(self._kept - set(theirs))
+            taken += sagas
+        self._left = [handler for handler in self._handlers if handler in left]
+        return taken
+
+    def _keep(self, handlers: set[str]) -> None:
+        """Keep the next free lane of these for what is due, and of no others."""
+        for handler in handlers ^ self._kept:
+            self._lanes.keep(handler, handler in handlers)
+        self._kept = handlers
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
-        self._outstanding -= len(deliveries)
+        self._outstanding.subtract(delivery.handle.handler for delivery in deliveries)
 
     async def release(self, deliveries: Sequence[Delivery]) -> None:
         """Taken and never started: free for all workers at once, at no cost."""
@@ -110,11 +213,18 @@ class DueSagasSession:
                 return
 
     async def idle(self) -> bool:
-        return self._outstanding == 0
+        return not self._outstanding.total()
 
     async def stop_fetching(self) -> None:
-        self._stopped.set()
+        self._stopped = True
+        self._keep(set())
+        self._lanes.freed.set()
 
     async def close(self) -> None:
+        self._end()
+        self._stopped = True
+        self._lanes.freed.set()
+
+    def _end(self) -> None:
         self._epoch.end()
-        self._stopped.set()
+        self._keep(set())

@@ -1,48 +1,60 @@
 """The queue in Postgres: `postgres:name`, built in, needs nothing but the database.
 
 A delivery is a row made invisible until a deadline, which the session moves on while the delivery is held. Each
-delivery carries a token of its own, so that settling an expired one changes nothing. NOTIFY only wakes a fetch early;
-without it the queue is read once a second (P5).
+delivery carries a token of its own, so that settling an expired one changes nothing. All queues of a process are one
+session. It takes what was announced; NOTIFY only wakes it early, and about once a second it, or the sagas of its
+process, look at all queues in one statement (P5, L61). What is not due yet waits in a table of its own, and whoever
+takes from the queue moves it over once it is due (P7).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import psycopg
-import structlog
 
+from idemconsumer.brokers.listening import Listening
+from idemconsumer.brokers.outstanding import Outstanding
+from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
-from idemconsumer.sql.connecting import OwnCursor, own_session
+from idemconsumer.sql.answering import AnsweringConnection
+from idemconsumer.sql.connecting import OwnCursor, connect_async, is_pooled
 from idemconsumer.sql.queries import load, misconfigured
 
-log = structlog.get_logger("idemconsumer")
 Connection = psycopg.AsyncConnection[Any]
+_Answering = AnsweringConnection[Any]
 
 VISIBILITY: Final = 10.0  # seconds until what a dead worker held is delivered again
-_IDLE_SECONDS: Final = 1.0
+_LOOK: Final = 1.25  # seconds between two looks
+_SOON: Final = 0.2
+_AHEAD: Final = 5.0  # seconds; what is due later is found by a later look
 _TIMEOUT: Final = 10.0  # of any single statement of the session
-_CHANNEL: Final = "idemconsumer_queue"
+_PATIENCE: Final = _TIMEOUT + 2.0  # R20
+_SAGA: Final = "saga:"  # the payload of who has made a saga due that waited (L42)
+_DUE_AT_ONCE: Final = 200  # messages of a queue that one statement moves over
 
 
 async def enqueue(connection: Connection, schema: str, name: str, messages: Sequence[Outgoing]) -> None:
     """Insert into the queue on this connection, in whatever transaction is open there (P6)."""
-    query = load(schema)["enqueue"]
+    queries = load(schema)
     # A pipeline in a transaction that stays open disarms its idle time-out; publish(tx=) sends one message.
     async with connection.pipeline() if len(messages) > 1 else contextlib.nullcontext():
         for message in messages:
             headers = encode_headers(message.headers).decode()
-            await OwnCursor(connection).execute(
-                query, {"name": name, "body": message.body, "key": message.key, "headers": headers}
-            )
+            given = {"name": name, "body": message.body, "key": message.key, "headers": headers}
+            if message.delay:
+                await OwnCursor(connection).execute(queries["enqueue_later"], given | {"delay": message.delay})
+            else:
+                await OwnCursor(connection).execute(queries["enqueue"], given)
 
 
 class PostgresBroker:
@@ -52,125 +64,276 @@ class PostgresBroker:
         if settings.dsn is None:
             raise ConfigurationError("postgres: no database is given; set IDEMCONSUMER_DSN")
         self._dsn = settings.dsn
+        self._listen_dsn = settings.listen_dsn
         self._schema = settings.schema
+        self._publishers = Publishers(lambda: self._connect(self._dsn))
+        self._sessions: set[PostgresSession] = set()
+        self._wake: Callable[[], None] = _nobody
+
+    def wake_sagas_by(self, wake: Callable[[], None]) -> None:
+        """See `ports.BesideSagas`."""
+        self._wake = wake
+
+    @property
+    def queues(self) -> Sequence[str]:
+        """See `ports.BesideSagas`."""
+        return [name for session in self._sessions for name in session.queues]
+
+    def looked(self, found: Mapping[str, float]) -> None:
+        """See `ports.BesideSagas`."""
+        for session in self._sessions:
+            session.looked(found)
 
     def feed(self, subscription: Subscription) -> str:
-        return subscription.source
+        """All queues of a process share one session, and so two connections."""
+        return "postgres"
 
-    async def _connect(self) -> Connection:
+    async def _connect(self, dsn: str) -> _Answering:
         # enable_seqscan: a plan cached while the queue was empty must not scan it when it is full (G5).
         settings = {"enable_seqscan": "off", "statement_timeout": f"{int(_TIMEOUT * 1000)}", "lock_timeout": "5s"}
+        made = asyncio.ensure_future(
+            connect_async(dsn, settings, connect_timeout=5, application_name="idemconsumer-queue")
+        )
         try:
-            return await psycopg.AsyncConnection.connect(
-                **own_session(self._dsn, settings), connect_timeout=5, application_name="idemconsumer-queue"
-            )
+            connection = await asyncio.shield(made)
+        except asyncio.CancelledError:
+            # psycopg leaves a connection that is half made open, and the server waits a minute for who it is.
+            with contextlib.suppress(psycopg.Error):
+                await (await made).close()
+            raise
         except psycopg.Error as error:
             raise BrokerUnavailable(f"postgres queue: no connection to the database: {error_text(error)}") from error
+        connection.patience = _PATIENCE
+        return connection
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> PostgresSession:
-        (subscription,) = subscriptions
-        connection, listener = await self._connect(), await self._connect()
-        session = PostgresSession(subscription.name, connection, listener, self._schema, bounds)
+        connection = await self._connect(self._dsn)
+        session = PostgresSession(
+            [each.name for each in subscriptions], connection, self._schema, bounds, self._wake, self._sessions.discard
+        )
         try:
-            await session.start()
+            pooled = await is_pooled(connection)
+            listens = self._listen_dsn is not None or not pooled
+            await session.start(self._listener if listens else None, pooled=pooled)
         except psycopg.Error as error:
             await session.close()
-            raise BrokerUnavailable(f"{subscription.source}: {error_text(error)}") from error
+            raise BrokerUnavailable(f"{_sources(session.queues)}: {error_text(error)}") from error
+        except BaseException:
+            await session.close()
+            raise
+        self._sessions.add(session)
         return session
 
+    async def _listener(self) -> _Answering:
+        """Never of a pooler: the session that it gives to a LISTEN may be another's a moment later (R18)."""
+        listener = await self._connect(self._listen_dsn or self._dsn)
+        if self._listen_dsn is not None and await is_pooled(listener):
+            await listener.close()
+            raise ConfigurationError(
+                "postgres queue: `listen_dsn` leads to a pooler, which passes no notifications on; "
+                "write the server's own address, or leave it out to have the queue polled"
+            )
+        return listener
+
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
-        connection = await self._connect()
         try:
-            async with connection, connection.transaction():
+            async with self._publishers.one() as connection, connection.transaction():
                 await enqueue(connection, self._schema, name, messages)
         except psycopg.Error as error:
             if (cause := misconfigured(error, self._schema)) is not None:
                 raise cause from error
             raise BrokerUnavailable(f"postgres:{name}: could not publish: {error_text(error)}") from error
 
+    async def check_destination(self, name: str) -> None:
+        """Any name can be published to."""
+        await (await self._connect(self._dsn)).close()
+
     async def check(self, subscription: Subscription) -> list[Finding]:
         try:
-            connection = await self._connect()
+            connection = await self._connect(self._dsn)
             async with connection:
-                cursor = await connection.execute(load(self._schema)["waiting"], {"name": subscription.name})
-                (waiting,) = await cursor.fetchone() or (0,)
-        except (BrokerUnavailable, psycopg.Error) as error:
+                cursor = await connection.execute(load(self._schema)["waiting"], {"names": [subscription.name]})
+                waiting, later = await cursor.fetchone() or (0, 0)
+                listens = self._listen_dsn is not None or not await is_pooled(connection)
+                if listens:
+                    await (await self._listener()).close()
+        except (BrokerUnavailable, ConfigurationError, psycopg.Error) as error:
             cause = misconfigured(error, self._schema) if isinstance(error, psycopg.Error) else None
             return [Finding("error", subscription.source, error_text(cause or error))]
-        return [Finding("ok", subscription.source, f"queue readable, {waiting} waiting")]
+        polled = ", polled once a second: a pooler passes no notifications on" if not listens else ""
+        delayed = f", {later} not due yet" if later else ""
+        return [Finding("ok", subscription.source, f"queue readable, {waiting} waiting{delayed}{polled}")]
 
     async def close(self) -> None:
         return
 
 
-class PostgresSession:
-    """Two connections: one for statements, one that listens."""
+@dataclass(slots=True)
+class _Queue:
+    """What a session has in hand of one queue."""
 
-    def __init__(self, name: str, connection: Connection, listener: Connection, schema: str, bounds: Bounds) -> None:
-        self._name = name
+    outstanding: Outstanding
+    epoch: Epoch = field(default_factory=Epoch)
+
+    @property
+    def room(self) -> int:
+        return self.outstanding.may_take(self.epoch.waiting)
+
+
+class PostgresSession:
+    """Of all queues of a process. Up to two connections: one for statements, and one that listens where that is
+    possible.
+
+    `ready` are the queues that may have something to take: what was announced, seen by a look, or left by the last
+    take.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        connection: _Answering,
+        schema: str,
+        bounds: Bounds,
+        wake: Callable[[], None],
+        closed: Callable[[PostgresSession], None],
+    ) -> None:
+        """`wake` is called when a signal has made a saga due."""
         self._connection = connection
-        self._listener = listener
-        self._queries = load(schema)
-        self._bounds = bounds
-        self._epoch = Epoch()
-        self._held: dict[int, int] = {}  # what is outstanding: delivery tokens by id
-        self._freed = asyncio.Event()
-        self._arrived = asyncio.Event()
+        self._wake_sagas = wake
+        self._closed = closed
+        self._listening: Listening | None = None
+        self._pooled = False
+        self._statements = load(schema)
+        self._queues = {name: _Queue(Outstanding(bounds, f"postgres:{name}")) for name in names}
+        self._held: dict[int, tuple[str, int]] = {}  # what is outstanding: queue and delivery token by id
+        self._ready = set(names)
+        self._falling: dict[str, float] = {}  # when something of a queue falls due
+        self._fallen = set(names)  # of these something may be due that is in no queue yet
+        self._woken = asyncio.Event()
         self._stopped = False
         self._taking = asyncio.Lock()
+        self._transaction = asyncio.Lock()
+        self._next_look = 0.0
         self._lost: str | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._visible: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        await self._listener.execute(f"listen {_CHANNEL}")
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._keep_visible())]
+    @property
+    def queues(self) -> Sequence[str]:
+        """Their names."""
+        return list(self._queues)
+
+    async def start(self, listener: Callable[[], Awaitable[_Answering]] | None, *, pooled: bool) -> None:
+        self._pooled = pooled
+        if not pooled:
+            self._connection.prepare_threshold = 5
+        self._visible = asyncio.create_task(self._keep_visible())
+        if listener is not None:
+            self._listening = Listening(listener, self._heard, self._missed)
+            await self._listening.start()
 
     async def fetch(self) -> Sequence[Delivery]:
         self._raise_if_over()
-        limit = self._room()
-        if self._stopped or limit <= 0:
-            limit = await self._wait_for_room()
-        if limit <= 0:
-            return []
-        self._arrived.clear()
-        async with self._taking:
-            rows = await self._do("take", {"name": self._name, "limit": limit, "visibility": VISIBILITY})
-            if rows and self._stopped:  # a drain began meanwhile
-                await self._do("give_back", _handles((row[0], row[1]) for row in rows))
-                return []
-        if not rows:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_IDLE_SECONDS):
-                    await self._arrived.wait()
-            self._raise_if_over()
-            return []
-        return [self._delivery(*row) for row in sorted(rows)]
-
-    def _room(self) -> int:
-        """Deliveries in the waiting room do not count as fetched ahead."""
-        ready = len(self._held) - self._epoch.waiting
-        return min(self._bounds.ahead - ready, self._bounds.in_flight - len(self._held))
-
-    async def _wait_for_room(self) -> int:
-        self._freed.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_IDLE_SECONDS):
-                await self._freed.wait()
+        self._woken.clear()
+        if not self._stopped:
+            await self._look()
+            async with self._taking:
+                if rows := await self._take():
+                    return [self._delivery(*row) for row in sorted(rows)]
+        await self._pause()
         self._raise_if_over()
-        return 0 if self._stopped else self._room()
+        return []
+
+    async def _look(self) -> None:
+        """At all queues, unless somebody has looked of late."""
+        clock = asyncio.get_running_loop().time
+        if clock() >= self._next_look:
+            found = await self._do("look_for_messages", {"queues": self.queues, "ahead": _AHEAD})
+            self._seen(dict(found), next_look=_LOOK)
+        due = {name for name, at in self._falling.items() if at <= clock()}
+        self._ready |= due
+        self._fallen |= due
+        for name in due:
+            del self._falling[name]
+
+    async def _take(self) -> list[tuple[Any, ...]]:
+        rooms = {name: self._queues[name].room for name in self._ready}
+        rooms = {name: room for name, room in rooms.items() if room > 0}
+        if not rooms:
+            return []
+        if self._fallen:
+            await self._move_due()
+        self._ready -= rooms.keys()  # before the statement: what is announced from now on may not be seen by it
+        most = max(1, min(self._queues[name].outstanding.bytes_left for name in rooms))
+        limits = {"names": list(rooms), "limits": list(rooms.values()), "bytes": most}
+        rows = await self._do("take", {**limits, "visibility": VISIBILITY})
+        if rows:
+            self._ready |= rooms.keys()
+        if rows and self._stopped:  # a drain began meanwhile
+            await self._do("give_back", _handles((row[0], row[2]) for row in rows))
+            return []
+        return rows
+
+    async def _move_due(self) -> None:
+        moved = await self._do("fall_due", {"names": list(self._fallen), "limit": _DUE_AT_ONCE})
+        if len(moved) < _DUE_AT_ONCE:
+            self._fallen.clear()
+        if moved:  # when the next one falls due is not known
+            self._next_look = min(self._next_look, asyncio.get_running_loop().time() + _SOON)
+
+    async def _pause(self) -> None:
+        """Until something may have changed, or for the next look."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + _LOOK if self._stopped else min([self._next_look, *self._falling.values()])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._woken.wait()
+
+    def looked(self, found: Mapping[str, float]) -> None:
+        """Another look of this process has seen what `look_for_messages` says; it will look again."""
+        self._seen(found, next_look=2 * _LOOK)
+
+    def _seen(self, found: Mapping[str, float], *, next_look: float) -> None:
+        now = asyncio.get_running_loop().time()
+        self._next_look = now + next_look
+        self._falling = {name: now + seconds for name, seconds in found.items() if name in self._queues}
+        if any(at <= now for at in self._falling.values()):
+            self._woken.set()
+
+    def _heard(self, what: str) -> None:
+        if what in self._queues:
+            self._ready.add(what)
+            self._woken.set()
+        elif what == _SAGA:
+            self._wake_sagas()
+
+    def _missed(self) -> None:
+        """Notices: look at everything."""
+        self._ready.update(self._queues)
+        self._next_look = 0.0
+        self._woken.set()
+        self._wake_sagas()
 
     def _delivery(
-        self, number: int, delivery_token: int, deliveries: int, message_id: str | None, body: bytes, headers: bytes
+        self,
+        number: int,
+        name: str,
+        delivery_token: int,
+        deliveries: int,
+        message_id: str | None,
+        body: bytes,
+        headers: bytes,
     ) -> Delivery:
-        self._held[number] = delivery_token
+        self._held[number] = name, delivery_token
+        queue = self._queues[name]
         message = Message(
-            source=f"postgres:{self._name}",
+            source=f"postgres:{name}",
             body=body,
             headers=decode_headers(headers),
             message_id=message_id,
-            position=f"{self._name}#{number}",
+            position=f"{name}#{number}",
         )
-        return Delivery(message, self._epoch, handle=(number, delivery_token), suspect=deliveries > 1, count=deliveries)
+        queue.outstanding.arrived(number, message)
+        return Delivery(message, queue.epoch, handle=(number, delivery_token), suspect=deliveries > 1, count=deliveries)
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
         await self._dismiss("finish", deliveries)
@@ -181,21 +344,23 @@ class PostgresSession:
     async def _dismiss(self, query: str, deliveries: Sequence[Delivery]) -> None:
         handles = [delivery.handle for delivery in deliveries if not delivery.epoch.ended]
         for number, delivery_token in handles:
-            if self._held.get(number) == delivery_token:
+            name, held = self._held.get(number, ("", None))
+            if held == delivery_token:
                 del self._held[number]
-        self._freed.set()
+                self._queues[name].outstanding.left((number,))
+        self._woken.set()
         if handles:
             with contextlib.suppress(SessionEnded):
                 await self._do(query, _handles(handles))
 
     async def idle(self) -> bool:
-        rows = await self._do("waiting", {"name": self._name})
+        """What is not due yet is not waited for."""
+        rows = await self._do("waiting", {"names": list(self._queues)})
         return bool(rows[0][0] <= len(self._held))
 
     async def stop_fetching(self) -> None:
         self._stopped = True
-        self._freed.set()
-        self._arrived.set()
+        self._woken.set()
 
     async def close(self) -> None:
         self._stopped = True
@@ -204,42 +369,45 @@ class PostgresSession:
             async with asyncio.timeout(2), self._taking:
                 pass
         self._end("closed")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for connection in (self._connection, self._listener):
-            with contextlib.suppress(psycopg.Error, TimeoutError):
-                async with asyncio.timeout(2):
-                    await connection.close()
+        self._closed(self)
+        if self._visible is not None:
+            self._visible.cancel()
+            await asyncio.gather(self._visible, return_exceptions=True)
+        if self._listening is not None:
+            await self._listening.close()
+        with contextlib.suppress(psycopg.Error, TimeoutError):
+            async with asyncio.timeout(2):
+                await self._connection.close()
 
     # --------------------------------------------------------------------------------------------------- the connection
     async def _do(self, query: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         try:
-            async with asyncio.timeout(_TIMEOUT + 2):
-                cursor = await self._connection.execute(self._queries[query], params)
+            async with self._writing():
+                cursor = await self._connection.execute(self._statements[query], params)
                 return await cursor.fetchall() if cursor.description else []
-        except (psycopg.Error, TimeoutError) as error:
-            self._end(error_text(error) or "no answer from the database")
-            raise SessionEnded(f"postgres:{self._name}: {self._lost}") from error
+        except psycopg.Error as error:
+            self._end(error_text(error))
+            raise SessionEnded(f"{_sources(self._queues)}: {self._lost}") from error
+
+    @contextlib.asynccontextmanager
+    async def _writing(self) -> AsyncIterator[None]:
+        """Behind a pooler the session is read-only but for transactions that say otherwise (R18)."""
+        if not self._pooled:
+            yield
+            return
+        async with self._transaction, self._connection.transaction():
+            yield
 
     def _end(self, why: str) -> None:
         self._lost = self._lost or why
-        self._epoch.end()
-        self._freed.set()
-        self._arrived.set()
+        for queue in self._queues.values():
+            queue.epoch.end()
+            queue.outstanding.clear()
+        self._woken.set()
 
     def _raise_if_over(self) -> None:
         if self._lost is not None:
-            raise SessionEnded(f"postgres:{self._name}: {self._lost}")
-
-    async def _listen(self) -> None:
-        try:
-            async for notice in self._listener.notifies():
-                if notice.payload == self._name:
-                    self._arrived.set()
-            self._end("the listening connection ended")
-        except psycopg.Error as error:
-            self._end(error_text(error))
+            raise SessionEnded(f"{_sources(self._queues)}: {self._lost}")
 
     async def _keep_visible(self) -> None:
         """Move the deadline of everything outstanding, three times per visibility timeout (P3)."""
@@ -247,7 +415,16 @@ class PostgresSession:
             while True:
                 await asyncio.sleep(VISIBILITY / 3)
                 if self._held:
-                    await self._do("extend", _handles(self._held.items()) | {"visibility": VISIBILITY})
+                    handles = [(number, delivery_token) for number, (_, delivery_token) in self._held.items()]
+                    await self._do("extend", _handles(handles) | {"visibility": VISIBILITY})
+
+
+def _nobody() -> None:
+    return
+
+
+def _sources(names: Iterable[str]) -> str:
+    return ", ".join(f"postgres:{name}" for name in names)
 
 
 def _handles(handles: Iterable[tuple[int, int]]) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from datetime import UTC, datetime
+from typing import Any
 
 import click
 
+from idemconsumer.admin.dead_letters import Admin
+from idemconsumer.admin.orphans import find_orphans
 from idemconsumer.app.app import App
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.cli.banner import database_name, retention, sources
@@ -18,29 +20,19 @@ from idemconsumer.cli.target import load_app
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
+from idemconsumer.message.sources import split_source
 from idemconsumer.ports.broker import Broker, Finding
 from idemconsumer.process.child import Exit
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.checks import check_database, is_exposed
 from idemconsumer.stores.migrations import status
+from idemconsumer.stores.standbys import durability
+from idemconsumer.worker.capacity import most_connections
+from idemconsumer.worker.sources import Sharing, source_findings
+from idemconsumer.worker.worker import longest_run, shortest_lease
 
-_SPARE_DELIVERIES = 10
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("error", "red")}
-
-
-@runtime_checkable
-class Retaining(Protocol):
-    """A broker that keeps messages for a known time, and could deliver them again within it."""
-
-    async def retention_seconds(self, subscription: Subscription) -> float | None: ...
-
-
-@runtime_checkable
-class Redriving(Protocol):
-    """A broker that may take a message away after too many deliveries."""
-
-    async def max_receives(self, subscription: Subscription) -> int | None: ...
 
 
 @click.command()
@@ -55,8 +47,8 @@ def check(target: str, as_json: bool, **flags: Any) -> None:
     imported.
 
     Only reads. It finds a database that is unreachable, not migrated, closed to the role or set to lose commits;
-    sources that do not exist; and brokers that drop messages after too many deliveries, or keep messages longer than
-    their records are kept.
+    sources that do not exist; brokers that drop messages after too many deliveries, or keep messages longer than their
+    records are kept; and missing destinations, of those in App(publishes=[…]).
     """
     settings = load(**flags)
     app = load_app(target)
@@ -83,9 +75,17 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
     for handler in handlers:
         text = f"{', '.join(sources(handler))}; key: {handler.key_rule}; records kept for {retention(handler)}"
         yield Finding("ok", f"handler {handler.name}", text)
+    for schedule in app.schedules(handlers):
+        text = f"{schedule.rule}, starts {schedule.handler}, catch_up {schedule.catch_up}"
+        following = next(schedule.slots(datetime.now(UTC)), None)
+        yield Finding("ok", f"schedule {schedule.name}", f"{text}; next {following or 'never'}")
     for finding in _leases(handlers):
         yield finding
-    for finding in await _database(settings):
+    for finding in await _database(handlers, settings):
+        yield finding
+    for finding in await _retries(handlers, settings):
+        yield finding
+    for finding in await _orphans(app, settings):
         yield finding
     brokers: dict[str, Broker] = {}
     try:
@@ -93,9 +93,22 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
             for subscription in handler.subscriptions:
                 for finding in await _source(handler, subscription, brokers, settings):
                     yield finding
+        for destination in app.publishes:
+            yield await _destination(destination, brokers, settings)
+        for scheme, broker in brokers.items():
+            together = [each for handler in handlers for each in handler.subscriptions if each.scheme == scheme]
+            for finding in await broker.check_together(together) if isinstance(broker, Sharing) else ():
+                yield finding
+        yield _connections(handlers, settings)
     finally:
         for broker in brokers.values():
             await broker.close()
+
+
+def _connections(handlers: Sequence[BoundHandler], settings: Settings) -> Finding:
+    most = most_connections(handlers, settings)
+    text = f"each worker process opens at most {most} connections, and a few more for a moment"
+    return Finding("ok", f"database {database_name(settings.dsn)}", text)
 
 
 def _leases(handlers: Sequence[BoundHandler]) -> list[Finding]:
@@ -118,61 +131,74 @@ def _leases(handlers: Sequence[BoundHandler]) -> list[Finding]:
     ]
 
 
-async def _database(settings: Settings) -> list[Finding]:
+async def _database(handlers: Sequence[BoundHandler], settings: Settings) -> list[Finding]:
     subject = f"database {database_name(settings.dsn)}"
     try:
         dsn = need_dsn(settings)
-        await check_database(dsn, settings.schema)
+        require = settings.require_synchronous_standby
+        await check_database(dsn, settings.schema, longest_run=longest_run(handlers), require_standby=require)
+        if leased := [handler for handler in handlers if handler.leased]:
+            await check_database(dsn, settings.schema, longest_run=longest_run(leased), lease=shortest_lease(leased))
         await asyncio.to_thread(status, dsn, settings.schema)  # raises for a migration that is not the one applied
         exposed = await is_exposed(dsn)
+        durable = await durability(dsn)
     except IdemConsumerError as error:
         return [Finding("error", subject, error_text(error).removeprefix("database: "))]
-    found = [Finding("ok", subject, f"reachable, schema {settings.schema} is up to date, commits are durable")]
+    found = [Finding("ok", subject, f"reachable, schema {settings.schema} is up to date, {durable.commits}")]
+    if durable.warning is not None:
+        found.append(Finding("warning", subject, durable.warning))
     if exposed:
         text = "reached over a network without TLS; add sslmode=verify-full to the address, and sslrootcert"
         found.append(Finding("warning", subject, text))
     return found
 
 
+async def _retries(handlers: Sequence[BoundHandler], settings: Settings) -> list[Finding]:
+    """What is stored until its next attempt (D18)."""
+    try:
+        delayed = {each.name: each for each in await Admin(need_dsn(settings), settings.schema).delayed()}
+    except IdemConsumerError:
+        return []  # said of the database already
+    return [
+        Finding(
+            "ok",
+            f"handler {handler.name}",
+            f"{waiting.messages} messages wait for their next attempt, the first one until {waiting.due_at:%F %T %Z}",
+        )
+        for handler in handlers
+        if (waiting := delayed.get(handler.retry_source.partition(":")[2])) is not None
+    ]
+
+
+async def _orphans(app: App, settings: Settings) -> list[Finding]:
+    """Sagas that nobody continues (L31)."""
+    try:
+        found = await find_orphans(need_dsn(settings), settings.schema, app.name, app.sagas)
+    except IdemConsumerError:
+        return []  # said of the database
+    return [Finding("warning", f"sagas of {each.waiting.app}/{each.waiting.handler}", each.text) for each in found]
+
+
 async def _source(
     handler: BoundHandler, subscription: Subscription, brokers: dict[str, Broker], settings: Settings
 ) -> Sequence[Finding]:
     try:
-        if subscription.scheme not in brokers:
-            brokers[subscription.scheme] = connect(subscription.scheme, settings)
-        broker = brokers[subscription.scheme]
-        found = list(await broker.check(subscription))
-        if isinstance(broker, Retaining) and all(finding.level != "error" for finding in found):
-            found += _retention(handler, subscription, await broker.retention_seconds(subscription))
-        if isinstance(broker, Redriving) and all(finding.level != "error" for finding in found):
-            found += _redrive(handler, subscription, await broker.max_receives(subscription))
-        return found
+        return await source_findings(handler, subscription, _broker(subscription.scheme, brokers, settings))
     except IdemConsumerError as error:
         return [Finding("error", subscription.source, error_text(error))]
 
 
-def _retention(handler: BoundHandler, subscription: Subscription, kept: float | None) -> list[Finding]:
-    """A message that outlives its record would count as new when it is redelivered."""
-    if kept is None or math.isinf(kept) or kept <= handler.options.retain:
-        return []
-    days = math.ceil(kept / 86_400)
-    text = (
-        f"keeps messages for {kept / 86_400:g} days, but records are kept for {retention(handler)}; "
-        f'write retain="{days}d"'
-    )
-    return [Finding("error", subscription.source, text)]
+async def _destination(destination: str, brokers: dict[str, Broker], settings: Settings) -> Finding:
+    """Whether it exists. Whether it takes what is published, only publishing can tell."""
+    scheme, name = split_source(destination)
+    try:
+        await _broker(scheme, brokers, settings).check_destination(name)
+    except IdemConsumerError as error:
+        return Finding("error", destination, f"cannot be published to: {error_text(error)}")
+    return Finding("ok", destination, "can be published to")
 
 
-def _redrive(handler: BoundHandler, subscription: Subscription, most: int | None) -> list[Finding]:
-    """Each worker that dies or drains costs the messages that it had fetched one delivery, so some must be spare."""
-    needed = handler.options.max_attempts + _SPARE_DELIVERIES
-    if most is None:
-        return []
-    if most >= needed:
-        return [Finding("ok", subscription.source, f"its redrive policy removes a message after {most} receives")]
-    text = (
-        f"its redrive policy removes a message after {most} receives, perhaps before {handler.name} is done with it "
-        f"(max_attempts={handler.options.max_attempts}, and each restart counts); set maxReceiveCount to {needed} "
-        "or more"
-    )
-    return [Finding("warning", subscription.source, text)]
+def _broker(scheme: str, brokers: dict[str, Broker], settings: Settings) -> Broker:
+    if scheme not in brokers:
+        brokers[scheme] = connect(scheme, settings)
+    return brokers[scheme]

@@ -13,10 +13,11 @@ import msgspec
 import psycopg
 
 from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail
-from idemconsumer.brokers.connecting import connect, destination
+from idemconsumer.brokers.connecting import check_delay, connect, destination
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings, load
 from idemconsumer.sql.queries import misconfigured
@@ -29,6 +30,9 @@ _SHOWN = (
 )  # fmt: skip
 
 
+_GIVEN = ("message_id", "record_key", "timestamp")
+
+
 @click.command()
 @click.argument("source", metavar="SOURCE")
 @click.argument("payload", required=False)
@@ -38,6 +42,7 @@ _SHOWN = (
 @click.option(
     "--times", type=click.IntRange(1), default=1, metavar="N", help="Publish each message N times.  [default: 1]"
 )
+@click.option("--delay", metavar="TIME", default="0s", help="Arrive so much later, e.g. 10m: postgres: and sqs: only.")
 @database
 def publish(
     source: str,
@@ -46,17 +51,21 @@ def publish(
     key: str | None,
     headers: Sequence[str],
     times: int,
+    delay: str,
     **flags: Any,
 ) -> None:
-    """Publish PAYLOAD, or the lines of a file, to SOURCE (kafka:topic, rabbitmq:queue, sqs:queue, postgres:queue).
+    """Publish PAYLOAD, or the lines of a file, to SOURCE.
 
-    Returns once the broker has confirmed. The payload is sent unchanged.
+    SOURCE is kafka:topic, rabbitmq:queue, rabbitmq:exchange/routing.key, sqs:queue (a name, ARN or URL) or
+    postgres:queue. A RabbitMQ queue with a / in its name is rabbitmq:/name. Returns once the broker has confirmed. The
+    payload is sent unchanged.
     """
     if (payload is None) == (lines is None):
         raise click.UsageError("give either PAYLOAD or --file")
     bodies = [payload.encode()] if payload is not None else _bodies(lines)
     pairs = dict(_pair(header) for header in headers)
-    messages = [Outgoing(body, pairs, key) for body in bodies for _ in range(times)]
+    seconds = parse_duration(delay)
+    messages = [Outgoing(body, pairs, key, seconds) for body in bodies for _ in range(times)]
     asyncio.run(_publish(source, messages, load(**flags)))
     click.echo(f"published {len(messages)} to {source}")
 
@@ -65,6 +74,7 @@ async def _publish(source: str, messages: Sequence[Outgoing], settings: Settings
     scheme, name = destination(source)
     if scheme == "memory":
         raise ConfigurationError(f"{source!r} exists only inside one process, for tests; use another source")
+    check_delay(scheme, name, max((message.delay for message in messages), default=0.0))
     broker = connect(scheme, settings)
     try:
         with click.progressbar(length=len(messages), label="publishing", file=sys.stderr) as bar:
@@ -99,7 +109,9 @@ def dead() -> None:
 @dead.command("list")
 @click.option("--handler", help="Only dead letters of this handler.")
 @click.option("--reason", help="Only dead letters with this reason.")
-@click.option("--limit", type=click.IntRange(1), default=50, metavar="N", help="List at most N.  [default: 50]")
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
+)
 @database
 @as_json
 def dead_list(handler: str | None, reason: str | None, limit: int, as_json: bool, **flags: Any) -> None:
@@ -124,7 +136,7 @@ def dead_list(handler: str | None, reason: str | None, limit: int, as_json: bool
 @database
 @as_json
 def dead_show(number: int, as_json: bool, **flags: Any) -> None:
-    """Show one dead letter with its body and what to do about it."""
+    """Show one dead letter with all that its broker gave, and what to do about it."""
     settings = load(**flags)
     letter = asyncio.run(Admin(need_dsn(settings), settings.schema).dead_letter(number))
     if letter is None:
@@ -135,11 +147,27 @@ def dead_show(number: int, as_json: bool, **flags: Any) -> None:
         return
     for name in _SHOWN:
         click.echo(f"{name:<11} {printable(str(getattr(letter, name)))}")
-    for name, header in letter.headers.items():
-        text = header if isinstance(header, str) else f"base64 {base64.b64encode(header).decode()}"
-        click.echo(f"header      {printable(name)}: {printable(text)}")
+    for name in _GIVEN:
+        if (value := getattr(letter, name)) is not None:
+            click.echo(f"{name:<11} {_value(value)}")
+    for name, value in letter.properties.items():
+        click.echo(f"property    {printable(name)}: {printable(str(value))}")
+    for name, header in letter.headers:
+        click.echo(f"header      {printable(name)}: {_value(header)}")
     click.echo(f"what to do  {letter.hint}")
-    click.echo(f"body        {len(letter.body)} bytes, {encoding}\n{_multiline(body)}")
+    if letter.tombstone:
+        click.echo("body        none: a tombstone")
+        return
+    cut = f"the first {len(letter.body)} of " if len(letter.body) < letter.body_size else ""
+    click.echo(f"body        {cut}{letter.body_size} bytes, {encoding}, SHA-256 {letter.body_sha256.hex()}")
+    click.echo(_multiline(body))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bytes):
+        encoding, text = _readable(value)
+        return printable(text) if encoding == "utf-8" else f"base64 {text}"
+    return printable(str(value))
 
 
 def _readable(body: bytes) -> tuple[str, str]:
@@ -156,7 +184,16 @@ def _multiline(text: str) -> str:
 def _as_json(letter: DeadLetterDetail, encoding: str, body: str) -> Mapping[str, object]:
     fields: dict[str, object] = msgspec.structs.asdict(letter)
     key = None if letter.key is None else letter.key.hex()
-    return fields | {"key": key, "body": body, "body_encoding": encoding, "hint": letter.hint}
+    record_key = None if letter.record_key is None else _either(letter.record_key)
+    headers = [{"name": name, **_either(value)} for name, value in letter.headers]
+    given = {"key": key, "record_key": record_key, "headers": headers, "body_sha256": letter.body_sha256.hex()}
+    return fields | given | {"body": body, "body_encoding": encoding, "hint": letter.hint}
+
+
+def _either(value: str | bytes) -> dict[str, str]:
+    """Text as `text`, anything else as `base64`."""
+    encoding, text = ("utf-8", value) if isinstance(value, str) else _readable(value)
+    return {"text" if encoding == "utf-8" else "base64": text}
 
 
 @click.command()

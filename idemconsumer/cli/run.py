@@ -1,4 +1,4 @@
-"""`run` and `dev`: workers, in this process or under a supervisor."""
+"""`run` and `dev`: workers under a supervisor."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import structlog
 
-from idemconsumer.cli.banner import announce
+from idemconsumer.brokers.connecting import leave_for, prepare_to_leave
+from idemconsumer.cli.missing import cannot_import
 from idemconsumer.cli.options import database
-from idemconsumer.cli.target import load_app
-from idemconsumer.embedded.postgres import EmbeddedPostgres
-from idemconsumer.errors import ConfigurationError, IdemConsumerError
+from idemconsumer.errors import ConfigurationError, IdemConsumerError, Replaced
 from idemconsumer.observe.logging import configure, is_console
-from idemconsumer.process.child import LIFELINE, WORKER, Exit, launch
+from idemconsumer.process.child import LIFELINE, WORKER, Exit, Worker, launch
 from idemconsumer.process.supervisor import Supervisor, python_changes
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import FORMATS, LEVELS, PREFIX, Settings, load
-from idemconsumer.stores.migrations import migrate
-from idemconsumer.worker.worker import Worker
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = structlog.get_logger("idemconsumer")
@@ -34,7 +32,9 @@ def _worker_options(command: F) -> F:
     for option in reversed(
         (
             click.option("--workers", type=int, metavar="N", help="Number of worker processes.  [default: 1]"),
-            click.option("--concurrency", type=int, metavar="N", help="Lanes in each process.  [default: 8]"),
+            click.option(
+                "--concurrency", type=int, metavar="N", help="Lanes of each handler in a process.  [default: 8]"
+            ),
             click.option("--handlers", metavar="A,B", help="Run only these handlers of the app."),
             click.option("--drain-timeout", type=float, metavar="S", help="Drain timeout in seconds.  [default: 20]"),
             click.option("--log-format", type=click.Choice(FORMATS, case_sensitive=False), help="[default: auto]"),
@@ -70,6 +70,9 @@ def dev(target: str, **flags: Any) -> None:
     If no database is set, it starts a throwaway Postgres in a temporary folder, and deletes it with all its data at
     the end.
     """
+    from idemconsumer.embedded.postgres import EmbeddedPostgres
+    from idemconsumer.stores.migrations import migrate
+
     settings = load(**flags)
     with ExitStack() as stack:
         if settings.dsn is None:
@@ -89,13 +92,13 @@ def _run(target: str, settings: Settings, environment: Mapping[str, str], *, rel
     except IdemConsumerError as error:
         if is_console(settings.log_format, sys.stderr):
             raise
-        if os.environ.get(WORKER, "0") == "0":
+        if os.environ.get(WORKER, "0") == "0" or isinstance(error, Replaced):
             log.critical("cannot run", error=error_text(error))
         return Exit.USAGE if isinstance(error, ConfigurationError) else Exit.ERROR
 
 
 def _start(target: str, settings: Settings, environment: Mapping[str, str], *, reload: bool) -> Exit:
-    if LIFELINE in os.environ or (settings.workers == 1 and not reload):
+    if LIFELINE in os.environ:
         return _serve(target, settings)
     supervisor = Supervisor(
         [sys.executable, "-m", "idemconsumer", "run", target],
@@ -105,11 +108,20 @@ def _start(target: str, settings: Settings, environment: Mapping[str, str], *, r
         until_empty=settings.until_empty,
         environment=os.environ | environment,
         changes=python_changes(Path.cwd()) if reload else None,
+        execute=partial(leave_for, settings),
+        prepare=prepare_to_leave,
     )
     return asyncio.run(supervisor.run())
 
 
 def _serve(target: str, settings: Settings) -> Exit:
+    # Only here: these are most of the program, and the launcher would import them before it starts a worker.
+    try:
+        from idemconsumer.cli.banner import announce
+        from idemconsumer.cli.target import load_app
+    except ImportError as error:
+        raise cannot_import("what idemconsumer needs", error) from error
+
     app = load_app(target)
 
     def make() -> Worker:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import click
 import msgspec
 
+from idemconsumer.admin.cancellations import Cancellation
 from idemconsumer.admin.dead_letters import hint
+from idemconsumer.admin.histories import histories
 from idemconsumer.admin.saga_views import SagaDetail, SagaLine, StepLine
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.admin.timeline import Event
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.handlers.durations import parse_duration
+from idemconsumer.ports.handler import Done, NotDone
+from idemconsumer.process.child import Exit
+from idemconsumer.rules.values import Signalled
 from idemconsumer.settings import load
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,7 +63,9 @@ def sagas() -> None:
 @click.option("--state", type=click.Choice(["processing", "undoing", "dead"]), help="Only sagas in this state.")
 @click.option("--stale", is_flag=True, help="Only sagas that lost their worker.")
 @click.option("--handler", help="Only sagas of this handler.")
-@click.option("--limit", type=click.IntRange(1), default=50, metavar="N", help="List at most N.  [default: 50]")
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
+)
 @database
 @as_json
 def saga_list(
@@ -74,7 +83,14 @@ def saga_list(
         return
     rows: list[tuple[str, ...]] = [("key", "begun", "handler", "state", "at", "owner", "attempt", "error")]
     for line in lines:
-        cells = (line.handler, _state(line), line.recovery_point or "-", _owner(line), str(line.attempt), _error(line))
+        cells = (
+            line.handler,
+            _state(line) + _waits(line),
+            line.recovery_point or "-",
+            _owner(line),
+            str(line.attempt),
+            _error(line),
+        )
         rows.append((line.key[:_SHORT], f"{line.started_at:%Y-%m-%d %H:%M:%S}", *map(printable, cells)))
     click.echo(table(rows) if lines else "no sagas")
 
@@ -99,11 +115,45 @@ def saga_show(prefix: str | None, handler: str | None, key: str | None, as_json:
     events += [tuple(map(printable, _event(event))) for event in detail.timeline]
     click.echo(f"\n{table(events)}")
     if detail.steps:
-        rows: list[tuple[str, ...]] = [("step", "kind", "state", "attempts", "token", "started", "ended", "took")]
+        rows: list[tuple[str, ...]] = [
+            ("step", "kind", "state", "attempts", "token", "started", "ended", "took", "key")
+        ]
         rows += [tuple(map(printable, _step(step))) for step in detail.steps]
         click.echo(f"\n{table(rows)}")
     else:
         click.echo("\nno step is recorded")
+
+
+@sagas.command("export")
+@click.option("--handler", help="Only sagas of this handler.")
+@click.option("--state", type=click.Choice(["processing", "undoing", "dead"]), help="Only sagas in this state.")
+@click.option("--since", metavar="DURATION", help="Only sagas that began so long ago at most: 2h, 7d.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=1000, metavar="N", help="At most N.  [default: 1000]"
+)
+@database
+def saga_export(
+    handler: str | None,
+    state: Literal["processing", "undoing", "dead"] | None,
+    since: str | None,
+    limit: int,
+    **flags: Any,
+) -> None:
+    """Write the histories of sagas that have not ended, newest first, as lines of JSON.
+
+    For `idemconsumer.testing.replay`, which says whether a changed handler would go on with them. They hold payloads
+    and outputs as they are stored, with all personal data in them.
+    """
+    settings = load(**flags)
+    seconds = None if since is None else parse_duration(since)
+
+    async def export() -> None:
+        found = histories(need_dsn(settings), settings.schema, handler=handler, state=state, since=seconds, limit=limit)
+        async for history in found:
+            print_json(history)
+
+    click.echo("warning: what follows holds payloads and outputs; keep it where personal data may be kept", err=True)
+    asyncio.run(export())
 
 
 @sagas.command("resume")
@@ -150,6 +200,126 @@ def saga_abandon(
     _say(asyncio.run(abandon()), "abandoned, to be undone by a worker" if undo else "abandoned", as_json=as_json)
 
 
+@sagas.command("decide")
+@click.argument("prefix", metavar="KEY")
+@click.argument("step", metavar="STEP")
+@click.option("--done", metavar="JSON", help="It was done, with this output: what its function returns, or null.")
+@click.option("--not-done", is_flag=True, help="It was not done, and is called again.")
+@database
+@as_json
+def saga_decide(prefix: str, step: str, done: str | None, not_done: bool, as_json: bool, **flags: Any) -> None:
+    """Say how a call ended, or the undo of one, whose outcome nobody knew. Then the saga goes on.
+
+    STEP is its name, as `sagas show` has it, with the key that its remote was given.
+    """
+    if (done is None) != not_done:
+        raise click.UsageError("give either --done JSON or --not-done")
+    try:
+        answer = NotDone() if done is None else Done(msgspec.json.decode(done))
+    except msgspec.DecodeError as error:
+        raise click.UsageError(f"--done is not JSON ({error}); write e.g. --done '\"ch_17\"' or --done null") from None
+    admin = _admin(flags)
+
+    async def decide() -> SagaDetail:
+        found = await admin.find(prefix=prefix)
+        await admin.decide(found, step, answer)
+        return await admin.saga(found)
+
+    _say(asyncio.run(decide()), "decided", as_json=as_json)
+
+
+@sagas.command("cancel")
+@click.option("--undo", is_flag=True, help="Undo its finished steps.  [default: their effects stand]")
+@_which
+def saga_cancel(
+    prefix: str | None, handler: str | None, key: str | None, undo: bool, as_json: bool, **flags: Any
+) -> None:
+    """Cancel a saga that has not ended, also one that a worker runs: it becomes failed, with the rejection `cancelled`.
+
+    Its worker notices within a second or so. Exit code 1: it was too late.
+    """
+    admin = _admin(flags)
+
+    async def cancel() -> tuple[bytes, Cancellation]:
+        found = await _find(admin, prefix, handler, key)
+        return found, await admin.cancel(found, undo=undo)
+
+    found, answer = asyncio.run(cancel())
+    state = "unknown" if answer.state is None else answer.state.name.lower()
+    if as_json:
+        undone = answer.undo if answer.accepted else None
+        print_json({"key": found.hex(), "accepted": answer.accepted, "state": state, "undo": undone})
+    elif answer.accepted:
+        how = "its finished steps are undone first" if answer.undo else "its effects stand"
+        click.echo(f"cancelled: {found.hex()[:_SHORT]}, which was {state}; {how}")
+    if not answer.accepted:
+        click.echo(f"{found.hex()[:_SHORT]} is not cancelled: it is {state} already", err=True)
+        sys.exit(Exit.ERROR)
+
+
+@sagas.command("signal")
+@click.option("--name", required=True, help="The signal's name, as in saga.wait(NAME).")
+@click.option("--payload", metavar="JSON", help="Its payload.  [default: none]")
+@_which
+def saga_signal(
+    name: str,
+    payload: str | None,
+    prefix: str | None,
+    handler: str | None,
+    key: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Send a signal to a saga. The oldest signal of a name is taken by the next wait for it.
+
+    Exit code 1: the saga has ended, or is being undone, and nothing is sent.
+    """
+    try:
+        given = None if payload is None else msgspec.json.decode(payload)
+    except msgspec.DecodeError as error:
+        raise click.UsageError(f'--payload is no JSON: {error}; write e.g. \'{{"by": "Ann"}}\'') from None
+    admin = _admin(flags)
+
+    async def send() -> tuple[bytes, Signalled]:
+        found = await _find(admin, prefix, handler, key)
+        return found, await admin.signal(found, name, given)
+
+    found, answer = asyncio.run(send())
+    if as_json:
+        print_json({"key": found.hex(), "signal": name, "answer": str(answer)})
+    elif answer is not Signalled.ENDED:
+        click.echo(f"sent: {printable(name)} to {found.hex()[:_SHORT]}")
+    if answer is Signalled.ENDED:
+        click.echo(f"{found.hex()[:_SHORT]} has ended, or is being undone: nothing is sent", err=True)
+        sys.exit(Exit.ERROR)
+
+
+@sagas.command("move")
+@click.argument("source", metavar="APP/HANDLER")
+@click.argument("to", metavar="APP/HANDLER")
+@database
+@as_json
+def saga_move(source: str, to: str, as_json: bool, **flags: Any) -> None:
+    """Give the sagas of a handler that was renamed, or of an app, to another handler.
+
+    They keep their keys, their steps and their version. Those that a live worker holds are left as they are.
+    """
+    moved, held = asyncio.run(_admin(flags).move(_app_and_handler(source), _app_and_handler(to)))
+    if as_json:
+        print_json({"moved": moved, "held": held})
+        return
+    click.echo(f"moved: {moved} sagas")
+    if held:
+        click.echo(f"left: {held}, which live workers hold; stop those workers, and repeat this", err=True)
+
+
+def _app_and_handler(text: str) -> tuple[str, str]:
+    app, slash, handler = text.rpartition("/")
+    if not slash or not app or not handler:
+        raise click.UsageError(f"{text!r} is no APP/HANDLER; write e.g. shop/book_ride, as `idemconsumer check` does")
+    return app, handler
+
+
 def _say(detail: SagaDetail, what: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"key": detail.key, "state": detail.state})
@@ -172,9 +342,13 @@ def _facts(detail: SagaDetail) -> Iterator[tuple[str, str]]:
     yield "owner", f"{_owner(line)}, token {line.token}, attempt {line.attempt}"
     if line.owner is None and line.parked is None:
         yield "due", _time(line.due)
+    if line.waits:
+        yield "waits for", ", ".join(line.waits)
     yield "at", line.recovery_point or "no finished step"
     if line.error is not None:
         yield "error", line.error
+    if line.cancel is not None and line.state != "undoing":
+        yield "cancel", "requested, " + ("to be undone" if line.cancel else "its effects stand")
     if detail.open_intents:
         yield "unknown", f"whether {', '.join(detail.open_intents)} was done"
     if line.parked is not None:
@@ -188,8 +362,12 @@ def _step(step: StepLine) -> Iterator[str]:
     yield str(step.attempts)
     yield str(step.token)
     yield _time(step.started_at)
-    yield "-" if step.finished_at is None else _time(step.finished_at)
+    if step.state == "waiting" and step.until is not None:
+        yield f"by {_time(step.until)}"
+    else:
+        yield "-" if step.finished_at is None else _time(step.finished_at)
     yield "-" if step.seconds is None else f"{step.seconds * 1000:.0f} ms"
+    yield (step.undo_key if step.state.startswith("und") else step.key) or "-"
 
 
 def _event(event: Event) -> Iterator[str]:
@@ -208,6 +386,12 @@ def _time(at: Any) -> str:
 
 def _state(line: SagaLine) -> str:
     return f"{line.state} ({line.parked})" if line.parked else line.state
+
+
+def _waits(line: SagaLine) -> str:
+    if not line.waits or line.owner is not None or line.parked is not None:
+        return ""
+    return f", {' and '.join(line.waits)} until {line.due:%Y-%m-%d %H:%M:%S}"
 
 
 def _owner(line: SagaLine) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from idemconsumer.app.app import App
+from idemconsumer.cli.missing import cannot_import
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.redaction import error_text
 
@@ -50,6 +51,8 @@ def _module(name: str) -> ModuleType:
         missing = getattr(error, "name", None) or ""
         if isinstance(error, ModuleNotFoundError) and (name == missing or name.startswith(f"{missing}.")):
             raise ConfigurationError(f"there is no module {missing!r} in {folder}; write MODULE:APP") from None
+        if isinstance(error, ImportError):
+            raise cannot_import(repr(name), error, _where(error)) from error
         raise ConfigurationError(
             f"{name!r} cannot be imported: {type(error).__name__}: {error_text(error)} ({_where(error)})"
         ) from error
@@ -59,7 +62,7 @@ def _where(error: BaseException) -> str:
     """The last line of the user's own code on the way to the error."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
-    not_theirs = (str(Path(__file__).parent.parent), str(Path(importlib.__file__).parent), "<frozen")
+    not_theirs = (str(Path(__file__).parent.parent), str(Path(importlib.__file__).parent), "<frozen", "<string>")
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(not_theirs)]
     return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else "while importing it"

@@ -6,7 +6,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from idemconsumer.errors import Reject
+from idemconsumer.errors import ConnectionLost, Reject
 from idemconsumer.redaction import typed_text
 
 _NOT_THEIRS = tuple(
@@ -22,6 +22,12 @@ class HandlerFailed(Exception):
         self.index = index
         self.error = error
 
+    @property
+    def lost(self) -> ConnectionLost | None:
+        """The error, if the connection broke: an outage, or the message's own doing (B13)."""
+        lost = isinstance(self.error, ConnectionLost) and not self.error.by_function
+        return self.error if lost else None  # type: ignore[return-value]
+
 
 def rejection_of(error: BaseException) -> tuple[str, object]:
     """Code and body of a final refusal; an exception of `fail_on` gives its name."""
@@ -36,6 +42,8 @@ def describe(error: BaseException) -> str:
 
 def where(error: BaseException) -> str:
     """The innermost frame that is neither ours nor a library's: the line that the handler's author can fix."""
+    if isinstance(error, ConnectionLost) and error.__cause__ is not None:
+        error = error.__cause__  # what the handler was doing
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "unknown"

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 import structlog
 
 from idemconsumer.engine.blame import describe, rejection_of, where
-from idemconsumer.engine.work import Suspicion, Work, dead_letter
-from idemconsumer.errors import BadMessage, CommitUnknown, Contention, Reject, Retry
-from idemconsumer.handlers.durations import retry_delay
+from idemconsumer.engine.contention import Contended
+from idemconsumer.engine.failing import Failing
+from idemconsumer.engine.letters import dead_letter
+from idemconsumer.engine.work import Suspicion, Work
+from idemconsumer.errors import BadMessage, CommitUnknown, ConnectionLost, Contention, Fenced, Retry
+from idemconsumer.handlers.durations import MAX_INLINE_DELAY, retry_delay
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
-from idemconsumer.ports.store import Claim, JoinedStore
+from idemconsumer.ports.store import Claim, JoinedStore, NextAttempt
 from idemconsumer.rules.values import Found, Outcome, OutcomeKind, Record, State
-from idemconsumer.rules.verdicts import Failure, Verdict, after_failure, judge, retryable
+from idemconsumer.rules.verdicts import Failure, Verdict, after_failure, contention_pause, refused, retryable
 
 log = structlog.get_logger("idemconsumer")
 
@@ -47,14 +50,20 @@ class Endings:
         store: JoinedStore,
         at: Callable[[Point, str, Sequence[bytes]], None],
         chance: Callable[[], float],
+        failing: Failing,
+        *,
+        in_worker: bool,
     ) -> None:
+        self.failing = failing
+        self._in_worker = in_worker
         self._store = store
         self._at = at
         self._chance = chance
+        self.contended = Contended()
 
     async def replay(self, work: Work, found: Found) -> Outcome:
         """The outcome of a delivery when a rival holds its key, or held it."""
-        match judge(found, work.claim.fingerprint):
+        match work.judge(found):
             case Verdict.CONFLICT:
                 return await self.bury(work, "conflict", "the same key arrived before with another payload")
             case Verdict.DEAD:
@@ -67,8 +76,7 @@ class Endings:
 
     def would_end(self, work: Work, error: Exception) -> bool:
         """Whether this failure, not counted yet, ends the message: refused, or the last of its attempts."""
-        refused = isinstance(error, (Reject, *work.handler.options.fail_on))
-        return refused or self._exhausted(work, error, work.attempts + 1)
+        return refused(error, work.handler.options.fail_on) or self._exhausted(work, error, work.attempts + 1)
 
     def ends(self, work: Work, error: Exception) -> bool:
         """As `would_end`, of a failure that was counted. Others may have counted attempts that this process missed."""
@@ -81,23 +89,43 @@ class Endings:
 
     async def failed(self, work: Work, error: Exception) -> Outcome:
         """Count the failure (B1), and decide between another attempt, a rejection and a dead letter."""
-        if isinstance(error, (Reject, *work.handler.options.fail_on)):
+        if refused(error, work.handler.options.fail_on):
             try:
-                return await self._reject(work, error)
+                outcome = await self._reject(work, error)
             except TypeError as unencodable:
                 error = unencodable
+            else:
+                self.failing.succeeded(work.handler)  # it has decided
+                return outcome
+        if self.failing.failed(work, error):
+            return self._spared(work, error)
+        counted = work.suspicion is Suspicion.COUNTED
+        if not counted and not self.would_end(work, error) and (later := await self._put_off(work, error)) is not None:
+            return later
         await self.count(work, error)
         return await self.conclude(work, error)
+
+    def _spared(self, work: Work, error: Exception) -> Outcome:
+        """D17: all messages of its handler fail, so this one is not to blame."""
+        self.contended.ended(work.key)
+        work.spared += 1
+        due = work.handler.options.backoff.delay(work.attempts + work.spared, self._chance())
+        kind = OutcomeKind.RETRYING
+        return Outcome(kind, due=due, attempt=work.attempt - 1, reason="failing", error=type(error).__name__)
 
     async def count(self, work: Work, error: Exception, behind: FailedBehind | None = None) -> None:
         """Count the failure (B1), unless that was done with the group before it."""
         text = describe(error)
+        self.contended.ended(work.key)
         if behind is not None and behind.attempts:
             work.failed(behind.attempts)
         elif work.suspicion is Suspicion.COUNTED or (behind is not None and behind.counted):
             work.failed(await self._store.note_error(work.claim, text))
         else:
             work.failed(await self._store.count_attempt(work.claim, text))
+        self._counted(work, error)
+
+    def _counted(self, work: Work, error: Exception) -> None:
         self._at(Point.ATTEMPT_COUNTED, work.handler.name, (work.key,))
         log.warning(
             "handler failed",
@@ -108,23 +136,86 @@ class Endings:
             where=where(error),
         )
 
+    async def lost(self, work: Work, loss: ConnectionLost) -> Outcome:
+        """It lost its connection once more, in a run that was counted beforehand (B13)."""
+        if work.attempts >= work.handler.options.max_attempts:
+            return await self.bury(work, "lost_connection", describe(loss))
+        await self.count(work, loss)
+        return self._hold(work, loss, self._pause(work, loss, work.attempts))
+
     async def conclude(self, work: Work, error: Exception) -> Outcome:
         """What follows from a failure that was counted."""
         options = work.handler.options
         if self.ends(work, error):
             reason = "attempts_exhausted" if retryable(error, options.retry_on) else "not_retryable"
             return await self.bury(work, reason, describe(error))
-        due = options.backoff.delay(work.attempts, self._chance())
+        later = await self._put_off(work, error, counted=True)
+        return later or self._hold(work, error, self._pause(work, error, work.attempts))
+
+    def _pause(self, work: Work, error: Exception, attempts: int) -> float:
+        """Seconds until the attempt after so many that failed."""
         if isinstance(error, Retry) and error.after is not None:
-            due = retry_delay(error.after, work.handler.name)
+            return retry_delay(error.after, work.handler.name)
+        return work.handler.options.backoff.delay(attempts, self._chance())
+
+    def _hold(self, work: Work, error: Exception, due: float) -> Outcome:
         return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempts, reason="retry", error=type(error).__name__)
 
-    def free_retry(self, work: Work, contention: Contention) -> Outcome:
-        """No message is at fault, so it costs no attempt (B3); a random pause separates the rivals."""
+    async def _put_off(self, work: Work, error: Exception, *, counted: bool = False) -> Outcome | None:
+        """Store it until its next attempt, with its failure unless that is `counted` (D18). None: it is to be held, or
+        no attempt is left."""
+        handler = work.handler
+        due = self._pause(work, error, work.attempts + (not counted))
+        if not self._in_worker or (handler.options.retry == "inline" and due <= MAX_INLINE_DELAY):
+            return None
+        later = NextAttempt(
+            queue=handler.retry_source.partition(":")[2],
+            message=work.message,
+            after=due,
+            attempts=work.attempts,
+            max_attempts=handler.options.max_attempts,
+            error=None if counted else describe(error),
+            own_id=work.own_id,
+            row=work.row,
+        )
+        failed = 0
+
+        async def write() -> Record | None:
+            nonlocal failed
+            stored = await self._store.put_off(work.claim, later)
+            if isinstance(stored, Record):
+                return stored
+            failed = stored
+            return None
+
+        try:
+            standing = await self._until_known(work, write)
+        except Fenced:  # its delivery is another's by now, or an answer was lost and it is stored already
+            return Outcome(OutcomeKind.FENCED, state=State.PENDING, attempt=work.attempt)
+        if standing is not None:
+            return standing
+        if failed >= later.max_attempts:
+            return None
+        if not counted:
+            work.failed(failed)
+            self._counted(work, error)
+        kind = OutcomeKind.RETRYING
+        return Outcome(
+            kind, state=State.PENDING, due=due, attempt=failed, reason="scheduled", error=type(error).__name__
+        )
+
+    async def collided(self, work: Work, contention: Contention) -> Outcome:
+        """No message is at fault, so it costs no attempt (B3), until it has collided for `max_contention` (B15)."""
+        streak = self.contended.collided(work.key)
+        if streak.seconds >= work.handler.options.max_contention:
+            return await self.bury(work, "contended", streak.describe(contention))
+        return self._free_retry(work, contention, streak.collisions)
+
+    def _free_retry(self, work: Work, contention: Contention, collisions: int = 1) -> Outcome:
         log.debug(
             "contention, running again", handler=work.handler.name, key=work.key.hex()[:12], error=str(contention)
         )
-        due = min(0.6, 0.02 * 1.2 ** min(work.collisions, 50)) * (1 + self._chance())
+        due = contention_pause(collisions, self._chance())
         return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempt, reason="contention")
 
     async def _reject(self, work: Work, error: Exception) -> Outcome:
@@ -147,15 +238,15 @@ class Endings:
         """A message that can never be run (R9)."""
         log.warning("bad message", handler=work.handler.name, source=work.message.source,
                     position=work.message.position, reason=refusal.reason, error=refusal.detail)  # fmt: skip
-        return await self.bury(work, refusal.reason, refusal.detail)
+        forget = () if refusal.record is None else (refusal.record,)
+        return await self.bury(work, refusal.reason, refusal.detail, forget=forget)
 
-    async def bury(self, work: Work, reason: str, error: str) -> Outcome:
+    async def bury(self, work: Work, reason: str, error: str, *, forget: Sequence[bytes] = ()) -> Outcome:
         """Committed before the delivery may be settled (B4). The record is DEAD too, if it is ours."""
-        call = work.call
-        claim = None if call is None or reason == "conflict" else call.claim
+        claim = None if reason == "conflict" else work.known_claim
         letter = dead_letter(work, reason, error, work.attempts)
         self._at(Point.DEAD_LETTERING, work.handler.name, (work.key,))
-        standing = await self._until_known(work, lambda: self._store.bury(letter, claim))
+        standing = await self._until_known(work, lambda: self._store.bury(letter, claim, forget=forget))
         self._at(Point.DEAD_LETTERED, work.handler.name, (work.key,))
         if standing is not None:
             return standing
@@ -174,7 +265,8 @@ class Endings:
             except CommitUnknown:
                 continue
             except Contention as contention:
-                return self.free_retry(work, contention)
+                return self._free_retry(work, contention)
+            self.contended.ended(work.key)
             return None if standing is None else await self.replay(work, standing)
 
 

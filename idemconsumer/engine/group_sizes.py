@@ -32,6 +32,11 @@ class GroupSizes:
         """`seconds`: how long the handlers of its `messages` took together."""
         self._sizes[handler.name] = self.of(handler).clean_group(messages, seconds, now)
 
+    def repeated(self, handler: BoundHandler, duplicates: int) -> None:
+        """So many were duplicates, and nothing among them was new. 0: something was."""
+        if duplicates or self.of(handler).repeats:
+            self._sizes[handler.name] = self.of(handler).repeated(duplicates)
+
     def failed(self, handler: BoundHandler) -> None:
         self._sizes[handler.name] = self.of(handler).failed()
 
@@ -41,7 +46,7 @@ class GroupSizes:
     def collided(self, handler: BoundHandler, contention: Contention) -> bool:
         """Returns whether this has shut the gate, so that the rerun will not meet its rival again."""
         before, now = self.of(handler), asyncio.get_running_loop().time()
-        after = before.out_of_locks() if contention.cap_groups else before.collided(now)
+        after = before.out_of_locks(now) if contention.cap_groups else before.collided(now)
         self._sizes[handler.name] = after
         shut = after.gated(now) and not before.gated(now)
         if shut:

@@ -3,8 +3,8 @@
 A suspect was delivered before, or may have been, so it may have killed a worker; most have not. Those with nothing on
 record are *marked*, by one commit, and run as one group whose completion deletes the marks (B7). A row that another
 process left means that this message was begun before and did not end: it is *counted*, in a commit of its own, and runs
-alone (B8). A mark counts nothing, so no message loses an attempt for sharing a group with a killer; in exchange the
-killer kills one more worker.
+while nothing else of its process does (B8). A mark counts nothing, and nothing else is on record beside a message that
+was counted, so no message loses an attempt to a killer; in exchange the killer kills one more worker.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Suspects:
     def __init__(self, store: JoinedStore, at: Callable[[Point, str, Sequence[bytes]], None]) -> None:
         self._store = store
         self._at = at
-        self._cut_off: dict[bytes, int] = {}
+        self._cut_off: dict[bytes, tuple[Suspicion, int]] = {}
 
     def take_over(self, suspects: Iterable[Work]) -> None:
         """A run that was cut off in this process killed nothing: its mark, or its count, is still ours."""
         for work in suspects:
-            attempts = self._cut_off.get(work.key)
-            if attempts == 0:
+            suspicion, attempts = self._cut_off.get(work.key, (None, 0))
+            if suspicion is Suspicion.MARKED:
                 del self._cut_off[work.key]
-                work.suspicion = Suspicion.MARKED
-            elif attempts is not None and work.suspicion is not Suspicion.COUNTED:
+                work.suspicion, work.attempts = suspicion, attempts
+            elif suspicion is Suspicion.COUNTED and work.suspicion is not suspicion:
                 work.suspicion = Suspicion.BEGUN  # and counted once: see `count`
 
     async def mark(self, group: Sequence[Work], final: Container[Work]) -> list[Work]:
@@ -59,12 +59,12 @@ class Suspects:
 
     async def count(self, work: Work) -> None:
         """Before a run alone. What was counted and then cut off is not counted again."""
-        cut_off = self._cut_off.pop(work.key, None)
+        _, cut_off = self._cut_off.pop(work.key, (None, 0))
         if work.suspicion is not Suspicion.COUNTED:
             await uninterrupted(self._count(work, cut_off))
             self._at(Point.SUSPECT_COUNTED, work.handler.name, (work.key,))
 
-    async def _count(self, work: Work, cut_off: int | None) -> None:
+    async def _count(self, work: Work, cut_off: int) -> None:
         work.attempts = cut_off or await self._store.count_attempt(work.claim, None)
         work.suspicion = Suspicion.COUNTED
 
@@ -79,7 +79,7 @@ class Suspects:
 
     async def unmark(self, group: Sequence[Work]) -> None:
         """For messages that did not run, or were rolled back. If it fails they stay marked, and known here as ours."""
-        if marked := [work for work in group if work.suspicion is Suspicion.MARKED]:
+        if marked := [work for work in group if work.suspicion is Suspicion.MARKED and not work.attempts]:
             with suppress(StoreUnavailable):
                 await uninterrupted(self._unmark(marked))
 
@@ -94,4 +94,4 @@ class Suspects:
             if work.suspicion in (Suspicion.MARKED, Suspicion.COUNTED):
                 if len(self._cut_off) >= _MAX_CUT_OFF:
                     self._cut_off.pop(next(iter(self._cut_off)))
-                self._cut_off[work.key] = work.attempts
+                self._cut_off[work.key] = work.suspicion, work.attempts

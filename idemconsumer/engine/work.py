@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -11,10 +11,12 @@ import msgspec
 
 from idemconsumer.errors import BadMessage
 from idemconsumer.handlers.handler import BoundHandler, Call
-from idemconsumer.message import keys
 from idemconsumer.message.message import Message
+from idemconsumer.message.origin import Pending
 from idemconsumer.ports.leases import LeasedSaga
-from idemconsumer.ports.store import Claim, DeadLetter
+from idemconsumer.ports.store import Claim
+from idemconsumer.rules.values import Found
+from idemconsumer.rules.verdicts import Verdict, judge
 
 
 class Suspicion(Enum):
@@ -22,8 +24,8 @@ class Suspicion(Enum):
 
     NONE = "none"
     SUSPECT = "suspect"  # delivered before; nothing is on record of it
-    MARKED = "marked"  # this process has put on record that it is about to run
-    BEGUN = "begun"  # an earlier run is on record that failed or did not end: it runs alone
+    MARKED = "marked"  # this process has put on record that it is about to run, or that it ran and failed
+    BEGUN = "begun"  # an earlier run is on record, of a process that may have died of it: it runs alone
     COUNTED = "counted"  # as BEGUN, and the coming run is among its attempts already
 
 
@@ -46,7 +48,10 @@ class SagaWork:
 class Work:
     """One delivery on its way through the engine: decoded, or refused because it could not be.
 
-    `attempts` were counted so far; `collisions` cost none. `saga` is there if the handler is a saga's.
+    `attempts` were counted so far; `spared` runs failed and cost none (D17). `saga` is there for a saga's handler.
+    `own_id` is its position at its broker or its message id, the same for each delivery of it and of no other message;
+    None where there is neither. `first`: it was never delivered before. `pending`: its record waits for it, and
+    `row` is its delivery from our own queue (D19).
     `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
     """
 
@@ -56,31 +61,76 @@ class Work:
     refusal: BadMessage | None = None
     suspicion: Suspicion = Suspicion.NONE
     attempts: int = 0
-    collisions: int = 0
+    spared: int = 0
     saga: SagaWork | None = None
+    own_id: str | None = None
+    first: bool = False
+    pending: Pending | None = None
+    row: tuple[int, int] | None = None
+    _nonce: bytes = b""
     abandoned: Callable[[], bool] = bool
 
     @classmethod
     def of(
-        cls, handler: BoundHandler, message: Message, *, suspect: bool = False, leased: LeasedSaga | None = None
+        cls,
+        handler: BoundHandler,
+        message: Message,
+        *,
+        suspect: bool = False,
+        leased: LeasedSaga | None = None,
+        refusal: BadMessage | None = None,
+        own_id: str | None = None,
+        first: bool = False,
+        pending: Pending | None = None,
+        row: tuple[int, int] | None = None,
     ) -> Work:
-        """`leased`: the saga that this message began, taken from the store."""
+        """`leased`: the saga that this message began, taken from the store; a suspect one is decoded by `read`. With a
+        `refusal` the message is not decoded at all."""
         saga = SagaWork(leased, resumed=leased is not None) if handler.leased else None
-        try:
-            call = handler.call_for(message)
-        except BadMessage as refusal:
-            return cls(message, handler, refusal=refusal, saga=saga)
-        if leased is not None:  # L17: the key it is stored under, whatever the key rule makes of the message now
-            call.claim = msgspec.structs.replace(call.claim, key=leased.key, scope=leased.scope, fingerprint=None)
-        work = cls(message, handler, call=call, saga=saga)
-        if suspect:
+        attempts = 0 if refusal is None else refusal.attempts
+        work = cls(
+            message,
+            handler,
+            refusal=refusal,
+            saga=saga,
+            attempts=attempts,
+            own_id=own_id,
+            first=first,
+            pending=pending,
+            row=row,
+        )
+        if leased is None or not leased.suspect:
+            work.read()
+        if suspect and work.call is not None:
             work.suspect()
+        if pending is not None:
+            work.attempts = max(work.attempts, pending.attempts)
         return work
+
+    def read(self) -> None:
+        """Decode it, unless that was done or it is refused."""
+        if self.call is not None or self.refusal is not None:
+            return
+        try:
+            call = self.handler.call_for(self.message)
+        except BadMessage as refusal:
+            self.refusal, self.attempts = refusal, refusal.attempts
+            return
+        leased = self.leased
+        if leased is not None:  # L17: the key it is stored under, whatever the key rule makes of the message now
+            call.claim = msgspec.structs.replace(
+                call.claim, key=leased.key, scope=leased.scope, fingerprint=None, canonical=None
+            )
+        if self.pending is not None:
+            call.claim = msgspec.structs.replace(
+                call.claim, key=self.pending.key, scope=self.pending.scope, pending=True
+            )
+        self.call = call
 
     def suspect(self) -> None:
         """It may have killed a worker. Not for sagas, which count their takeovers."""
         if self.suspicion is Suspicion.NONE and not self.handler.leased:
-            self.suspicion = Suspicion.BEGUN if self.attempts else Suspicion.SUSPECT
+            self.suspicion = Suspicion.MARKED if self.attempts else Suspicion.SUSPECT
 
     @property
     def suspected(self) -> bool:
@@ -88,14 +138,21 @@ class Work:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing else may run beside it."""
+        """Whether nothing else of this process may run beside it."""
         return self.suspicion in (Suspicion.BEGUN, Suspicion.COUNTED)
+
+    @property
+    def nonce(self) -> bytes:
+        """Of this delivery, for what has no `own_id`."""
+        self._nonce = self._nonce or secrets.token_bytes(16)
+        return self._nonce
 
     @property
     def key(self) -> bytes:
         if self.call is not None:
             return self.call.claim.key
-        return b"" if self.leased is None else self.leased.key
+        stored = self.leased or self.pending
+        return b"" if stored is None else stored.key
 
     @property
     def of_saga(self) -> SagaWork:
@@ -115,35 +172,23 @@ class Work:
         return self.call.claim
 
     @property
+    def known_claim(self) -> Claim | None:
+        """That of its record, also if it can no longer be decoded. None: it has no key."""
+        if self.call is not None or self.pending is None:
+            return None if self.call is None else self.call.claim
+        retain = self.handler.options.retain
+        return Claim(self.pending.key, self.pending.scope, fingerprint=None, retain=retain, pending=True)
+
+    def judge(self, found: Found) -> Verdict:
+        """What its record, or whoever holds its key, says about it."""
+        return judge(found, self.claim.fingerprint, self.claim.canonical, pending=self.pending is not None)
+
+    @property
     def attempt(self) -> int:
-        return self.attempts if self.suspicion is Suspicion.COUNTED else self.attempts + 1
+        return self.spared + self.attempts + (self.suspicion is not Suspicion.COUNTED)
 
     def failed(self, attempts: int) -> None:
-        """A run of it failed and was counted: `attempts` is the new number."""
+        """A run of it failed and was counted: `attempts` is the new number. It ended, so it killed nobody."""
         self.attempts = attempts
         if self.suspected:
-            self.suspicion = Suspicion.BEGUN
-
-
-def dead_letter(work: Work, reason: str, error: str, attempts: int) -> DeadLetter:
-    stored = work.leased or (None if work.call is None else work.call.claim)
-    return DeadLetter(
-        identity=_identity(work, reason),
-        handler=work.handler.name,
-        scope=keys.scope_name(work.handler.app, None, work.handler.name) if stored is None else stored.scope,
-        source=work.message.source,
-        position=work.message.position,
-        reason=reason,
-        error=error,
-        body=work.message.body,
-        headers=work.message.headers,
-        attempts=attempts,
-    )
-
-
-def _identity(work: Work, reason: str) -> bytes:
-    """What makes two arrivals one dead letter: the key where there is one; for a conflict the body too."""
-    parts = [work.message.source.encode(), reason.encode(), work.key]
-    if not work.key or reason == "conflict":
-        parts.append(work.message.body)
-    return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()
+            self.suspicion = Suspicion.MARKED

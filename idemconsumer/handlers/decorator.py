@@ -78,7 +78,8 @@ def asks_for_key(decorator: Callable[P, R]) -> Callable[P, R]:
 def idempotent_handler(source: str, *sources: str, key: KeySpec, **options: Unpack[Options]) -> Decorate:
     """Make a function the handler of one or more sources.
 
-    These are `kafka:topic`, `rabbitmq:queue`, `sqs:queue` or `postgres:queue`.
+    These are `kafka:topic`, `kafka:/regular expression of topics/`, `rabbitmq:queue`, `sqs:queue` (its name, ARN or
+    URL) or `postgres:queue`.
 
     The first parameter is the payload, decoded by its annotation; `Tx`, `Message` and the app's resources are
     injected by type, in any order. Within `<app>/<tenant>/<name>` the function's effects through Tx are applied once

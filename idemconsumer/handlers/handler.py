@@ -13,21 +13,26 @@ from typing import (
 
 import msgspec
 
-from idemconsumer.errors import BadMessage, HandlerFault
+from idemconsumer.errors import BadMessage, HandlerFault, OfTheEngine
 from idemconsumer.handlers.batch import Items
 from idemconsumer.handlers.options import Resolved
 from idemconsumer.handlers.signature import Signature
 from idemconsumer.message import codecs, keys
+from idemconsumer.message.delivered import size_of
+from idemconsumer.message.envelopes import Unwrap
 from idemconsumer.message.message import Message, Subscription
+from idemconsumer.message.sources import own_source
 from idemconsumer.ports.handler import Saga, Tx
+from idemconsumer.ports.starter import Starter
 from idemconsumer.ports.store import Claim
 from idemconsumer.settings import Settings
 
 _DEFAULT_MAX_BYTES = Settings().max_message_bytes
 _NO_RESOURCES: Final[Mapping[type, object]] = MappingProxyType({})
 TENANT: Final = "idemconsumer-tenant"  # header of a saga begun from code
-OrderOf: TypeAlias = Callable[[Message, object, str], str | bytes]
-FingerprintOf: TypeAlias = Callable[[Message, object], bytes | None]
+OrderOf: TypeAlias = Callable[[Message, object], str | bytes | None]
+# Of the message as it arrived, the message inside its envelope, and the payload: `Claim.fingerprint` and `.canonical`.
+FingerprintOf: TypeAlias = Callable[[Message, Message, object], tuple[bytes | None, bytes | None]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +45,10 @@ class HandlerPlan:
     key_rule: str
     signature: Signature
     reconcile: Signature | None
-    decode: codecs.Decode
+    decode: codecs.Decode | None
+    takes_none: bool
+    hook: codecs.DecodeHook | None
+    unwrap: Unwrap | None
     key: keys.Extract
     tenant: keys.Extract | None
     order: OrderOf
@@ -52,9 +60,11 @@ class HandlerPlan:
         *,
         max_message_bytes: int = _DEFAULT_MAX_BYTES,
         resources: Mapping[type, object] = _NO_RESOURCES,
+        starter: Starter | None = None,
     ) -> BoundHandler:
-        """This handler as part of `app`, whose name is part of every key. `resources` is read at each call."""
-        return BoundHandler(self, app, max_message_bytes, resources)
+        """This handler as part of `app`, whose name is part of every key. `resources` is read at each call; `starter`
+        is the app for sagas that start others."""
+        return BoundHandler(self, app, max_message_bytes, resources, starter)
 
     @property
     def resource_parameters(self) -> tuple[tuple[str, type], ...]:
@@ -64,14 +74,14 @@ class HandlerPlan:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One message, ready to run: decoded and keyed. `order` is what the lane is chosen by."""
+    """One message, ready to run: decoded and keyed. `order` is what the lane is chosen by; None: it has no order."""
 
     arrived: Message
     payload: object
     key: str
     tenant: str | None
     claim: Claim
-    order: str | bytes
+    order: str | bytes | None
 
     def message(self, attempt: int) -> Message:
         """The message as a handler sees it. Made on demand, since few handlers ask for it."""
@@ -82,25 +92,35 @@ class BoundHandler:
     """A handler of an app: turns messages into calls, and runs them."""
 
     __slots__ = (
-        "_max_bytes",
         "_plan",
         "app",
         "batch",
         "leased",
+        "max_message_bytes",
         "name",
         "needs_tx",
         "options",
         "own_source",
         "reconciles",
         "resources",
+        "retry_source",
+        "starter",
         "subscriptions",
     )  # fmt: skip
 
-    def __init__(self, plan: HandlerPlan, app: str, max_message_bytes: int, resources: Mapping[type, object]) -> None:
+    def __init__(
+        self,
+        plan: HandlerPlan,
+        app: str,
+        max_message_bytes: int,
+        resources: Mapping[type, object],
+        starter: Starter | None,
+    ) -> None:
         self._plan = plan
+        self.starter = starter
         self.resources = resources
         self.app = app
-        self._max_bytes = max_message_bytes
+        self.max_message_bytes = max_message_bytes
         self.name = plan.name
         self.options = plan.options
         self.needs_tx = plan.signature.needs_tx
@@ -110,34 +130,68 @@ class BoundHandler:
         group = plan.options.consumer_group or app
         self.subscriptions = tuple(Subscription(source, plan.name, group) for source in plan.sources)
         # A queue in Postgres, for messages that their own broker would soon drop and for sagas begun from code.
-        self.own_source = f"postgres:~{app}/{plan.name}"
+        self.own_source = own_source(app, plan.name)
+        # Another one for messages whose next attempt is due later: workers that do not know them never see it (D18).
+        self.retry_source = f"postgres:~~{app}/{plan.name}"
 
     @property
     def key_rule(self) -> str:
         """Where the key comes from, in words."""
         return self._plan.key_rule
 
+    def from_code(self, payload: object, *, key: object, tenant: str | None) -> Call:
+        """The call of a saga that code begins. Raises BadMessage where the handler could not take it, and TypeError for
+        a payload that is not JSON."""
+        given, encoded = given_key(key), codecs.encode(payload, "payload", "give")
+        headers = {} if tenant is None else {TENANT: tenant}
+        body = b"null" if encoded is None else encoded.body
+        return self.call_for(Message(self.own_source, body, headers, message_id=given))
+
     def call_for(self, message: Message) -> Call:
         """Decode and key a message. Raises only BadMessage; one above the size limit is not even parsed."""
         plan = self._plan
-        if len(message.body) > self._max_bytes:
-            raise BadMessage("oversized", f"{len(message.body):,} bytes, at most {self._max_bytes:,} are allowed")
-        payload = plan.decode(message.body)
-        key, tenant = self._identity(message, payload)
-        claim = Claim(
-            keys.digest(self.app, tenant, self.name, key),
-            keys.scope_name(self.app, tenant, self.name),
-            plan.fingerprint(message, payload),
-            plan.options.retain,
-        )
-        order = plan.order(message, payload, key)
+        if (size := size_of(message)) > self.max_message_bytes:
+            beside = " with its headers" if size > len(message.body) else ""
+            raise BadMessage("oversized", f"{size:,} bytes{beside}, at most {self.max_message_bytes:,} are allowed")
+        arrived = message
+        from_code = message.source == self.own_source and message.message_id is not None
+        try:
+            if plan.unwrap is not None and not from_code and not message.tombstone:
+                message = plan.unwrap(message)
+            payload = self._payload(message, from_code=from_code)
+            key, tenant = self._identity(message, payload, from_code=from_code)
+            fingerprint, canonical = plan.fingerprint(arrived, message, payload)
+            claim = Claim(
+                keys.digest(self.app, tenant, self.name, key),
+                keys.scope_name(self.app, tenant, self.name),
+                fingerprint,
+                plan.options.retain,
+                canonical,
+            )
+            order = plan.order(message, payload)
+        except (Exception, OfTheEngine):
+            raise
+        except BaseException as error:  # noqa: BLE001 - of the user's functions (B18)
+            why = f"{type(error).__name__} was raised while it was decoded, or its key, its tenant or its order derived"
+            raise BadMessage("undecodable", why) from None
         return Call(message, payload, key, tenant, claim, order)
 
-    def _identity(self, message: Message, payload: object) -> tuple[str, str | None]:
+    def _payload(self, message: Message, *, from_code: bool) -> object:
         plan = self._plan
-        ours = message.source == self.own_source and message.message_id is not None
-        key = (_message_id if ours else plan.key)(message, payload)  # begun from code, which gave the key
-        if ours and (given := message.headers.get(TENANT)) is not None:
+        if not message.tombstone:
+            if plan.hook is not None and not from_code:
+                return plan.hook(message.body, message)
+            if plan.decode is None:
+                raise BadMessage("undecodable", "its payload is made by decode=, so it cannot be begun from code")
+            return plan.decode(message.body)
+        if not plan.takes_none:
+            raise BadMessage("tombstone", "the record has no value, and the payload's type has no `| None`")
+        return None
+
+    def _identity(self, message: Message, payload: object, *, from_code: bool) -> tuple[str, str | None]:
+        plan = self._plan
+        key = (_message_id if from_code else plan.key)(message, payload)  # code has given the key
+        if from_code and (given := message.headers.get(TENANT)) is not None:
             return key, str(given)
         return key, None if plan.tenant is None else plan.tenant(message, payload)
 

@@ -5,45 +5,94 @@ from __future__ import annotations
 import difflib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 from idemconsumer.errors import ConfigurationError, HandlerError
 from idemconsumer.handlers.durations import (
     MAX_INLINE_DELAY,
     MAX_INLINE_TOTAL,
+    MAX_RUN,
     MIN_LEASE,
-    Backoff,
-    Duration,
     parse_duration,
 )
+from idemconsumer.message.envelopes import Envelope
 from idemconsumer.message.keys import KeySpec
-from idemconsumer.ports.handler import Done, NotDone, Unknown
+from idemconsumer.message.message import Message
+from idemconsumer.ports.handler import Done, Duration, NotDone, Unknown
+from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.group_size import MAX_GROUP
+from idemconsumer.rules.saga import ANY_VERSION
+
+RAW_BYTES: Final = "raw bytes"
+"""No path can be written so, since it has a space."""
 
 
-class Options(TypedDict, total=False):
+class UnnamedOptions(TypedDict, total=False):
+    """The options of any handler: see `Options`."""
+
+    group_size: int
+    concurrency: int
+    consumer_group: str
+    tenant: KeySpec
+    order_by: KeySpec | None
+    fingerprint: KeySpec | None
+    envelope: Envelope
+    decode: Callable[[bytes, Message], object]
+    retain: Duration
+    on_busy: Literal["wait", "defer"]
+    wait: Duration
+    timeout: Duration
+    max_attempts: int
+    max_contention: Duration
+    backoff: Backoff | tuple[Duration, Duration] | str
+    retry: Literal["inline", "scheduled"]
+    lease: Duration
+    version: str
+    on_stale: Literal["resume", "review"]
+    max_duration: Duration
+    on_max_duration: Literal["dead", "undo"]
+    reconcile: Callable[..., Awaitable[Done[Any] | NotDone | Unknown]]
+    settle: Literal["claimed", "finished"]
+    fail_on: tuple[type[Exception], ...]
+    retry_on: tuple[type[Exception], ...]
+
+
+class Options(UnnamedOptions, total=False):
     """What `@idempotent_handler` takes besides its sources and `key`.
 
     * `name`: keys are unique within it; default the function's name. Renaming it forgets every key.
     * `group_size`: sets the initial and maximum number of messages that share one transaction, up to 128; failures and
       collisions reduce it. Default: the size adapts to the handler's time, its failures and its collisions. Use 1 for a
-      handler that cannot share `now()` and `SET LOCAL`, or must not run again because another message of its group
-      failed. A saga always runs alone.
-    * `consumer_group`: the Kafka consumer group. Default the app's name.
+      handler that cannot share `now()`, or must not run again because another message of its group failed. A saga
+      always runs alone.
+    * `concurrency`: how many of its messages, or groups, run at a time in one process. Default the setting.
+    * `consumer_group`: the Kafka consumer group, of which each message reaches one handler. Default the app's name.
     * `tenant`: the tenant that a message belongs to; equal keys of two tenants are two keys.
-    * `order_by`: the entity within which order is kept; "partition" keeps that of the Kafka partition.
-    * `fingerprint`: what must be the same under one key. Default the whole body; None compares nothing.
+    * `order_by`: the entity within which order is kept; "partition" keeps that of the Kafka partition; None keeps none.
+      Default what the broker promises: the order of a Kafka record key or of an SQS FIFO group, elsewhere none. A
+      saga's default is none.
+    * `fingerprint`: what must be the same under one key. Default the whole payload, as a JSON value; "raw
+      bytes" compares the body byte by byte, a key spec what it names; None compares nothing.
+    * `envelope`: what is around the payload: "sns", "eventbridge" or "cloudevents". Keys and handler see the inside.
+    * `decode`: a function of body and Message that makes the payload, for what is not JSON; it must not wait. What it
+      raises makes the message a dead letter.
     * `retain`: how long a record is kept, longer than the broker may redeliver. Default "14d".
     * `on_busy`, `wait`: what a delivery does while its key is held elsewhere: "wait" in its lane for up to `wait`
       (default "10s"), or "defer" at once and let others pass.
     * `timeout`: how long one run may take. Default "30s".
     * `max_attempts`: runs before the message becomes a dead letter. Default 5.
+    * `max_contention`: how long a message may collide with other transactions in this process, again and again and at
+      no cost of an attempt, before it becomes a dead letter. Default "1h".
     * `backoff`: a Backoff, (first, cap) or "first, cap". Default half a second, doubling, at most 30 s.
-    * `retry`: "inline", the only one in this version.
+    * `retry`: where a message waits for its next attempt. "inline" (default): in the worker, unsettled. "scheduled":
+      stored in the database and settled, so that the pauses may be of any length, and any worker goes on; it gives up
+      its place in an order. Not for sagas, which are always stored.
     * `lease` (sagas): how long others wait for a lost worker before they take its sagas over. Default "30s"; the
       shortest of a worker's handlers counts, and bounds the transaction of each of their steps.
     * `version` (sagas): raise it when the steps change so that sagas already begun must not go on by themselves.
     * `on_stale` (sagas): "resume" on any worker (the default), or "review": a person decides.
+    * `max_duration` (sagas): how long a saga may take from its beginning, pauses included. No limit by default.
+      `on_max_duration`: then it becomes a dead letter ("dead", the default), or is undone ("undo").
     * `reconcile` (sagas): an async function of payload, Tx and the like, called before a saga runs again after its
       worker was lost: `Done(result)` completes it, `NotDone()` runs it, `Unknown()` leaves it to a person.
     * `settle` (sagas): when the delivery is settled: "claimed", once the message is stored; "finished", at the end.
@@ -51,25 +100,6 @@ class Options(TypedDict, total=False):
     """
 
     name: str
-    group_size: int
-    consumer_group: str
-    tenant: KeySpec
-    order_by: KeySpec
-    fingerprint: KeySpec | None
-    retain: Duration
-    on_busy: Literal["wait", "defer"]
-    wait: Duration
-    timeout: Duration
-    max_attempts: int
-    backoff: Backoff | tuple[Duration, Duration] | str
-    retry: Literal["inline", "scheduled"]
-    lease: Duration
-    version: str
-    on_stale: Literal["resume", "review"]
-    reconcile: Callable[..., Awaitable[Done[Any] | NotDone | Unknown]]
-    settle: Literal["claimed", "finished"]
-    fail_on: tuple[type[Exception], ...]
-    retry_on: tuple[type[Exception], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +107,21 @@ class Resolved:
     """The options of one handler, checked, times in seconds. `retry_on` None: every exception is retried."""
 
     group_size: int | None = None
+    concurrency: int | None = None
     consumer_group: str | None = None
     retain: float = 14 * 86_400.0
     on_busy: Literal["wait", "defer"] = "wait"
     wait: float = 10.0
     timeout: float = 30.0
     max_attempts: int = 5
+    max_contention: float = 3_600.0
     backoff: Backoff = Backoff()
+    retry: Literal["inline", "scheduled"] = "inline"
     lease: float = 30.0
     version: str | None = None
     on_stale: Literal["resume", "review"] = "resume"
+    max_duration: float | None = None
+    on_max_duration: Literal["dead", "undo"] = "dead"
     settle: Literal["claimed", "finished"] = "claimed"
     fail_on: tuple[type[Exception], ...] = ()
     retry_on: tuple[type[Exception], ...] | None = None
@@ -94,7 +129,7 @@ class Resolved:
 
 def check_known(handler: str, given: Mapping[str, Any]) -> None:
     """Raise HandlerError for the first option that does not exist."""
-    known = list(Options.__annotations__)
+    known = ["name", *UnnamedOptions.__annotations__]
     for option in given:
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1)
@@ -107,26 +142,30 @@ def check_known(handler: str, given: Mapping[str, Any]) -> None:
 
 def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
     """Check the options and turn times into seconds. Raises HandlerError."""
-    if given.get("retry", "inline") != "inline":
-        raise HandlerError(handler, f"`retry` {given['retry']!r} is not available yet", 'use retry="inline"')
     read: dict[str, Callable[[str, str, Any], Any]] = {
         "group_size": lambda h, o, v: _integer(h, o, v, 1, MAX_GROUP),
+        "concurrency": lambda h, o, v: _integer(h, o, v, 1, 1_000),
         "consumer_group": _text,
         "retain": _positive,
         "on_busy": lambda h, o, v: _one_of(h, o, v, "wait", "defer"),
         "wait": _seconds,
-        "timeout": _positive,
+        "timeout": _run,
         "max_attempts": lambda h, o, v: _integer(h, o, v, 1, 1_000),
+        "max_contention": _positive,
         "backoff": _backoff,
         "lease": _lease,
-        "version": _text,
+        "version": _version,
+        "retry": lambda h, o, v: _one_of(h, o, v, "inline", "scheduled"),
         "settle": lambda h, o, v: _one_of(h, o, v, "claimed", "finished"),
         "on_stale": lambda h, o, v: _one_of(h, o, v, "resume", "review"),
+        "max_duration": _positive,
+        "on_max_duration": lambda h, o, v: _one_of(h, o, v, "dead", "undo"),
         "fail_on": _exceptions,
         "retry_on": _exceptions,
     }
     options = Resolved(**{name: check(handler, name, given[name]) for name, check in read.items() if name in given})
-    _check_inline(handler, options)
+    if options.retry == "inline":
+        _check_inline(handler, options)
     return options
 
 
@@ -143,7 +182,7 @@ def _check_inline(handler: str, options: Resolved) -> None:
     raise HandlerError(
         handler,
         problem,
-        'lower `backoff` or `max_attempts` (longer pauses need retry="scheduled", which is not available yet)',
+        'lower `backoff` or `max_attempts`, or write retry="scheduled", which stores a message meanwhile',
     )
 
 
@@ -157,6 +196,14 @@ def _text(handler: str, option: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise HandlerError(handler, f"`{option}` is {value!r}", "write a string")
     return value
+
+
+def _version(handler: str, option: str, value: Any) -> str:
+    if value == ANY_VERSION:
+        raise HandlerError(
+            handler, f'`{option}` is "{ANY_VERSION}", which marks sagas that a person let go on', 'write e.g. "2"'
+        )
+    return _text(handler, option, value)
 
 
 def _seconds(handler: str, option: str, value: Any) -> float:
@@ -173,8 +220,15 @@ def _positive(handler: str, option: str, value: Any) -> float:
     return seconds
 
 
+def _run(handler: str, option: str, value: Any) -> float:
+    seconds = _positive(handler, option, value)
+    if seconds > MAX_RUN:
+        raise HandlerError(handler, f"`{option}` is longer than 20 days", 'write a shorter one, e.g. "30s"')
+    return seconds
+
+
 def _lease(handler: str, option: str, value: Any) -> float:
-    seconds = _seconds(handler, option, value)
+    seconds = _run(handler, option, value)
     if seconds < MIN_LEASE:
         raise HandlerError(handler, f"`{option}` is shorter than {MIN_LEASE:g} s", 'write a longer one, e.g. "30s"')
     return seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import (
     Any,
@@ -9,11 +10,14 @@ from typing import (
 
 from idemconsumer.errors import BadMessage, HandlerError
 from idemconsumer.handlers.handler import FingerprintOf, HandlerPlan, OrderOf
-from idemconsumer.handlers.options import Options, check_known, resolve
-from idemconsumer.handlers.signature import Signature, read_signature
+from idemconsumer.handlers.options import RAW_BYTES, Options, check_known, resolve
+from idemconsumer.handlers.signature import Signature, read_signature, returned
 from idemconsumer.message import codecs, keys
+from idemconsumer.message.envelopes import ENVELOPES, Unwrap, unwrapper
+from idemconsumer.message.functions import takes
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
+from idemconsumer.message.paths import ByAttribute
 from idemconsumer.message.sources import BadSource, split_source
 
 
@@ -23,24 +27,23 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
     options = resolve(name, given)
     _check_sources(name, sources)
     signature = read_signature(name, fn)
-    payload_type = signature.payload_type
-    try:
-        decode = codecs.decoder(payload_type)
-    except TypeError as error:
+    if signature.needs_saga and "retry" in given:
+        raise HandlerError(name, "`retry` is not for sagas", "remove it: a saga is stored while it waits, in any case")
+    if (unstored := codecs.unencodable(returned(fn))) is not None:
         raise HandlerError(
             name,
-            f"the payload type cannot be decoded: {error}",
-            "use a Struct, dataclass, TypedDict, dict or bytes",
-        ) from None
+            f"it returns {unstored}, which cannot be stored as JSON",
+            "return a Struct, dataclass, dict, list, str, number, bytes or None, and annotate that",
+        )
+    payload_type = signature.payload_type
+    takes_none, hook = codecs.takes_none(payload_type), _hook(name, given)
+    decode = _decoder(name, payload_type, hooked=hook is not None)
+    if decode is None:
+        payload_type = ByAttribute
     tenant = given.get("tenant")
     for option, spec in (("key", key), ("tenant", tenant), ("order_by", given.get("order_by"))):
-        if spec is not None and keys.uses_offset(spec):
-            _only_kafka(
-                name,
-                sources,
-                f"`{option}` uses Key.offset()",
-                "use Key.message_id() or a field of the payload",
-            )
+        if spec is not None:
+            _check_sources_have(name, sources, option, spec)
     return HandlerPlan(
         name=name,
         sources=sources,
@@ -49,11 +52,57 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
         signature=signature,
         reconcile=_reconcile(name, signature, given.get("reconcile")),
         decode=decode,
+        takes_none=takes_none,
+        hook=hook,
+        unwrap=_unwrap(name, given),
         key=keys.compile_key(key, payload_type, handler=name),
         tenant=None if tenant is None else keys.compile_key(tenant, payload_type, handler=name, option="tenant"),
-        order=_order(name, sources, payload_type, given.get("order_by")),
-        fingerprint=_fingerprint(name, payload_type, given),
+        order=_order(name, sources, payload_type, given, leased=signature.needs_saga),
+        fingerprint=_fingerprint(name, payload_type, given, is_json=hook is None and not codecs.is_bytes(payload_type)),
     )
+
+
+def _decoder(name: str, payload_type: Any, *, hooked: bool) -> codecs.Decode | None:
+    """Of JSON. None: only `decode=` can make such a payload."""
+    try:
+        return codecs.decoder(payload_type)
+    except TypeError as error:
+        if hooked:
+            return None
+        raise HandlerError(
+            name,
+            f"the payload type cannot be decoded: {error}",
+            "use a Struct, dataclass, TypedDict, dict or bytes, or give decode= a function that makes it",
+        ) from None
+
+
+def _hook(name: str, given: Options) -> codecs.DecodeHook | None:
+    hook: Any = given.get("decode")
+    if hook is None:
+        return None
+    if not callable(hook) or inspect.iscoroutinefunction(hook):
+        raise HandlerError(
+            name,
+            f"`decode` is {'an async function' if callable(hook) else repr(hook)}",
+            "write a plain function of the body and the Message that returns the payload",
+        )
+    if not takes(hook, 2):
+        raise HandlerError(
+            name,
+            f"`decode` is {getattr(hook, '__name__', type(hook).__name__)}, which cannot be called with two arguments",
+            "write a function of the body and the Message: `def decode(body: bytes, message: Message)`",
+        )
+    return codecs.hooked(hook)
+
+
+def _unwrap(name: str, given: Options) -> Unwrap | None:
+    envelope = given.get("envelope")
+    if envelope is None:
+        return None
+    if envelope not in ENVELOPES:
+        choices = " or ".join(f'"{each}"' for each in ENVELOPES)
+        raise HandlerError(name, f"`envelope` is {envelope!r}", f"write {choices}")
+    return unwrapper(envelope)
 
 
 def _reconcile(name: str, handler: Signature, fn: Callable[..., Any] | None) -> Signature | None:
@@ -103,35 +152,49 @@ def _check_sources(handler: str, sources: tuple[str, ...]) -> None:
         raise HandlerError(handler, f"a source is named twice in {', '.join(sources)}", "name it once")
 
 
-def _only_kafka(handler: str, sources: tuple[str, ...], problem: str, instead: str) -> None:
+def _check_sources_have(handler: str, sources: tuple[str, ...], option: str, spec: KeySpec) -> None:
+    other = "use Key.message_id() or a field of the payload"
+    needed = keys.needed(spec)
+    if keys.uses_offset(spec):
+        _only(handler, sources, "kafka", f"`{option}` uses Key.offset()", other)
+    if "record_key" in needed:
+        _only(handler, sources, "kafka", f"`{option}` uses Key.record_key()", f"{other}, or Key.first(…) with another")
+    if "property" in needed:
+        _only(
+            handler, sources, "rabbitmq", f"`{option}` uses Key.property(…)", f"{other}, or Key.first(…) with another"
+        )
+
+
+def _only(handler: str, sources: tuple[str, ...], scheme: str, problem: str, instead: str) -> None:
     for source in sources:
-        if source.partition(":")[0] not in ("kafka", "memory"):  # memory stands in for Kafka in tests
+        if source.partition(":")[0] not in (scheme, "memory"):  # memory stands in for all in tests
             raise HandlerError(handler, f"{problem}, which {source!r} does not have", instead)
 
 
-def _order(handler: str, sources: tuple[str, ...], payload_type: Any, order_by: KeySpec | None) -> OrderOf:
+def _order(handler: str, sources: tuple[str, ...], payload_type: Any, given: Options, *, leased: bool) -> OrderOf:
+    if "order_by" not in given and leased:  # L39
+        return lambda _, __: None
+    if "order_by" not in given:
+        return lambda message, _: message.order_hint
+    order_by = given["order_by"]
     if order_by is None:
-        return _broker_order
+        return lambda _, __: None
     if order_by == "partition":
-        _only_kafka(handler, sources, '`order_by` is "partition"', "name the entity whose messages must stay in order")
-        return lambda message, _, key: _partition(message) or key
+        _only(
+            handler, sources, "kafka", '`order_by` is "partition"', "name the entity whose messages must stay in order"
+        )
+        return lambda message, _: _partition(message) or None
     extract = keys.compile_key(order_by, payload_type, handler=handler, option="order_by")
 
-    def by_entity(message: Message, payload: object, key: str) -> str | bytes:
+    def by_entity(message: Message, payload: object) -> str | bytes | None:
         try:
             return extract(message, payload)
         except BadMessage as error:
             if error.reason != "key_missing":
                 raise
-            return key  # it belongs to no entity, so there is nothing it must stay behind
+            return None  # it belongs to no entity, so there is nothing it must stay behind
 
     return by_entity
-
-
-def _broker_order(message: Message, _: object, key: str) -> str | bytes:
-    if message.order_hint is not None:
-        return message.order_hint
-    return (_partition(message) or key) if message.source.startswith("kafka:") else key
 
 
 def _partition(message: Message) -> str:
@@ -139,13 +202,20 @@ def _partition(message: Message) -> str:
     return message.position.rpartition("-")[0]
 
 
-def _fingerprint(handler: str, payload_type: Any, given: Options) -> FingerprintOf:
-    spec = given.get("fingerprint", _WHOLE_BODY)
-    if spec is _WHOLE_BODY:
-        return lambda message, _: keys.fingerprint(message.body)
+def _fingerprint(handler: str, payload_type: Any, given: Options, *, is_json: bool) -> FingerprintOf:
+    """R26. What is compared of a whole message is its bytes as they arrived, which is all that older versions know, and
+    beside that its value: of JSON in canonical form, of anything else in an envelope its bytes."""
+    spec: Any = given.get("fingerprint", _WHOLE_BODY)
     if spec is None:
-        return lambda _, __: None
-    return keys.compile_fingerprint(spec, payload_type, handler=handler)
+        return lambda _, __, ___: (None, None)
+    if spec is not _WHOLE_BODY and spec != RAW_BYTES:
+        take = keys.compile_fingerprint(spec, payload_type, handler=handler)
+        return lambda _, message, payload: (take(message, payload), None)
+    if is_json and spec is _WHOLE_BODY:
+        return lambda arrived, message, _: (keys.fingerprint(arrived.body), keys.canonical(message.body))
+    if "envelope" in given:
+        return lambda arrived, message, _: (keys.fingerprint(arrived.body), keys.shortened(message.body))
+    return lambda arrived, _, __: (keys.fingerprint(arrived.body), None)
 
 
-_WHOLE_BODY = keys.Key.payload()
+_WHOLE_BODY = object()

@@ -107,6 +107,16 @@ def _hints(handler: str, fn: Callable[..., Any], annotations: Mapping[str, Any])
         raise HandlerError(handler, f"an annotation cannot be resolved: {error}", "annotate with types") from None
 
 
+def returned(fn: Callable[..., Any]) -> Any:
+    """The return annotation; Any where there is none, or where it is meant for type checkers alone."""
+    bare = SimpleNamespace(__annotations__={"return": inspect.signature(fn).return_annotation})
+    try:
+        hint = get_type_hints(bare, getattr(inspect.unwrap(fn), "__globals__", {}), include_extras=True)["return"]
+    except (NameError, SyntaxError, TypeError, AttributeError):
+        return Any
+    return Any if hint is inspect.Signature.empty else hint
+
+
 def _check_types(handler: str, payload: str, hints: Mapping[str, Any]) -> None:
     if Saga in hints.values() and Tx in hints.values():
         raise HandlerError(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias, get_args
+from types import UnionType
+from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 
 import msgspec
 from msgspec import inspect as types
 
 from idemconsumer.errors import BadMessage, Reject
-from idemconsumer.message.message import StoredResult
+from idemconsumer.message.message import Message, StoredResult
 
 Decode: TypeAlias = Callable[[bytes], object]
+DecodeHook: TypeAlias = Callable[[bytes, Message], object]
 
 _REASON = "undecodable"
 
@@ -23,21 +26,47 @@ _QUOTES_FIELD = "Object contains unknown field"
 
 def decoder(annotation: Any) -> Decode:
     """Build the decoder for a payload annotation: msgspec Struct, dataclass, TypedDict, dict, list, scalars,
-    `Any`, `bytes` (the body itself), or anything with a pydantic model in it.
+    `Any`, `bytes` or `bytes | None` (the body itself), or anything with a pydantic model in it.
 
     Raises TypeError for a type that cannot be decoded. The decoder raises only BadMessage,
     `undecodable`, whose detail names types, positions and the payload type's own fields, never values.
     """
-    if annotation is bytes:
+    if is_bytes(annotation):
         return lambda body: body
     if annotation is object:
         annotation = Any
     if _has_pydantic(annotation):
         return _pydantic(annotation)
-    unknown = next(_custom_types(types.type_info(annotation)), None)
+    unknown = next(_custom_classes(types.type_info(annotation)), None)
     if unknown is not None:
-        raise TypeError(f"{unknown} is not a msgspec Struct, dataclass, TypedDict, builtin or pydantic model")
+        raise TypeError(f"{unknown.__name__} is not a msgspec Struct, dataclass, TypedDict, builtin or pydantic model")
     return _safe(msgspec.json.Decoder(annotation).decode, _msgspec_detail)
+
+
+def is_bytes(annotation: Any) -> bool:
+    """Whether the payload is the body itself, and not JSON."""
+    return annotation in (bytes, bytes | None)
+
+
+def hooked(decode: DecodeHook) -> DecodeHook:
+    """A user's decoder. What it raises is BadMessage; its text may quote the payload, unless it is a BadMessage."""
+
+    def safe(body: bytes, message: Message) -> object:
+        try:
+            return decode(body, message)
+        except BadMessage:
+            raise
+        except Exception as error:  # noqa: BLE001 - bad input, or whatever a decoder raises
+            raise BadMessage(_REASON, f"decode= raised {type(error).__name__}") from None
+
+    return safe
+
+
+def takes_none(annotation: Any) -> bool:
+    """Whether a payload may be None: `X | None`."""
+    if get_origin(annotation) is Annotated:
+        return takes_none(get_args(annotation)[0])
+    return get_origin(annotation) in (Union, UnionType) and type(None) in get_args(annotation)
 
 
 def encode(result: object, what: str = "result", instead: str = "return") -> StoredResult | None:
@@ -47,6 +76,25 @@ def encode(result: object, what: str = "result", instead: str = "return") -> Sto
     if isinstance(result, bytes):
         return StoredResult(result, "application/octet-stream")
     return StoredResult(_json(result, f"a {what} of type {type(result).__name__}", instead))
+
+
+def unencodable(annotation: Any) -> str | None:
+    """The name of a class in a result's annotation that no instance of can be stored; None where values decide."""
+    if _has_pydantic(annotation):
+        return None
+    try:
+        node = types.type_info(annotation)
+    except Exception:  # noqa: BLE001 - msgspec knows no such type, such as NoReturn: the values decide
+        return None
+    return next((cls.__name__ for cls in _custom_classes(node) if _concrete(cls)), None)
+
+
+def _concrete(cls: type) -> bool:
+    """Not a protocol, an abstract class or the base of a dataclass: their instances are of other classes."""
+    if inspect.isabstract(cls) or getattr(cls, "_is_protocol", False) or hasattr(cls, "model_dump_json"):
+        return False
+    derived: list[type] = [] if cls is type else cls.__subclasses__()
+    return all(unencodable(each) for each in derived)
 
 
 def encode_rejection(code: str, body: object) -> StoredResult:
@@ -116,7 +164,7 @@ def _msgspec_detail(error: Exception) -> str:
     return text
 
 
-def _custom_types(node: object, seen: set[int] | None = None) -> Iterator[str]:
+def _custom_classes(node: object, seen: set[int] | None = None) -> Iterator[type]:
     # msgspec accepts any class when the decoder is built and then refuses every message.
     seen = set() if seen is None else seen
     if id(node) in seen:
@@ -124,13 +172,13 @@ def _custom_types(node: object, seen: set[int] | None = None) -> Iterator[str]:
     seen.add(id(node))
     if isinstance(node, types.CustomType | types.RawType):
         if isinstance(node, types.CustomType) and node.cls is not object:
-            yield node.cls.__name__
+            yield node.cls
     elif isinstance(node, tuple):
         for item in node:
-            yield from _custom_types(item, seen)
+            yield from _custom_classes(item, seen)
     elif isinstance(node, types.Type | types.Field):
         for name in node.__struct_fields__:
-            yield from _custom_types(getattr(node, name), seen)
+            yield from _custom_classes(getattr(node, name), seen)
 
 
 # ------------------------------------------------------------------------------------------------- pydantic

@@ -1,4 +1,4 @@
-"""Headers at rest: JSON that also holds bytes, and the origin of a message taken over from another broker."""
+"""Headers at rest: JSON that also holds bytes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Final
 
 import msgspec
 
-from idemconsumer.message.message import Message
-
-ORIGIN: Final = "idemconsumer-origin"
 UNREADABLE: Final = "idemconsumer-unreadable-headers"
+_ADDED: Final = ("x-death", "x-delivery-count", "x-acquired-count", "x-first-death", "x-last-death", "x-opt-")
 _NO_SUCH_JSON: Final = (msgspec.MsgspecError, RecursionError, UnicodeError)
 
 
@@ -18,26 +16,29 @@ class _Bytes(msgspec.Struct, forbid_unknown_fields=True):
     base64: bytes
 
 
-class _Origin(msgspec.Struct):
-    source: str
-    position: str
-    message_id: str | None
-
-
 def encode_headers(headers: Mapping[str, str | bytes]) -> bytes:
     """As a JSON object. Values that jsonb does not take as text become {"base64": …}. Takes any headers."""
-    return msgspec.json.encode(
-        {
-            name if _storable(name) else repr(name): value
-            if isinstance(value, str) and _storable(value)
-            else {"base64": value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value}
-            for name, value in headers.items()
-        }
-    )
+    return msgspec.json.encode({stored_name(name): stored_value(value) for name, value in headers.items()})
+
+
+def stored_name(name: str) -> str:
+    return name if _storable(name) else repr(name)
+
+
+def stored_value(value: str | bytes) -> str | dict[str, bytes]:
+    if isinstance(value, str) and _storable(value):
+        return value
+    return {"base64": value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value}
 
 
 def _storable(text: str) -> bool:
     return "\0" not in text and (text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text))
+
+
+def sent_headers(headers: Mapping[str, str | bytes]) -> bytes:
+    """Those that the producer sent, the same in each delivery: without what brokers add or change on the way."""
+    sent = {name: headers[name] for name in sorted(headers) if not name.lower().startswith(_ADDED)}
+    return encode_headers(sent)
 
 
 def decode_headers(encoded: bytes) -> dict[str, str | bytes]:
@@ -58,21 +59,3 @@ def _value(encoded: bytes) -> str | bytes:
             continue
         return value.base64 if isinstance(value, _Bytes) else str(value)
     return encoded.decode("utf-8", "replace")
-
-
-def with_origin(message: Message) -> Message:
-    """The same message, about to be moved into our own queue."""
-    origin = msgspec.json.encode(_Origin(message.source, message.position, message.message_id)).decode()
-    return msgspec.structs.replace(message, headers={**message.headers, ORIGIN: origin})
-
-
-def restored(message: Message) -> Message | None:
-    """The message as its own broker delivered it; None when it was not moved."""
-    try:
-        origin = msgspec.json.decode(message.headers[ORIGIN], type=_Origin)
-    except (KeyError, *_NO_SUCH_JSON):
-        return None
-    headers = {name: value for name, value in message.headers.items() if name != ORIGIN}
-    return msgspec.structs.replace(
-        message, source=origin.source, position=origin.position, message_id=origin.message_id, headers=headers
-    )

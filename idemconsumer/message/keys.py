@@ -7,6 +7,7 @@ parts, so that concatenation never makes two different (app, tenant, handler, ke
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ import msgspec
 
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.message import paths
-from idemconsumer.message.message import Message
+from idemconsumer.message.functions import takes
+from idemconsumer.message.message import PROPERTIES, Message
 
 MAX_KEY_BYTES = 1_024
 """The longest key, in UTF-8 bytes. A key is an identity; longer ones are a sign that a document was named."""
@@ -27,9 +29,9 @@ MAX_KEY_BYTES = 1_024
 _ABSENT = 0xFFFFFFFF  # a length that no part has, so an absent tenant differs from an empty one
 
 # Kafka; AMQP; AMQP where JMS forbids the colon; bridges from HTTP.
-_CLOUDEVENT_PREFIXES = ("ce_", "cloudEvents:", "cloudEvents_", "ce-")
+CLOUDEVENT_PREFIXES = ("ce_", "cloudEvents:", "cloudEvents_", "ce-")
 
-Kind = Literal["header", "message_id", "cloudevent", "payload", "offset", "all", "first"]
+Kind = Literal["header", "property", "message_id", "record_key", "cloudevent", "payload", "offset", "all", "first"]
 _METHODS: tuple[Kind, ...] = get_args(Kind)
 Extract: TypeAlias = Callable[[Message, object], str]
 _Read: TypeAlias = Callable[[Message, object], object]
@@ -52,10 +54,21 @@ class Key:
         return Key("header", name)
 
     @staticmethod
+    def property(name: str) -> Key:
+        """A property of a RabbitMQ message, e.g. "correlation_id". The names are `message.PROPERTIES`."""
+        return Key("property", name)
+
+    @staticmethod
     def message_id() -> Key:
         """The producer's message id, where the broker carries one (RabbitMQ, SQS, the Postgres queue). SQS gives every
         message an id of its own; where the producer gave none, that one detects redeliveries only."""
         return Key("message_id")
+
+    @staticmethod
+    def record_key() -> Key:
+        """The key of a Kafka record, which is text in UTF-8. It names a message only if its producer never uses it
+        twice; where it names an entity, add what changes: `Key.all(Key.record_key(), "version")`."""
+        return Key("record_key")
 
     @staticmethod
     def cloudevent() -> Key:
@@ -102,7 +115,9 @@ def describe(spec: KeySpec) -> str:
     inner = ", ".join(describe(part) for part in spec.specs)
     return {
         "header": f"header {spec.name!r}",
+        "property": f"property {spec.name!r}",
         "message_id": "message id",
+        "record_key": "Kafka record key",
         "cloudevent": "CloudEvent source and id",
         "payload": "hash of the payload",
         "offset": "Kafka offset",
@@ -114,6 +129,15 @@ def describe(spec: KeySpec) -> str:
 def uses_offset(spec: KeySpec) -> bool:
     """Whether the key depends on where the message lies in its source."""
     return isinstance(spec, Key) and (spec.kind == "offset" or any(uses_offset(part) for part in spec.specs))
+
+
+def needed(spec: KeySpec) -> frozenset[Kind]:
+    """What the message must have for this key, whatever it is: an alternative of `Key.first` may be missing."""
+    if not isinstance(spec, Key):
+        return frozenset()
+    if spec.kind == "all":
+        return frozenset().union(*map(needed, spec.specs))
+    return frozenset({spec.kind})
 
 
 # ------------------------------------------------------------------------------------------ stored identity
@@ -142,6 +166,14 @@ def scope_name(app: str, tenant: str | None, handler: str) -> str:
     return f"{_escape(app)}/{middle}/{_escape(handler)}"
 
 
+def tenant_of(scope: str) -> str | None:
+    """The tenant that `scope_name` was given."""
+    middle = scope.split("/")[1]
+    if middle in ("-", "%2D"):
+        return None if middle == "-" else "-"
+    return middle.replace("%2F", "/").replace("%25", "%")
+
+
 def scopes_of(app: str) -> str:
     """The prefix that all scope names of an app have, and those of no other app."""
     return f"{_escape(app)}/"
@@ -152,8 +184,27 @@ def _escape(part: str) -> str:
 
 
 def fingerprint(body: bytes) -> bytes:
-    """SHA-256 of what was sent: one key with two fingerprints is a conflict."""
+    """SHA-256 of what was sent."""
     return sha256(body).digest()
+
+
+# Numbers stay as they are written: as floats, two that differ in the 17th digit would be the same.
+_decode_value = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.encode())).decode
+_encode_sorted = msgspec.json.Encoder(order="deterministic").encode
+
+
+def canonical(body: bytes) -> bytes | None:
+    """The first 16 bytes of SHA-256 of the JSON value: the same whatever the order of fields, the spaces between them
+    and the escapes in texts. None for what is not JSON."""
+    try:
+        return shortened(_encode_sorted(_decode_value(body)))
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        return None
+
+
+def shortened(payload: bytes) -> bytes:
+    """A fingerprint beside that of the body. It is stored with each record, so it is half as long."""
+    return fingerprint(payload)[:16]
 
 
 # ---------------------------------------------------------------------------------------------- compilation
@@ -202,8 +253,12 @@ def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Rea
                 if not isinstance(named, str) or not named.strip():
                     raise HandlerError(handler, f"`{option}` is Key.header({named!r})", 'name it: Key.header("Id")')
                 return _header(spec.name, f"{option} ({describe(spec)})")
+            case "property":
+                return _property(spec.name, handler, option)
             case "message_id":
                 return lambda message, _: message.message_id
+            case "record_key":
+                return _record_key(f"{option} ({describe(spec)})")
             case "cloudevent":
                 return lambda message, _: _cloudevent(message)
             case "payload":
@@ -219,12 +274,19 @@ def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Rea
     if (method := next((m for m in _METHODS if given is getattr(Key, m)), None)) is not None:
         raise HandlerError(handler, f"`{option}` is Key.{method} itself, not called", f"write Key.{method}(…)")
     if callable(given) and not inspect.iscoroutinefunction(given):
+        if not takes(given, 1):
+            raise HandlerError(
+                handler,
+                f"`{option}` is {describe(spec)}, which cannot be called with one argument",
+                "write a function of the Message: `lambda message: …`",
+            )
         return _called(spec, f"{option} ({describe(spec)})")
     raise HandlerError(
         handler,
         f"`{option}` is {'an async function' if callable(given) else f'of type {type(given).__name__}'}",
-        'write a path into the payload ("order_id"), one of Key.header("…"), Key.message_id(), '
-        "Key.cloudevent(), Key.payload(), Key.offset(), Key.all(…), Key.first(…), a function of the Message",
+        'write a path into the payload ("order_id"), one of Key.header("…"), Key.property("…"), Key.message_id(), '
+        "Key.record_key(), Key.cloudevent(), Key.payload(), Key.offset(), Key.all(…), Key.first(…), a function of the "
+        "Message",
     )
 
 
@@ -235,14 +297,35 @@ def _header(name: str, what: str) -> _Read:
         value = message.headers.get(name)
         if value is None:  # AMQP and HTTP bridges change the case of header names
             value = next((v for k, v in message.headers.items() if k.casefold() == folded), None)
-        if isinstance(value, bytes):
-            try:
-                return value.decode()
-            except UnicodeDecodeError:
-                raise _invalid(what, "is not UTF-8") from None
-        return value
+        return _decoded(value, what) if isinstance(value, bytes) else value
 
     return read
+
+
+def _property(name: str, handler: str, option: str) -> _Read:
+    if name not in PROPERTIES:
+        near = difflib.get_close_matches(str(name), PROPERTIES, n=1)
+        raise HandlerError(
+            handler,
+            f"`{option}` is Key.property({name!r}), and RabbitMQ has no such property",
+            (f"did you mean {near[0]!r}? " if near else "") + f"they are {', '.join(PROPERTIES)}; the message id is "
+            "Key.message_id()",
+        )
+    return lambda message, _: message.properties.get(name)
+
+
+def _record_key(what: str) -> _Read:
+    def read(message: Message, _: object) -> object:
+        return None if message.record_key is None else _decoded(message.record_key, what)
+
+    return read
+
+
+def _decoded(value: bytes, what: str) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise _invalid(what, "is not UTF-8; write a function of the Message that makes it text") from None
 
 
 def _called(function: Callable[[Message], str | None], what: str) -> _Read:
@@ -284,7 +367,7 @@ _event_decoder = msgspec.json.Decoder(_Event)
 
 
 def _cloudevent(message: Message) -> str | None:
-    for prefix in _CLOUDEVENT_PREFIXES:
+    for prefix in CLOUDEVENT_PREFIXES:
         source, event_id = (message.headers.get(prefix + name) for name in ("source", "id"))
         if source is not None or event_id is not None:
             return _pair(source, event_id)

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from types import MappingProxyType
+from typing import Final
 
 import msgspec
+
+PROPERTIES: Final = (
+    "routing_key", "exchange", "correlation_id", "reply_to", "content_type", "content_encoding", "type", "app_id",
+    "priority", "user_id", "expiration", "delivery_mode",
+)  # fmt: skip
+"""What RabbitMQ carries beside headers, message id and timestamp."""
+
+NO_PROPERTIES: Final[Mapping[str, str | int]] = MappingProxyType({})
 
 
 class Message(msgspec.Struct, frozen=True):
     """What a producer sent, as it arrived.
 
-    `source` is `scheme:name`. `body` is never changed; `headers` holds text wherever the bytes are UTF-8. `key` and
+    `source` is `scheme:name`. `body` is never changed; it is empty for a `tombstone`, a Kafka record without a value.
+    `headers` holds text wherever the bytes are UTF-8, and the last value of a name that came more than once;
+    `repeated_headers` then holds all of them in their order, and is empty otherwise. `key` and
     `tenant` are empty until the handler's specs have derived them. `attempt` counts from 1. It
     includes the failures that this process has seen; those of other processes only where it had to look them up, as for
     a redelivery. `message_id` is the producer's id, if the broker carries one; `order_hint` is what the broker
     orders by (Kafka record key, FIFO group), None where it does not.
     `position` shows a person where it came from, e.g. `orders.placed-3-42`.
+
+    `timestamp` is when it was sent, as the broker or the producer says. `partition`, `offset` and `record_key` are
+    Kafka's. `properties` are RabbitMQ's, under the names that `Key.property` takes, as far as the message has them.
     """
 
     source: str
@@ -28,6 +44,18 @@ class Message(msgspec.Struct, frozen=True):
     message_id: str | None = None
     order_hint: str | bytes | None = None
     position: str = ""
+    timestamp: datetime | None = None
+    partition: int | None = None
+    offset: int | None = None
+    record_key: bytes | None = None
+    properties: Mapping[str, str | int] = NO_PROPERTIES
+    repeated_headers: tuple[tuple[str, str | bytes], ...] = ()
+    tombstone: bool = False
+
+    @property
+    def all_headers(self) -> tuple[tuple[str, str | bytes], ...]:
+        """Every header with its name, in order, repeated ones too."""
+        return self.repeated_headers or tuple(self.headers.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """JMESPath into a payload as it is on the wire, compiled against the payload's type.
 
-A plain dotted path becomes attribute and item getters, since it is read for every message. Everything else is
-searched in the payload's plain form.
+A plain path of names and indexes becomes attribute and item getters, since it is read for every message. Everything
+else is searched in the payload's plain form, within bounds: a search runs Python for each element in the worker's
+event loop, and nothing can interrupt it (R25).
 """
 
 from __future__ import annotations
@@ -10,18 +11,25 @@ import difflib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jmespath
 import msgspec
 from jmespath.exceptions import JMESPathError
 from jmespath.functions import Functions
+from jmespath.visitor import TreeInterpreter
 from msgspec import inspect as types
 
 from idemconsumer.errors import BadMessage, HandlerError
 from idemconsumer.message.message import Message
 
 Read: TypeAlias = Callable[[Message, object], object]
+_Steps: TypeAlias = Sequence[tuple[bool, str | int]]  # whether it is an item; its name here
+
+MAX_SEARCHED_BYTES: Final = 1 << 20
+"""The largest body in which an expression that is not a plain path is searched: the plain form alone takes 40 ms."""
+MAX_SEARCH_STEPS: Final = 20_000
+"""The most parts of such an expression that are evaluated for one message: about 50 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,10 @@ class _NoSuchField(Exception):
     def __init__(self, on: str, name: str, known: Sequence[str]) -> None:
         super().__init__(on, name)
         self.on, self.name, self.known = on, name, known
+
+
+class ByAttribute:
+    """In place of a payload's type that is known at run time only: getters take attributes, or items of a mapping."""
 
 
 def compile_path(expression: str, payload_type: Any, *, handler: str, option: str) -> Read:
@@ -51,12 +63,20 @@ def compile_path(expression: str, payload_type: Any, *, handler: str, option: st
             "quoted: '\"order-id\"'",
         ) from None
     _check_functions(compiled.parsed, expression, handler, option)
-    names, whole = _leading_fields(compiled.parsed)
+    names, whole = _leading_steps(compiled.parsed)
+    if payload_type is ByAttribute:
+        if not whole:
+            raise HandlerError(
+                handler,
+                f"`{option}` {expression!r} is more than a path, and decode= makes an object of another library",
+                'write a plain path of attributes, e.g. "order.id", or a function of the Message',
+            )
+        return _by_attribute(names)
     try:
         steps = _resolve(names, _type_info(payload_type))
     except _NoSuchField as missing:
         raise _no_such_field(missing, expression, handler, option) from None
-    return _follow(steps) if whole and steps is not None else _search(compiled, expression, option)
+    return _follow(steps) if whole and steps is not None else _search(compiled.parsed, expression, option)
 
 
 def plain(value: object) -> object:
@@ -67,9 +87,9 @@ def plain(value: object) -> object:
 
 
 # ---------------------------------------------------------------------------------------------- the getters
-def _follow(steps: Sequence[tuple[bool, str]]) -> Read:
+def _follow(steps: _Steps) -> Read:
     if not any(is_item for is_item, _ in steps):
-        get = operator.attrgetter(".".join(name for _, name in steps))
+        get = operator.attrgetter(".".join(str(name) for _, name in steps))
 
         def attributes(_: Message, payload: object) -> object:
             try:
@@ -82,7 +102,9 @@ def _follow(steps: Sequence[tuple[bool, str]]) -> Read:
     def mixed(_: Message, payload: object) -> object:
         value: Any = payload
         for is_item, name in steps:
-            if is_item:
+            if isinstance(name, int):
+                value = value[name] if isinstance(value, list | tuple) and -len(value) <= name < len(value) else None
+            elif is_item:
                 value = value.get(name) if isinstance(value, dict) else None
             else:
                 value = getattr(value, name, None)
@@ -91,34 +113,78 @@ def _follow(steps: Sequence[tuple[bool, str]]) -> Read:
     return mixed
 
 
-def _search(compiled: Any, expression: str, option: str) -> Read:
-    def search(_: Message, payload: object) -> object:
-        try:
-            return compiled.search(msgspec.to_builtins(payload, str_keys=True, enc_hook=plain))
-        except Exception as error:  # noqa: BLE001 - JMESPath's own errors quote the values
+def _by_attribute(names: Sequence[str | int]) -> Read:
+    def read(_: Message, payload: object) -> object:
+        value: Any = payload
+        for name in names:
+            if isinstance(name, int):
+                value = value[name] if isinstance(value, Sequence) and -len(value) <= name < len(value) else None
+            elif isinstance(value, Mapping):
+                value = value.get(name)
+            else:
+                value = getattr(value, name, None)
+        return value
+
+    return read
+
+
+def _search(parsed: Mapping[str, Any], expression: str, option: str) -> Read:
+    what = f"{option} (payload path {expression!r})"
+
+    def search(message: Message, payload: object) -> object:
+        if (size := len(message.body)) > MAX_SEARCHED_BYTES:
             raise BadMessage(
-                "key_invalid", f"{option} (payload path {expression!r}) raised {type(error).__name__}"
+                "key_invalid",
+                f"{what} is searched only in bodies up to {MAX_SEARCHED_BYTES:,} bytes, and this one has {size:,}; a "
+                "plain path of names and indexes has no such limit",
+            )
+        try:
+            return _Search().visit(parsed, msgspec.to_builtins(payload, str_keys=True, enc_hook=plain))
+        except _TooLong:
+            raise BadMessage(
+                "key_invalid",
+                f"{what} takes more than {MAX_SEARCH_STEPS:,} steps; use a plain path of names and indexes",
             ) from None
+        except Exception as error:  # noqa: BLE001 - JMESPath's own errors quote the values
+            raise BadMessage("key_invalid", f"{what} raised {type(error).__name__}") from None
 
     return search
 
 
+class _TooLong(Exception):
+    pass
+
+
+class _Search(TreeInterpreter):
+    """One search, which ends after a number of steps. Each of these is at most linear in what it looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = MAX_SEARCH_STEPS
+
+    def visit(self, node: Any, *args: Any, **kwargs: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise _TooLong
+        return super().visit(node, *args, **kwargs)
+
+
 # ------------------------------------------------------------------------------------------- the expression
-def _leading_fields(node: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """The fields that an expression begins with, and whether it consists of nothing else."""
+def _leading_steps(node: Mapping[str, Any]) -> tuple[list[str | int], bool]:
+    """The fields and indexes that an expression begins with, and whether it consists of nothing else."""
     match node["type"]:
-        case "field":
+        case "field" | "index":
             return [node["value"]], True
-        case "subexpression":
-            names: list[str] = []
+        case "subexpression" | "index_expression":
+            names: list[str | int] = []
             for child in node["children"]:
-                more, whole = _leading_fields(child)
+                more, whole = _leading_steps(child)
                 names += more
                 if not whole:
                     return names, False
             return names, True
-        case "index_expression" | "projection" | "value_projection" | "filter_projection" | "pipe" | "flatten":
-            return _leading_fields(node["children"][0])[0], False
+        case "projection" | "value_projection" | "filter_projection" | "pipe" | "flatten":
+            return _leading_steps(node["children"][0])[0], False
         case _:
             return [], False
 
@@ -146,10 +212,19 @@ def _type_info(annotation: Any) -> types.Type:
         return types.AnyType()
 
 
-def _resolve(names: Sequence[str], node: types.Type) -> list[tuple[bool, str]] | None:
-    """Each step as (is it an item, its name here). None: no mistake is visible, but getters cannot follow it."""
-    steps: list[tuple[bool, str]] = []
+def _resolve(names: Sequence[str | int], node: types.Type) -> _Steps | None:
+    """None: no mistake is visible, but getters cannot follow it."""
+    steps: list[tuple[bool, str | int]] = []
+    indexed = any(isinstance(name, int) for name in names)
     for name in names:
+        if indexed and isinstance(node, types.CustomType):  # pydantic's plain form may be another text
+            return None
+        if isinstance(name, int):
+            if (inner := _item_type(node)) is None:
+                return None
+            steps.append((True, name))
+            node = inner
+            continue
         found = _step(node, name)
         if found is None:
             return None
@@ -157,6 +232,15 @@ def _resolve(names: Sequence[str], node: types.Type) -> list[tuple[bool, str]] |
         steps.append((is_item, field.attribute))
         node = field.type
     return steps
+
+
+def _item_type(node: types.Type) -> types.Type | None:
+    if isinstance(node, types.UnionType):
+        members = [member for member in node.types if not isinstance(member, types.NoneType)]
+        return _item_type(members[0]) if len(members) == 1 else None
+    if isinstance(node, types.ListType | types.VarTupleType):
+        return node.item_type
+    return node if isinstance(node, types.AnyType) else None
 
 
 def _step(node: types.Type, name: str) -> tuple[bool, _Field] | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
+from idemconsumer.errors import BadMessage
+from idemconsumer.message.headers import sent_headers
 from idemconsumer.message.message import Message, Subscription
 
 
@@ -18,27 +21,47 @@ class Epoch:
     `retiring`: no more of it may start; what runs may finish and settle. `ended`: what finishes now is forgotten.
     `waiting` counts those of its deliveries that sit in the waiting room.
     `probation` is the number of deliveries that each lane treats as suspects first, since after an assignment the
-    broker cannot tell which message was running when the former owner died (K10).
+    broker cannot tell which message was running when the former owner died (K10). `unread` is the number of its first
+    deliveries that the former owner may have been reading then.
+    `returns_count`: the broker counts what is given back as delivered, and may drop what was delivered too often.
     """
 
-    __slots__ = ("_budget", "_probation", "_quiet", "_running", "ended", "retiring", "waiting")
+    __slots__ = (
+        "_budget",
+        "_probation",
+        "_quiet",
+        "_running",
+        "_unread",
+        "ended",
+        "retiring",
+        "returns_count",
+        "waiting",
+    )
 
-    def __init__(self, probation: int = 0) -> None:
+    def __init__(self, probation: int = 0, unread: int = 0, *, returns_count: bool = False) -> None:
         self.retiring = False
         self.ended = False
+        self.returns_count = returns_count
         self.waiting = 0
         self._probation = probation
+        self._unread = unread
         self._budget: dict[int, int] = {}
         self._running = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
 
-    def on_probation(self, lane: int) -> bool:
-        return self._probation > 0 and self._budget.get(lane, self._probation) > 0
+    def on_probation(self, lane: int, lanes: int = 1) -> bool:
+        """`lane` may stand for `lanes` that share what they run."""
+        return self._probation > 0 and self._budget.get(lane, self._probation * lanes) > 0
 
-    def passed(self, lane: int) -> None:
+    def passed(self, lane: int, lanes: int = 1) -> None:
         """A delivery of this epoch was actually run in `lane` (not a duplicate), and did not kill this worker."""
-        self._budget[lane] = self._budget.get(lane, self._probation) - 1
+        self._budget[lane] = self._budget.get(lane, self._probation * lanes) - 1
+
+    def next_is_unread(self) -> bool:
+        """Whether the next delivery may have killed its former owner while that read it. Called once for each."""
+        self._unread -= 1
+        return self._unread >= 0
 
     def start(self, count: int) -> None:
         self._running += count
@@ -62,7 +85,9 @@ class Delivery(msgspec.Struct, frozen=True, eq=False):
 
     `suspect`: it was delivered before, so it may have killed a worker. `count` is the broker's delivery count, a hint.
     `take_over` (Q2): its broker may soon drop it after too many deliveries. The worker commits it to the handler's
-    own queue in Postgres, settles it, and runs it from there.
+    own queue in Postgres, settles it, and runs it from there. `anonymous`: it has no position at its broker that a
+    redelivery would have too. `refusal`: it cannot be read, and a person wants a dead letter in its place. `source`
+    is what was subscribed to, perhaps a pattern; None: the message's own.
     """
 
     message: Message
@@ -71,38 +96,66 @@ class Delivery(msgspec.Struct, frozen=True, eq=False):
     suspect: bool = False
     count: int = 1
     take_over: bool = False
+    anonymous: bool = False
+    refusal: BadMessage | None = None
+    source: str | None = None
+
+    @property
+    def own_id(self) -> str | None:
+        """The same for each delivery of this message, and of no other: its position, or the producer's id of it. None
+        where there is neither; an empty id is none."""
+        return (self.message.message_id if self.anonymous else self.message.position) or None
+
+    @property
+    def identity(self) -> str:
+        """The same for each delivery of this message, and known before anything of it is decoded."""
+        message = self.message
+        body = hashlib.sha256(message.body).hexdigest()
+        if not self.anonymous:
+            return f"{message.position}#{body}"  # a topic that was made anew has the same positions
+        return f"{hashlib.sha256(sent_headers(message.headers)).hexdigest()}#{body}#{message.message_id or ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to publish. `key` orders it (Kafka record key) or else identifies it (message id)."""
+    """A message to publish. `key` orders it (Kafka record key) or else identifies it (message id). It arrives after
+    `delay` seconds at the earliest, where its broker can do that."""
 
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
+    delay: float = 0.0
+
+
+@dataclass(slots=True)
+class BytesInHand:
+    """The bytes of all messages that the sessions of a process hold (D8), and the bound that they share."""
+
+    bound: int = 64 * 1024 * 1024
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What a session may have outstanding (D8). `group` is the largest group that may ever form. `in_flight` =
-    lanes x group + waiting room; times in seconds. `share` limits what is taken out of a queue that other workers use
-    too: a few groups (D12), so that they get theirs, and a crash hides few messages until their visibility ends."""
+    lanes x group + waiting room, and no session exceeds it; times in seconds. `share` says for a source how many
+    messages its lanes can begin soon (D12), without those in the waiting room; `memory` is what all sessions hold."""
 
     lanes: int
     group: int
     room: int = 1_000
     max_uncommitted: int = 10_000
     drain: float = 20.0
-    share: Callable[[], int] | None = None
+    share: Callable[[str], int] | None = None
+    memory: BytesInHand = field(default_factory=BytesInHand)
 
     @property
     def in_flight(self) -> int:
         return self.lanes * self.group + self.room
 
-    @property
-    def ahead(self) -> int:
-        """The share as it is now; without one, four groups per lane."""
-        return 4 * self.lanes * self.group if self.share is None else self.share()
+    def wanted(self, source: str, waiting: int) -> int:
+        """How many messages of a source may be outstanding now, `waiting` of them in the waiting room."""
+        return self.in_flight if self.share is None else min(self.in_flight, self.share(source) + waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +175,7 @@ class Session(Protocol):
 
         Keeps outstanding deliveries (fetched, not yet settled, released or forgotten) within the bounds by itself, by
         pausing at the broker, which it logs once. Called by one task, which is never cancelled: it ends by
-        SessionEnded, raised after a loss or `close()`.
+        SessionEnded, raised after a loss or `close()`; or by ConfigurationError, when no further one is to be opened.
         """
         ...
 
@@ -165,8 +218,31 @@ class Broker(Protocol):
         """Publish to a topic or queue; returns when the broker has confirmed all of them."""
         ...
 
+    async def check_destination(self, name: str) -> None:
+        """Publishes nothing. Raises BrokerUnavailable where `publish` would: unreachable, or missing."""
+        ...
+
     async def check(self, subscription: Subscription) -> list[Finding]:
         """Findings: is it reachable, does the source exist, do limits lose messages. Never raises for what it finds."""
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class BesideSagas(Protocol):
+    """A broker in the database that has the sagas, too: one look is for both (L61)."""
+
+    def wake_sagas_by(self, wake: Callable[[], None]) -> None:
+        """`wake` is called when a signal has made a saga due. To be called before a session is opened. Nothing may
+        depend on it: some sessions hear nothing."""
+        ...
+
+    @property
+    def queues(self) -> Sequence[str]:
+        """The names of those that the open sessions read."""
+        ...
+
+    def looked(self, found: Mapping[str, float]) -> None:
+        """Tell it what a look at these queues has found, as in `ports.leases.Look`."""
+        ...

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, LiteralString, Protocol, TypeVar, TypeVarTuple, overload
+from typing import Any, Concatenate, Generic, LiteralString, Protocol, TypeAlias, TypeVar, TypeVarTuple, overload
 from uuid import UUID
 
 from idemconsumer.message.message import Message
+from idemconsumer.rules.backoff import Backoff
 
 T = TypeVar("T")
 R = TypeVar("R")
 T_co = TypeVar("T_co", covariant=True)
 Params = Sequence[object] | Mapping[str, object]
+Duration: TypeAlias = str | float | timedelta
 
 
 class Rows(Protocol[R]):
@@ -49,7 +51,8 @@ class Tx(Protocol):
         """Run one statement with psycopg's placeholders (`%s`, `%(name)s`); all its rows are received on return.
 
         Raises the psycopg.Error of the database; swallowing one fails the transaction. Raises HandlerFault for
-        COMMIT, ROLLBACK and the like, and after the handler has returned.
+        COMMIT, ROLLBACK and the like, for what outlives the transaction (SET without LOCAL), in another event loop,
+        and after the handler has ended.
         """
         ...
 
@@ -60,7 +63,11 @@ class Tx(Protocol):
 
     @property
     def connection(self) -> Any:
-        """The psycopg.AsyncConnection, for COPY or SQLAlchemy. Ending its transaction undoes the whole group."""
+        """A psycopg.AsyncConnection on this transaction, for COPY, pipelines and adapters.
+
+        It, and all that is made from it, raises HandlerFault once the handler has ended. What is done to its session is
+        reset before the next message. Ending its transaction undoes the whole group.
+        """
         ...
 
 
@@ -108,6 +115,7 @@ class Batch(Protocol[T_co]):
 
 
 S = TypeVar("S")
+A = TypeVar("A")
 Ts = TypeVarTuple("Ts")
 
 
@@ -142,6 +150,17 @@ class Unknown:
     """A reconcile's answer: it cannot be determined; the saga is put aside for a person."""
 
 
+@dataclass(frozen=True, slots=True)
+class Child(Generic[T]):
+    """A saga that another one has started: its `handler`, its `key` and its `tenant`, None without one. `id` is the key
+    under which it is stored, which `idemconsumer sagas show` takes."""
+
+    handler: Callable[..., Awaitable[T]]
+    key: str
+    tenant: str | None
+    id: str
+
+
 class Saga(Protocol):
     """A saga's run, as its handler sees it. A handler that asks for it runs in leased mode.
 
@@ -154,6 +173,11 @@ class Saga(Protocol):
         """The name of the step that finished last; None before the first."""
         ...
 
+    async def patched(self, name: str) -> bool:
+        """Whether this saga takes the changed flow: True unless it has already been beyond this place, without the
+        change. Recorded once for each saga, so that the answer stays the same."""
+        ...
+
     async def tx(
         self,
         name: str,
@@ -161,8 +185,13 @@ class Saga(Protocol):
         /,
         *args: *Ts,
         undo: Callable[[Tx, S, *Ts], Awaitable[object]] | None = None,
+        timeout: Duration | None = None,
+        max_attempts: int | None = None,
+        backoff: Backoff | tuple[Duration, Duration] | str | None = None,
     ) -> S:
-        """Run `fn(tx, *args)`: its effect, its output and the checkpoint are one commit."""
+        """Run `fn(tx, *args)`: its effect, its output and the checkpoint are one commit.
+
+        `timeout`, at most the handler's, `max_attempts` and `backoff` are the step's own, as for `call`."""
         ...
 
     async def call(
@@ -173,7 +202,83 @@ class Saga(Protocol):
         *args: *Ts,
         undo: Callable[[Step, S, *Ts], Awaitable[object]] | None = None,
         reconcile: Callable[[Step, *Ts], Awaitable[Done[S] | NotDone | Unknown]] | None = None,
+        reconcile_undo: Callable[[Step, S, *Ts], Awaitable[Done[object] | NotDone | Unknown]] | None = None,
+        timeout: Duration | None = None,
+        max_attempts: int | None = None,
+        backoff: Backoff | tuple[Duration, Duration] | str | None = None,
     ) -> S:
         """Run `fn(step, *args)` outside any transaction. It may run more than once, always with the same `step.key`,
-        under which the remote must remember what it did, failures too. `reconcile` asks the remote first."""
+        under which the remote must remember what it did, failures too. `reconcile` asks the remote first whether an
+        earlier call of unknown outcome was done, and `reconcile_undo` whether such an undo was.
+
+        The step's own limits; without them the handler's hold. `timeout`: of each of its functions, also longer than
+        the handler's. `max_attempts`: when an attempt fails in this step, how many may have been made since the last
+        step was finished; its undo has the handler's, or this if it is more. `backoff`: the pauses after such an
+        attempt. A value that an option of handlers could not have raises SagaMisused."""
+        ...
+
+    async def sleep(self, name: str, duration: Duration, /) -> None:
+        """Go on after `duration`: seconds, or a text such as "3d". Its end is computed once, by the database's clock.
+        Meanwhile the saga is in no worker; any worker resumes it, at no cost of an attempt."""
+        ...
+
+    @overload
+    async def wait(self, name: str, /, *, timeout: Duration | None = ..., signal: str | None = ...) -> Any:
+        """As below, with the payload as plain JSON."""
+        ...
+
+    @overload
+    async def wait(
+        self,
+        name: str,
+        /,
+        *,
+        into: type[S],
+        timeout: Duration | None = ...,
+        signal: str | None = ...,
+    ) -> S:
+        """The payload of the oldest signal of this name that no other wait has taken, as an `into`. As with `sleep` the
+        saga is in no worker meanwhile.
+
+        Raises SignalTimeout if none has come by the end of `timeout` and until a worker looked; once recorded, that
+        stays so. Without a `timeout` it waits for a hundred years. `signal` is the signal's name where it differs from
+        the step's: several waits for one signal need a name each.
+        """
+        ...
+
+    async def start(
+        self,
+        name: str,
+        handler: Callable[Concatenate[A, ...], Awaitable[S]],
+        payload: A,
+        /,
+        *,
+        key: str | None = None,
+        undo: Callable[[Tx, Child[S], A], Awaitable[object]] | None = None,
+    ) -> Child[S]:
+        """Start another saga of this app, with this one's tenant, in the commit of this step: once, as `app.start` with
+        `tx` does. Without a `key` it has one made of this saga's and the step's name.
+
+        What has begun under the key with the same payload already is the child. With another payload this step raises
+        Reject with the code `conflict`, or the `result` does, if nothing had begun yet. With an `undo`, when this saga
+        is undone: a child that has not ended is cancelled and undone, and its end waited for; if it has ended
+        COMPLETED, `undo(tx, child, payload)` runs in a transaction, to compensate for it. Without, it is left alone.
+        """
+        ...
+
+    async def result(self, name: str, child: Child[S], /, *, timeout: Duration | None = None) -> S:
+        """What a saga that this one has started returned, by its annotation. Until it has ended, this saga is in no
+        worker, as with `sleep`; also while the child is put aside for a person.
+
+        Raises Reject, with the code and the body of the child, if it was rejected or cancelled; and SignalTimeout if it
+        has not ended by the end of `timeout` and until a worker looked. Once recorded, either stays so.
+        """
+        ...
+
+    async def all(self, branches: Iterable[Coroutine[Any, Any, S]], /, *, limit: int = 10) -> list[S]:
+        """Run coroutines side by side, such as `saga.call(…)` not awaited yet, at most `limit` at a time; returns their
+        outputs in the order given. Each may take several steps. A generator is asked for the next when it may begin.
+
+        If one raises an Exception, such as Reject, no other and no new step begins, the steps in flight are finished,
+        and the first in the order given is raised. Any other end of a step cancels the rest and ends the run."""
         ...

@@ -24,13 +24,16 @@ class NullObserver:
 class Point(StrEnum):
     """Named places on the straight line of one message; a crash at any of them must lose and double nothing.
 
-    Before it runs: `fetched` from its broker, `dispatched` to its lane, `suspects_marked` and `suspect_counted` if it
-    may have killed a worker. In its transaction: `claimed`, `handled`, and `sealing` just before COMMIT.
+    Before it runs: `fetched` from its broker; `reading` and `read`, around the decoding of those that may have killed a
+    worker; `dispatched` to its lane; `suspects_marked` or `suspect_counted`, for the same ones before they run.
+    In its transaction: `claimed`, `handled`, and `sealing` just before COMMIT.
     Once that is known: `committed` or `rolled_back`. After a failure: `attempt_counted`; `rejecting`, `rejected`;
     `dead_lettering`, `dead_lettered`. Finally: `settling` and `settled` with the broker.
     """
 
     FETCHED = "fetched"
+    READING = "reading"
+    READ = "read"
     DISPATCHED = "dispatched"
     SUSPECTS_MARKED = "suspects_marked"
     SUSPECT_COUNTED = "suspect_counted"
@@ -53,7 +56,8 @@ class SagaPoint(StrEnum):
 
     A `tx` step: `step_opening`, `step_committing`, `step_committed`. A call: `intending`, `intended`, `called` when the
     remote has answered, `step_recorded`. An undo: `undoing`, `undone`, with `called` in between if it undoes a call.
-    `released`: free for any worker after a failure.
+    `released`: free for any worker after a failure. `pausing`, `paused`: its run has ended until one of its waits is
+    over.
     """
 
     STEP_OPENING = "step_opening"
@@ -66,3 +70,5 @@ class SagaPoint(StrEnum):
     UNDOING = "undoing"
     UNDONE = "undone"
     RELEASED = "released"
+    PAUSING = "pausing"
+    PAUSED = "paused"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Protocol
 
 import msgspec
@@ -17,18 +18,45 @@ from idemconsumer.rules.values import Found, Record
 class Claim(msgspec.Struct, frozen=True):
     """A key about to be claimed: SHA-256 of app, tenant, handler and key; its scope's name; the payload's fingerprint.
 
-    `retain` is how long its record will be kept, in seconds; it is stored with the scope.
+    `canonical` is the fingerprint of the payload's value, if the handler compares that too (R26).
+    `retain` is how long its record will be kept, in seconds; it is stored with the scope. `pending`: the claim may take
+    a PENDING record, since this is the message that it waits for (D19).
     """
 
     key: bytes
     scope: str
     fingerprint: bytes | None
     retain: float = 14 * 86_400.0
+    canonical: bytes | None = None
+    pending: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NextAttempt:
+    """The next attempt of a message, `after` seconds from now, from `queue` (D18).
+
+    `attempts` have failed so far; with `error` one more is counted in the same commit. `own_id` is the message's id at
+    its own broker. `row`: id and delivery token of the row of `queue` that it came from, which this one replaces.
+    """
+
+    queue: str
+    message: Message
+    after: float
+    attempts: int
+    max_attempts: int
+    error: str | None = None
+    own_id: str | None = None
+    row: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message put aside for a person. A second arrival with the same `identity` is counted instead of added."""
+    """A message put aside for a person. A second arrival with the same `identity` is counted instead of added, and so
+    is one with `again`, if there is a letter with that `content` (R24).
+
+    `body` and `headers` may be the beginning only; `body_size` and `body_sha256` are of the whole. `delivered` is what
+    else the broker gave (`message.delivered`).
+    """
 
     identity: bytes
     handler: str
@@ -40,6 +68,11 @@ class DeadLetter:
     body: bytes
     headers: Mapping[str, str | bytes]
     attempts: int = 0
+    delivered: bytes = b"{}"
+    body_size: int | None = None
+    body_sha256: bytes | None = None
+    content: bytes | None = None
+    again: bytes | None = None
 
 
 class OpenTransaction(Protocol):
@@ -49,9 +82,19 @@ class OpenTransaction(Protocol):
         """A Tx for one handler. Asking for the next one ends this one."""
         ...
 
-    def check(self) -> None:
-        """After each handler: raise HandlerFault if it left the transaction failed, GuardViolated if it ended it, and
-        StoreUnavailable if the connection is gone."""
+    def check(self, *, look: bool = False) -> None:
+        """After each handler: raise HandlerFault if it left the transaction failed or a task of its own at work in it,
+        GuardViolated if it ended it, and StoreUnavailable if the connection is known to be gone. `look`: read what the
+        server has sent unasked."""
+        ...
+
+    async def restore(self) -> None:
+        """After `check`: undo what the handler may have done to the session beyond this transaction."""
+        ...
+
+    async def waits_for_lock(self) -> bool:
+        """Whether the server says, right now, that a statement of the handler waits for a lock. Asked on another
+        connection, within a second; no answer is no."""
         ...
 
     def diagnose(self, error: Exception) -> Exception:
@@ -61,6 +104,11 @@ class OpenTransaction(Protocol):
 
 class Claims(OpenTransaction, Protocol):
     """One open transaction for one group: its effects, records and results are one commit (R4)."""
+
+    @property
+    def lasting(self) -> bool:
+        """Whether a handler has changed the transaction in a way that `restore` cannot undo (G6)."""
+        ...
 
     async def claim(self, claims: Sequence[Claim]) -> list[Found]:
         """Claim all keys with one atomic insert, in order. Keys within one call must differ.
@@ -88,6 +136,29 @@ class Claims(OpenTransaction, Protocol):
         ...
 
 
+class Reading(Protocol):
+    """Deliveries on record as being read by us. Others know that we are alive until this is left (B17)."""
+
+    @property
+    def ours(self) -> Set[bytes]:
+        """Those that we read now."""
+        ...
+
+    @property
+    def begun(self) -> Set[bytes]:
+        """Those that somebody began to read who is gone. The others are being read by a rival."""
+        ...
+
+    @property
+    def attempts(self) -> int:
+        """Of what is read alone: how often it was, with this time. 0: a rival was faster."""
+        ...
+
+    async def end(self) -> None:
+        """Take ours off the record. After an error `JoinedStore.end_reading` does so."""
+        ...
+
+
 class JoinedStore(Protocol):
     """Claims in the transaction of their effects. Every method raises StoreUnavailable when the database is down.
 
@@ -105,6 +176,10 @@ class JoinedStore(Protocol):
         Those with the same `gate` take turns, across all processes: the first claim waits, before it claims, until no
         other one is open. That wait is not a collision, however short the lock time-out of a group is.
         """
+        ...
+
+    async def server_started(self) -> datetime:
+        """When the server was started, by its clock: another time is another server, or a restart."""
         ...
 
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
@@ -130,12 +205,37 @@ class JoinedStore(Protocol):
         """Take back one attempt that was counted before a run which then was cancelled."""
         ...
 
+    async def forget_attempts(self, keys: Sequence[bytes]) -> None:
+        """Take marks and counts back."""
+        ...
+
     async def note_error(self, claim: Claim, error: str) -> int:
         """Store the error of an attempt that was counted beforehand; returns how many attempts there are."""
         ...
 
+    def reading(self, claims: Sequence[Claim], reader: int) -> AbstractAsyncContextManager[Reading]:
+        """Put on record that these are about to be decoded, without counting. `reader` is a number that nobody else
+        has; with the same one it can be done again after an error. What is not ended stays on record."""
+        ...
+
+    def reading_alone(self, claim: Claim, reader: int) -> AbstractAsyncContextManager[Reading]:
+        """As `reading`, for one whose reader is gone: it is counted."""
+        ...
+
+    async def end_reading(self, claims: Sequence[Claim], reader: int) -> None:
+        """Take these off the record, as far as they are still this reader's."""
+        ...
+
     async def take_over(self, queue: str, message: Message) -> None:
         """Put a message that its broker would soon drop into the queue in Postgres. Committed on return."""
+        ...
+
+    async def put_off(self, claim: Claim, later: NextAttempt) -> Record | int:
+        """Store the message with its record, PENDING, and count the attempt, all in one commit (D18).
+
+        Returns how many attempts have failed now; if none is left, nothing was stored. Or the record of a rival that
+        was faster. Raises Contention when a rival holds the key, and Fenced when `row` is another's by now.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -152,8 +252,9 @@ class JoinedStore(Protocol):
         """One more arrival of a message whose record is DEAD."""
         ...
 
-    async def bury(self, letter: DeadLetter, claim: Claim | None) -> Record | None:
-        """Write the dead letter and, where a claim is given, the record DEAD, in one transaction.
+    async def bury(self, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | None:
+        """Write the dead letter and, where a claim is given, the record DEAD, in one transaction; its attempts, and
+        those of `forget`, are deleted in it.
 
         Returns None when written (or counted once more); the final record of a rival that was faster.
         """

@@ -8,16 +8,21 @@ outlives a SIGKILL of its launcher.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from enum import IntEnum
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import structlog
 
+from idemconsumer.brokers.last_will import VARIABLE, WILL
 from idemconsumer.observe.logging import log_unhandled
+from idemconsumer.process import pulse
+from idemconsumer.user_code.call import EXITS
 
 log = structlog.get_logger("idemconsumer")
 
@@ -71,10 +76,23 @@ def launch(make: Callable[[], Worker], drain_timeout: float) -> Exit:
     """
     stop = _Stop(drain_timeout)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        code = runner.run(stop.serve(make))
+        try:
+            code = runner.run(stop.serve(make))
+        except EXITS as error:
+            stop.leave_as_killed(error)
+            raise
         # The runner now waits for the threads of handlers that are not async; the timers still apply.
     stop.dismiss()
     return code
+
+
+def leave_as_killed(event: str, **more: str) -> NoReturn:
+    """Say why, and end the process at once: what runs is on record, and the launcher starts another one."""
+    log.critical(event, **more)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(Exit.ERROR)
 
 
 class _Stop:
@@ -87,12 +105,26 @@ class _Stop:
         self._cut_off = False
         self._timers: list[threading.Timer] = []
 
+    def leave_as_killed(self, error: BaseException) -> None:
+        """B18: a task or a callback of user code has ended the loop, and nobody knows of which message. With the lanes
+        cancelled in order, what ran would be given back as if nothing had happened. Killed, it is on record."""
+        if self._worker is not None:
+            leave_as_killed(
+                "a task or callback ended the event loop, leaving as if killed",
+                error=type(error).__name__,
+                hint="only the launcher ends a worker; raise another exception",
+            )
+
     async def serve(self, make: Callable[[], Worker]) -> Exit:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(log_unhandled)
         self._worker = make()
         loop.add_signal_handler(signal.SIGTERM, self._request_drain, "SIGTERM")
-        # Removed: it means nothing to the processes that a handler may start.
+        # All are removed: they mean nothing to the processes that a handler may start.
+        if (will := os.environ.pop(VARIABLE, None)) is not None:
+            WILL.address(int(will))
+        if (descriptor := os.environ.pop(pulse.VARIABLE, None)) is not None:
+            pulse.PULSE.address(int(descriptor))
         if (lifeline := os.environ.pop(LIFELINE, None)) is None:
             loop.add_signal_handler(signal.SIGINT, self._request_drain, "SIGINT")
         else:

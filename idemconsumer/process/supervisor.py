@@ -11,21 +11,25 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
-from idemconsumer.errors import ConfigurationError
+from idemconsumer.brokers.last_will import VARIABLE
+from idemconsumer.errors import ConfigurationError, IdemConsumerError
+from idemconsumer.process import pulse
 from idemconsumer.process.child import GRACE, LIFELINE, STOP_NOW, WORKER, Exit
+from idemconsumer.process.pulse import Watch
 
 log = structlog.get_logger("idemconsumer")
 
 # From the deadline to SIGKILL, which is for a worker that cannot even end itself.
 _KILL_AFTER = 2 * GRACE + 1.0
 _FIRST_WORD = 5.0  # how long a usage error waits for worker 0, which is the one that prints it
-_FIRST_PAUSE = 0.5
+_BURIAL = 10.0  # seconds
+_FIRST_PAUSE = 0.5  # of the second crash; after the first one, another worker starts at once
 _LONGEST_PAUSE = 30.0
 _STEADY = 60.0  # a worker that lived this long starts its back-off anew
 _WINDOW = 600.0
@@ -43,8 +47,10 @@ class Restarts:
     def crashed(self, now: float, lived: float) -> Restarts:
         """The state after a crash at `now` of a process that had lived `lived` seconds."""
         recent = tuple(at for at in self.crashes if now - at < _WINDOW)
-        fresh = self.pause == 0.0 or lived >= _STEADY
-        pause = _FIRST_PAUSE if fresh else min(self.pause * 2, _LONGEST_PAUSE)
+        if not self.crashes or lived >= _STEADY:
+            pause = 0.0
+        else:
+            pause = min(max(_FIRST_PAUSE, self.pause * 2), _LONGEST_PAUSE)
         return Restarts(self.limit, (*recent, now), pause)
 
     @property
@@ -55,10 +61,13 @@ class Restarts:
 class Supervisor:
     """Runs `command` `workers` times and keeps it running.
 
-    Guaranteed: a stop reaches all children in the same moment and they share one deadline; children end with
-    this process, even when it gets SIGKILL. A child that crashes comes back after 0.5 s, doubling to 30 s; more than
-    `max_restarts` crashes of one child in ten minutes end everything. With `changes`, a stream of names of
-    changed files, each one restarts all children, and a crashed child waits for the next one.
+    Guaranteed: a stop reaches all children in the same moment and they share one deadline; children end with this
+    process, even when it gets SIGKILL. A child that crashes comes back at once, the next time after 0.5 s, doubling to
+    30 s, and at once again after a life of a minute; more than `max_restarts` crashes of one child in ten minutes end
+    everything. With `changes`, a stream of names of changed files, each one restarts all children, and a crashed child
+    waits for the next one. A child that is silent for longer than it said it would be gets SIGKILL (L56). `execute` is
+    given the last will of each child that has ended, while another takes its place; `prepare` is called in a thread
+    before, once there is a will.
     Not guaranteed: that grandchildren end. Times are seconds.
     """
 
@@ -72,6 +81,8 @@ class Supervisor:
         until_empty: bool = False,
         environment: Mapping[str, str] | None = None,
         changes: AsyncIterator[str] | None = None,
+        execute: Callable[[bytes], Awaitable[None]] | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         self._command = list(command)
         self._workers = workers
@@ -80,8 +91,12 @@ class Supervisor:
         self._until_empty = until_empty
         self._environment = dict(os.environ if environment is None else environment)
         self._changes = changes
+        self._execute = execute
+        self._prepare = prepare
+        self._preparing: asyncio.Future[None] | None = None
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._lifeline = -1
+        self._burials: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._changed = asyncio.Event()  # replaced by each change, so that no child can miss one
         self._code = Exit.DONE
@@ -102,7 +117,7 @@ class Supervisor:
             for number in signals:
                 loop.remove_signal_handler(number)
             reloader.cancel()
-            await asyncio.gather(reloader, return_exceptions=True)
+            await asyncio.gather(reloader, *self._burials, return_exceptions=True)
             os.close(write_end)  # the children that are left drain
             os.close(self._lifeline)
         return self._code
@@ -176,7 +191,8 @@ class Supervisor:
                 log.info("worker finished", worker=index, pid=pid)
                 return
             how = {"signal": _SIGNALS.get(-code, -code)} if code < 0 else {"code": code}
-            log.error("worker died", worker=index, pid=pid, lived=round(lived, 3), **how)
+            if code != Exit.USAGE:  # then worker 0 has said why, in one line
+                log.error("worker died", worker=index, pid=pid, lived=round(lived, 3), **how)
             if self._changes is not None:
                 log.info("waiting for a file change", worker=index)
                 await changed.wait()
@@ -196,17 +212,33 @@ class Supervisor:
 
     async def _live(self, index: int, changed: asyncio.Event) -> tuple[int, int]:
         """Start a child and wait for its end; returns its pid and code."""
+        loop = asyncio.get_running_loop()
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        os.set_blocking(writing, False)
+        will = bytearray()
+        loop.add_reader(reading, self._hear, reading, will)
+        hearing, beating = os.pipe()
+        os.set_blocking(beating, False)
+        pipes = {VARIABLE: str(writing), pulse.VARIABLE: str(beating)}
+        watch = Watch(hearing, lambda seconds: self._end_silent(index, seconds))
         try:
             child = await asyncio.create_subprocess_exec(
                 *self._command,
-                env=self._environment | {LIFELINE: str(self._lifeline), WORKER: str(index)},
+                env=self._environment | {LIFELINE: str(self._lifeline), WORKER: str(index), **pipes},
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(self._lifeline,),
+                pass_fds=(self._lifeline, writing, beating),
                 process_group=0,  # the terminal's Ctrl-C is for the parent alone, which passes it on once
             )
         except OSError as error:
             log.error("worker could not start", worker=index, error=str(error))
+            loop.remove_reader(reading)
+            os.close(reading)
+            watch.close()
             return 0, Exit.ERROR
+        finally:
+            os.close(writing)
+            os.close(beating)
         self._children[index] = child
         try:
             log.info("worker started", worker=index, pid=child.pid)
@@ -215,6 +247,32 @@ class Supervisor:
             return child.pid, await child.wait()
         finally:
             del self._children[index]
+            watch.close()
+            loop.remove_reader(reading)
+            _read_on(reading, will)
+            os.close(reading)
+            if self._execute is not None and will:
+                self._burials.add(asyncio.create_task(self._bury(index, self._execute(bytes(will)))))
+
+    def _end_silent(self, index: int, seconds: float) -> None:
+        """L56: only its end counts what ran, and makes room for another worker."""
+        if (child := self._children.get(index)) is not None:
+            log.error("worker shows no sign of life, killing", worker=index, pid=child.pid, seconds=round(seconds, 1))
+            _signal([child], signal.SIGKILL)
+
+    def _hear(self, descriptor: int, will: bytearray) -> None:
+        _read_on(descriptor, will)
+        if will and self._prepare is not None and self._preparing is None:
+            self._preparing = asyncio.get_running_loop().run_in_executor(None, self._prepare)
+
+    async def _bury(self, index: int, executing: Awaitable[None]) -> None:
+        """Beside the start of the next child, which takes longer (K15)."""
+        try:
+            async with asyncio.timeout(_BURIAL):
+                await executing
+        except (IdemConsumerError, TimeoutError) as error:
+            text = str(error) or f"no answer in {_BURIAL:.0f} s"
+            log.warning("consumer groups are not left for a dead worker", worker=index, error=text)
 
 
 def python_changes(folder: Path) -> AsyncIterator[str]:
@@ -235,6 +293,15 @@ def _signal(children: Iterable[asyncio.subprocess.Process], number: signal.Signa
     for child in children:
         with contextlib.suppress(ProcessLookupError):
             child.send_signal(number)
+
+
+def _read_on(descriptor: int, into: bytearray) -> None:
+    """Keep the last whole line, and what came after it."""
+    with contextlib.suppress(BlockingIOError):
+        while more := os.read(descriptor, 65_536):
+            into += more
+    whole = into.rfind(b"\n") + 1
+    del into[: into.rfind(b"\n", 0, max(0, whole - 1)) + 1]
 
 
 async def _at_most(seconds: float, waiting: Coroutine[object, object, object]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from enum import Enum
+from typing import Final
 
 from idemconsumer.rules.values import State, StepRow, StepState
 
@@ -24,43 +25,82 @@ class Answer(Enum):
 
 
 def answer(row: StepRow | None, phase: State) -> Answer:
-    """`row` is what is recorded of the step. A call without a known outcome (INTENT) is run again, but never in
-    UNDOING."""
+    """`row` is what is recorded of the step. A call without a known outcome (INTENT) is run again, and a wait that is
+    not over goes on, but never in UNDOING."""
     if row is not None and row.state is StepState.REJECTED:
         return Answer.REJECTION
-    if row is not None and row.state is not StepState.INTENT:
+    if row is not None and row.state is not StepState.INTENT and not row.waits:
         return Answer.OUTPUT
     return Answer.END if phase is State.UNDOING else Answer.RUN
 
 
-def passed_over(rows: Iterable[StepRow], asked: Collection[str], *, at_end: bool) -> StepRow | None:
-    """A recorded step that the handler should have asked for by now (L6).
+PATCH: Final = "patch:"  # begins the name under which it is recorded which way a saga goes at a patch (L30)
 
-    What overlapped another step, or has no known outcome, has no fixed place before the end (L13).
-    """
-    for row in rows:
-        movable = row.overlapped or row.state is StepState.INTENT
-        if row.name not in asked and (at_end or not movable):
-            return row
-    return None
+
+class Unasked:
+    """The recorded steps that the handler has not asked for in this run. What overlapped another step has no fixed
+    place before the end (L13). Each answer takes the same time, however many steps are recorded."""
+
+    def __init__(self, rows: Iterable[StepRow]) -> None:
+        self._placed: dict[str, StepRow] = {}
+        self._movable: dict[str, StepRow] = {}
+        self._calls: set[str] = set()
+        self._patches: set[str] = set()
+        for row in rows:
+            if row.name.startswith(PATCH):
+                if row.output is None or row.output.body != b"false":  # else it goes the old way
+                    self._patches.add(row.name)
+                continue
+            (self._movable if row.overlapped else self._placed)[row.name] = row
+            if row.state is StepState.INTENT:
+                self._calls.add(row.name)
+
+    def __bool__(self) -> bool:
+        return bool(self._placed or self._movable)
+
+    def ask(self, name: str) -> None:
+        self._placed.pop(name, None)
+        self._movable.pop(name, None)
+        self._calls.discard(name)
+        self._patches.discard(name)
+
+    def passed_over(self, *, at_end: bool) -> StepRow | None:
+        """A step that the handler should have asked for by now (L6)."""
+        for rows in (self._placed, self._movable if at_end else {}):
+            if (
+                rows
+            ):  # what was removed from a dict's front is passed over one by one, so an empty one is not looked into
+                return next(iter(rows.values()))
+        return None
+
+    @property
+    def calls(self) -> Collection[str]:
+        """Calls of unknown outcome. Nothing new may begin before they are asked for (L24)."""
+        return self._calls
+
+    @property
+    def patches(self) -> Collection[str]:
+        """Patches that the saga has taken."""
+        return self._patches
 
 
 def asked_by_branches(rows: Iterable[StepRow], reached: StepRow | None, *, in_branch: bool) -> set[str]:
-    """The steps to undo that branches of the handler may still ask for when its replay ends at `reached` (L13).
+    """The finished steps that branches of the handler may still ask for when its replay ends at `reached` (L13).
 
-    What finished before `reached` does not depend on it, so it is asked for unless the handler has changed. `reached`
-    None: the step has no record. `in_branch`: a branch asked for it, and the handler's own task may be behind.
+    What finished before `reached` does not depend on it, so it is asked for unless the handler has changed. Whether it
+    is to be undone is known once it is asked for (L25). `reached` None: the step has no record. `in_branch`: a branch
+    asked for it, and the handler's own task may be behind.
     """
     return {
         row.name
         for row in rows
-        if row.has_undo and row.state in (StepState.DONE, StepState.UNDO_INTENT)
+        if row.state in (StepState.DONE, StepState.UNDO_INTENT) and not row.waits
         if in_branch or row.overlapped
-        if reached is None or (row.position or 0) < (reached.position or 0)
+        if reached is None or reached.position is None or (row.position or 0) < reached.position
     }
 
 
 def recovery_point(rows: Iterable[StepRow]) -> str | None:
     """The name of the last step to finish; None before the first."""
-    finished = [row for row in rows if row.position is not None]
+    finished = [row for row in rows if row.position is not None and not row.name.startswith(PATCH)]
     return max(finished, key=lambda row: row.position or 0).name if finished else None

@@ -8,7 +8,7 @@ a guess: a person decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import Final
 
@@ -24,9 +24,24 @@ from idemconsumer.errors import (
     Unavailable,
 )
 from idemconsumer.rules.values import State, StepRow, StepState
+from idemconsumer.rules.verdicts import refused
 
+CANCELLED: Final = "cancelled"  # the code of the rejection
+MAX_DURATION: Final = "max_duration"  # the reason, or the code, of a saga that took longer than it may
+CONFLICT: Final = "conflict"  # the code of a start under a key that has begun with another payload
 ANY_VERSION: Final = "*"  # a person has decided that the saga may go on with the handler as it is now
-UNDECIDED: Final = (Fenced, StoreUnavailable, CommitUnknown, Contention)  # after these, nothing follows for the saga
+_UNDECIDED: Final = (Fenced, StoreUnavailable, CommitUnknown, Contention)
+
+
+def undecided(error: BaseException | None) -> bool:
+    """Whether nothing follows from this for the saga. What a function raised of another app or pool is its failure
+    (B12)."""
+    return isinstance(error, _UNDECIDED) and not error.by_function
+
+
+def parked(error: BaseException | None) -> bool:
+    """Whether only a person can continue the saga."""
+    return isinstance(error, SagaParked) and not error.by_function
 
 
 class Start(Enum):
@@ -45,29 +60,50 @@ def start(
     phase: State,
     reconciles: bool,
     review: bool,
+    suspect: bool,
     attempt: int,
     max_attempts: int,
     begun_with: str | None,
     version: str | None,
+    cancelled: bool = False,
 ) -> Start:
     """`stale`: its worker was lost; `review`: a person decides about such a saga, unless its handler `reconciles` (L8).
 
-    `begun_with` and `version` are the handler's version when the saga began and now. How an undoing saga ends is
-    decided already, so its handler is not asked.
+    `suspect`: it may kill its workers, and then it has the handler's attempts. Others may have more, by the step that
+    failed (L45). `begun_with` and `version` are the handler's version when the saga began and now. How an undoing saga
+    ends is decided already, so its handler is not asked; the same goes for one that is to be
+    `cancelled` (L50).
     """
+    stale = stale and not cancelled
     reconcile = stale and reconciles and phase is State.PROCESSING
     if stale and review and not reconcile:
         return Start.REVIEW
-    if attempt > max_attempts:
+    if suspect and attempt > max_attempts:
         return Start.KILLED_WORKER
     if begun_with not in (version, ANY_VERSION):
         return Start.OTHER_VERSION
     return Start.RECONCILE if reconcile else Start.RUN
 
 
+def overdue_in(*, now: float, begun: float, max_duration: float | None) -> float | None:
+    """In how many seconds a saga has taken as long as it may (L58), 0 if it has already; None: it has no limit."""
+    return None if max_duration is None else max(0.0, begun + max_duration - now)
+
+
 def may_try_again(*, attempt: int, max_attempts: int, progressed: bool = False) -> bool:
-    """`attempt` is the one that failed. If it finished a step, the next attempt is the first again (L10)."""
-    return progressed or attempt < max_attempts
+    """`attempt` is the one that failed. If it finished a step, it was the first one for what failed then (L10)."""
+    return (1 if progressed else attempt) < max_attempts
+
+
+def attempts_of_step(own: int | None, max_attempts: int) -> int:
+    """After how many attempts since the last finished step a failure of this step is the last one (L45). `own`: what
+    the step says; `max_attempts`: what its handler says."""
+    return max_attempts if own is None else own
+
+
+def attempts_of_undo(own: int | None, max_attempts: int) -> int:
+    """The same for the step's undo. A step that may be tried only once must still be undone."""
+    return max(attempts_of_step(own, max_attempts), max_attempts)
 
 
 class LastResort(Enum):
@@ -78,19 +114,29 @@ class LastResort(Enum):
     UNKNOWN_EFFECT = "unknown_effect"  # put aside: how a call ended is not known
 
 
-def after_last_attempt(rows: Iterable[StepRow]) -> LastResort:
-    """A call without a known outcome comes first: what is to be undone is not known either (L7)."""
+def after_last_attempt(rows: Iterable[StepRow], undoable: Collection[str] = ()) -> LastResort:
+    """A call without a known outcome comes first: what is to be undone is not known either (L7). `undoable` as in
+    `to_undo`."""
     steps = list(rows)
-    if any(row.state is StepState.INTENT for row in steps):
+    if unknown_calls(steps):
         return LastResort.UNKNOWN_EFFECT
-    if any(row.has_undo and row.state is StepState.DONE for row in steps):
-        return LastResort.UNDO
-    return LastResort.EXHAUSTED
+    return LastResort.UNDO if to_undo(steps, undoable) else LastResort.EXHAUSTED
 
 
-def to_undo(rows: Iterable[StepRow]) -> list[StepRow]:
-    """The steps to undo, beginning with the last to finish. An undo that was begun is run again."""
-    todo = (row for row in rows if row.has_undo and row.state in (StepState.DONE, StepState.UNDO_INTENT))
+def unknown_calls(rows: Iterable[StepRow]) -> list[str]:
+    """The calls of unknown outcome, which are never undone on a guess."""
+    return [row.name for row in rows if row.state is StepState.INTENT]
+
+
+def to_undo(rows: Iterable[StepRow], undoable: Collection[str] = ()) -> list[StepRow]:
+    """The steps to undo, beginning with the last to finish. An undo that was begun is run again. `undoable`: the steps
+    for which the handler has an undo now, whether or not they were recorded with one (L25)."""
+    todo = (
+        row
+        for row in rows
+        if row.state is StepState.UNDO_INTENT
+        or (row.state is StepState.DONE and (row.has_undo or row.name in undoable))
+    )
     return sorted(todo, key=lambda row: row.position or 0, reverse=True)
 
 
@@ -102,15 +148,19 @@ def refusal(error: Exception, fail_on: tuple[type[Exception], ...]) -> Reject | 
     """
     if isinstance(error, Reject):
         return error
-    if not isinstance(error, fail_on) or isinstance(error, (Unavailable, Interrupted, SagaParked, SelfCancelled)):
+    if not refused(error, fail_on) or isinstance(error, (Unavailable, Interrupted, SagaParked, SelfCancelled)):
         return None
     final = Reject(type(error).__name__)
     final.__cause__ = error
     return final
 
 
-def sole_refusal(error: Exception, kinds: tuple[type[Exception], ...]) -> Exception:
-    """The first error of a TaskGroup if all that left it are of `kinds`; else `error` as it is."""
-    if not isinstance(error, ExceptionGroup) or error.split(kinds)[1] is not None:
+def sole_refusal(error: Exception, fail_on: tuple[type[Exception], ...]) -> Exception:
+    """The first error of a TaskGroup if all that left it are refusals; else `error` as it is."""
+    if not isinstance(error, ExceptionGroup) or error.split(lambda each: _refusal_itself(each, fail_on))[1] is not None:
         return error
-    return sole_refusal(error.exceptions[0], kinds)
+    return sole_refusal(error.exceptions[0], fail_on)
+
+
+def _refusal_itself(error: BaseException, fail_on: tuple[type[Exception], ...]) -> bool:
+    return not isinstance(error, ExceptionGroup) and refused(error, fail_on)

@@ -24,11 +24,13 @@ class State(IntEnum):
 class OutcomeKind(StrEnum):
     """What happened to a delivery.
 
-    Decided, so settle it: `applied` ran and is committed; `duplicate` was decided before; `conflict` has the key of
+    Decided, so settle it: `applied` ran and is committed; `duplicate` was decided before, or is stored already and
+    waits for its next attempt (its state is PENDING); `conflict` has the key of
     another payload, and becomes a dead letter; `failed` was refused for good; `dead` is put aside for a person.
     Not decided, so it has to come again: `busy` is held elsewhere; `retrying` failed and has attempts left.
-    Only for sagas, which are stored and go on by themselves: `fenced` has another owner by now; `cancelled` was cut off
-    by a drain. `unknown`, a COMMIT whose answer was lost, is not returned in this version: the key is claimed again.
+    Only for sagas, which are stored and go on by themselves: `fenced` has another owner by now; `cancelled` was cut
+    off by a drain. Only from `app.result`: `absent` has no record. `unknown`, a COMMIT whose answer was lost, is
+    not returned in this version: the key is claimed again.
     """
 
     APPLIED = "applied"
@@ -41,13 +43,16 @@ class OutcomeKind(StrEnum):
     FENCED = "fenced"
     UNKNOWN = "unknown"
     CANCELLED = "cancelled"
+    ABSENT = "absent"
 
 
 class StepKind(IntEnum):
-    """How a step runs. Stored in `step.kind`."""
+    """How a step runs. Stored in `step.kind`; what waits is stored as a TX with an end (L40)."""
 
     TX = 1  # effect and checkpoint in one transaction
     CALL = 2  # outside any transaction, between an intent and its outcome
+    SLEEP = 3  # until its end
+    WAIT = 4  # for a signal, or until its end
 
 
 class StepState(IntEnum):
@@ -64,7 +69,8 @@ class StepState(IntEnum):
 class StepRow:
     """A checkpointed step. `position` is the order of finishing, None before that. `overlapped`: it has no fixed place
     in that order, since another one ran at the same time, or a task other than the handler's own asked for it.
-    `attempt`: how many times it was begun."""
+    `attempt`: how many times it was begun. `left`: how large its output is where that was left in the store (L55); then
+    `output` is None."""
 
     name: str
     kind: StepKind
@@ -74,15 +80,22 @@ class StepRow:
     position: int | None
     attempt: int
     output: StoredResult | None
+    left: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """It is a wait that is not over yet."""
+        return self.kind in (StepKind.SLEEP, StepKind.WAIT) and self.position is None
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The key's row as a claim found it. `fingerprint` is None where the handler asked for none."""
+    """The key's row as a claim found it. `fingerprint` and `canonical` are None where the handler asked for none."""
 
     state: State
     fingerprint: bytes | None
     result: StoredResult | None = None
+    canonical: bytes | None = None
 
 
 class Mark(Enum):
@@ -93,6 +106,15 @@ class Mark(Enum):
 
 
 Found = Record | Mark
+
+
+class Signalled(StrEnum):
+    """The answer to who sends a signal to a saga. `stored`: the next wait for it takes it. `early`: the saga has not
+    begun, and the signal is kept for it. `ended`: the saga has ended, or is being undone, and nothing is stored."""
+
+    STORED = "stored"
+    EARLY = "early"
+    ENDED = "ended"
 
 
 class Outcome(msgspec.Struct, frozen=True):

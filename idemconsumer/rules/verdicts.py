@@ -11,14 +11,13 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 from typing import Final
 
-from idemconsumer.errors import Retry
+from idemconsumer.errors import Reject, Retry
 from idemconsumer.rules.values import Found, Mark, Outcome, OutcomeKind, Record, State
 
 
 class Event(StrEnum):
     """What moves a record."""
 
-    ACCEPT = "accept"
     CLAIM = "claim"
     COMPLETE = "complete"
     REJECT = "reject"
@@ -29,7 +28,6 @@ class Event(StrEnum):
 
 
 TRANSITIONS: Final[dict[tuple[State | None, Event], State]] = {
-    (None, Event.ACCEPT): State.PENDING,
     (None, Event.CLAIM): State.PROCESSING,
     (State.PENDING, Event.CLAIM): State.PROCESSING,
     (State.PROCESSING, Event.COMPLETE): State.COMPLETED,
@@ -62,17 +60,27 @@ class Verdict(Enum):
     BUSY = "busy"
 
 
-def judge(found: Found, fingerprint: bytes | None) -> Verdict:
-    """A final record wins; another fingerprint under the same key is a conflict, whatever the record's state (R12)."""
+def judge(found: Found, fingerprint: bytes | None, canonical: bytes | None = None, *, pending: bool = False) -> Verdict:
+    """A final record wins; another payload under the same key is a conflict, whatever the record's state (R12).
+
+    `pending`: this is the delivery that a PENDING record waits for. Any other one is its duplicate (D19).
+    """
     if found is Mark.CLAIMED:
         return Verdict.RUN
     if not isinstance(found, Record):
         return Verdict.BUSY
-    if fingerprint is not None and found.fingerprint is not None and fingerprint != found.fingerprint:
+    if not _same(found, fingerprint, canonical):
         return Verdict.CONFLICT
-    if found.state in (State.COMPLETED, State.FAILED):
+    if found.state in (State.COMPLETED, State.FAILED) or (found.state is State.PENDING and not pending):
         return Verdict.DUPLICATE
     return Verdict.DEAD if found.state is State.DEAD else Verdict.BUSY
+
+
+def _same(record: Record, fingerprint: bytes | None, canonical: bytes | None) -> bool:
+    """Equal bytes or an equal value, each as far as both sides know it; nothing to compare is no difference (R26)."""
+    if fingerprint is None or record.fingerprint is None or fingerprint == record.fingerprint:
+        return True
+    return canonical is not None and canonical == record.canonical
 
 
 class Settlement(Enum):
@@ -80,7 +88,7 @@ class Settlement(Enum):
 
     FINISH = "finish"  # tell the broker that it is done
     WAITING_ROOM = "waiting room"  # held unsettled in the waiting room; its lane goes on
-    HOLD = "hold"  # held unsettled at its lane's head until it is due
+    HOLD = "hold"  # held unsettled until it is due: at its lane's head, or aside if it has no order
     DROP = "drop"  # forgotten: the broker will deliver it again
 
 
@@ -95,15 +103,17 @@ _SETTLEMENTS: Final = {
     OutcomeKind.FENCED: Settlement.HOLD,
     OutcomeKind.UNKNOWN: Settlement.HOLD,
     OutcomeKind.CANCELLED: Settlement.DROP,
+    OutcomeKind.ABSENT: Settlement.DROP,
 }
 
 
 def settle(outcome: Outcome) -> Settlement:
     """Only a commit that is known finishes a delivery (R5); nothing is ever negatively acknowledged (D4).
 
-    A saga's message is stored with its claim, so the broker is done with it even before the saga ends.
+    A saga's message is stored with its claim, and one whose next attempt is due later with its record, so the broker is
+    done with it before it has ended.
     """
-    if outcome.state in (State.PROCESSING, State.UNDOING):
+    if outcome.state in (State.PENDING, State.PROCESSING, State.UNDOING):
         return Settlement.FINISH
     return _SETTLEMENTS[outcome.kind]
 
@@ -111,6 +121,15 @@ def settle(outcome: Outcome) -> Settlement:
 def retryable(error: BaseException, retry_on: tuple[type[Exception], ...] | None) -> bool:
     """Whether another attempt may follow `error`. Retry asks for one, whatever `retry_on` names; None is everything."""
     return isinstance(error, Retry) or retry_on is None or isinstance(error, retry_on)
+
+
+def refused(error: BaseException | None, fail_on: tuple[type[Exception], ...]) -> bool:
+    """Whether `error` ends the message for good. Retry asks for another attempt, whatever `fail_on` names, also where a
+    TaskGroup wraps it (B1)."""
+    if isinstance(error, Reject):
+        return True
+    again = isinstance(error, Retry) or (isinstance(error, BaseExceptionGroup) and error.subgroup(Retry) is not None)
+    return isinstance(error, fail_on) and not again
 
 
 class Failure(Enum):
@@ -123,6 +142,15 @@ class Failure(Enum):
 def after_failure(*, retryable: bool, attempts: int, max_attempts: int) -> Failure:
     """`attempts` counts this one."""
     return Failure.RETRY if retryable and attempts < max_attempts else Failure.DEAD
+
+
+def contention_pause(collisions: int, chance: float) -> float:
+    """Seconds before the run after so many collisions in a row (from 1), up to 30. `chance` in [0, 1) separates rivals.
+
+    Short at first, since a hot row is free again within milliseconds; a lock that is held for minutes is asked for less
+    and less often.
+    """
+    return float(min(15.0, 0.02 * 1.2 ** min(collisions, 50)) * (1 + chance))
 
 
 def backoff(attempt: int, *, first: float, factor: float, cap: float, jitter: float) -> float:

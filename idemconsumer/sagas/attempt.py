@@ -7,14 +7,17 @@ outcome of a call is unknown, nothing is completed or undone on a guess.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from idemconsumer.engine.blame import describe, rejection_of
+from idemconsumer.engine.contention import Contended
+from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.work import Work
-from idemconsumer.errors import Contention, Reject, SagaChanged, UnknownEffect
+from idemconsumer.errors import ConnectionLost, Contention, Reject, SagaChanged, UnknownEffect
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
@@ -22,45 +25,82 @@ from idemconsumer.ports.handler import Done, NotDone
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules import saga as rules
-from idemconsumer.rules.saga import ANY_VERSION, UNDECIDED, LastResort, Start
-from idemconsumer.rules.values import Outcome, OutcomeKind, State
-from idemconsumer.rules.verdicts import retryable
+from idemconsumer.rules.replay import PATCH
+from idemconsumer.rules.saga import ANY_VERSION, LastResort, Start
+from idemconsumer.rules.values import Outcome, OutcomeKind, State, StepRow
+from idemconsumer.rules.verdicts import refused, retryable
+from idemconsumer.sagas.children import Children, ChildRuns
 from idemconsumer.sagas.endings import At, Endings, describe_in
 from idemconsumer.sagas.functions import StepFunctions
+from idemconsumer.sagas.limits import NONE
+from idemconsumer.sagas.probes import Function, Held, Probes
 from idemconsumer.sagas.reconcile import complete_if_done
+from idemconsumer.sagas.recorded import WINDOW, Outputs
 from idemconsumer.sagas.run import Replayed, SagaRun
+from idemconsumer.sagas.step import StepSpec, step_key
 from idemconsumer.sagas.steps import Steps
 from idemconsumer.sagas.undo import NotAskedFor, NotUndone, Undo
+from idemconsumer.sagas.waits import Paused
 from idemconsumer.user_code.cancellation import run_isolated, uninterrupted
 
 _MOST_NAMES: Final = 50  # in the error of a dead letter
+
+
+class _Overdue(Exception):
+    """The saga has taken as long as it may."""
 
 
 class Attempt:
     """Owns the saga of `work` until `go` returns. Meanwhile `work.leased` follows the saga's phase; `run` is set once
     the handler runs."""
 
-    def __init__(self, work: Work, leases: LeaseStore, at: At, lease: float, chance: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        work: Work,
+        leases: LeaseStore,
+        at: At,
+        functions: StepFunctions,
+        chance: Callable[[], float],
+        contended: Contended,
+        lost_connections: LostConnections,
+        probes: Probes,
+        progressed: Callable[[], None],
+    ) -> None:
+        """`functions` calls those of the steps. `progressed` is called whenever a step has finished."""
         self._work = work
         self._handler = work.handler
         self._options = work.handler.options
         self._leases = leases
         self._tell = at
-        self._functions = StepFunctions(work.handler.resources, work.handler.options.timeout, lease)
+        self._functions = functions
         self._endings = Endings(work, leases, at, chance)
+        self._contended = contended
+        self._lost_connections = lost_connections
+        self._probes = probes
+        self._progressed = progressed
+        self._code = rules.CANCELLED
         self.run: SagaRun | None = None
 
     async def go(self) -> Outcome:
         """Raises Fenced, StoreUnavailable and CommitUnknown; no outcome is decided then."""
         try:
-            return await self._go()
+            if (loss := await self._lost_connections.judge(self._saga.key)) is not None:
+                return await self._lost_again(loss)
+            outcome = await self._go()
+            self._contended.ended(self._saga.key)
+            self._lost_connections.ended(self._saga.key)
+            return outcome
+        except ConnectionLost as loss:
+            self._lost_connections.lost(self._saga.key, loss)
+            raise
         except SagaChanged as error:
+            if await self._superseded():
+                return await self._endings.leave_to_newer(error)
             return await self._endings.put_aside(error.reason, f"{error}; {await self._both_lists()}")
         except UnknownEffect as error:
             return await self._endings.put_aside(error.reason, str(error))
         except Contention as collision:
-            # The saga waits, not its lane: the lane would treat this as an outage.
-            return await self._endings.release(collision, describe(collision), failures=1, count=False)
+            return await self._collided(collision)
 
     @property
     def _saga(self) -> LeasedSaga:
@@ -68,27 +108,47 @@ class Attempt:
         assert leased is not None
         return leased
 
+    def unaware_of_cancel(self, keys: Collection[bytes]) -> bool:
+        """Whether its saga is one of `keys`, and was taken before it was to be cancelled."""
+        return self._saga.key in keys and self._saga.state is State.PROCESSING and self._saga.cancel is None
+
     async def _go(self) -> Outcome:
+        if self._left() == 0.0:
+            if self._options.on_max_duration == "dead":
+                return await self._endings.put_aside(rules.MAX_DURATION, str(self._overdue()))
+            self._work.of_saga.leased = replace(self._saga, cancel=True)
+            self._code = rules.MAX_DURATION
+        if self._cancelling and (end := await self._cancel_at_once()) is not None:
+            return end
         call, saga = self._work.call, self._saga
-        if call is None:
-            raise SagaChanged(str(self._work.refusal or "its message no longer decodes"))
-        match self._start():
+        match start := self._start():
             case Start.REVIEW:
                 why = "its worker was lost, and on_stale says that a person decides"
                 return await self._endings.put_aside("review", why)
             case Start.KILLED_WORKER:
-                why = f"{saga.attempt - 1} workers died while it ran"
+                why = "its last workers died, and it has no attempt left"
                 return await self._endings.put_aside("killed_worker", why)
             case Start.OTHER_VERSION:
                 raise SagaChanged(
                     f"it began with version {saga.version!r}, and the handler now has version {self._options.version!r}"
                 )
-            case Start.RECONCILE:
-                if (end := await self._reconcile(call)) is not None:
-                    return end
+        if call is None:
+            raise SagaChanged(str(self._work.refusal or "its message no longer decodes"))
+        if start is Start.RECONCILE and (end := await self._reconcile(call)) is not None:
+            return end
         run = await self._open_run()
         value, error = await self._run_handler(run, call)
         return await self._end(run, value, error)
+
+    def _left(self) -> float | None:
+        """For how many seconds it may go on (L58). None: for any time, or how it ends is decided already."""
+        saga = self._saga
+        if saga.state is not State.PROCESSING or saga.cancel is not None:
+            return None
+        return rules.overdue_in(now=time.monotonic(), begun=saga.begun, max_duration=self._options.max_duration)
+
+    def _overdue(self) -> _Overdue:
+        return _Overdue(f"it has taken longer than its `max_duration`, {self._options.max_duration:g} s")
 
     def _start(self) -> Start:
         saga, options = self._saga, self._options
@@ -97,28 +157,49 @@ class Attempt:
             phase=saga.state,
             reconciles=self._handler.reconciles,
             review=options.on_stale == "review",
+            suspect=saga.suspect,
             attempt=saga.attempt,
             max_attempts=options.max_attempts,
             begun_with=saga.version,
             version=options.version,
+            cancelled=self._cancelling,
         )
 
     # ------------------------------------------------------------------------------------------------------- one run
     async def _open_run(self) -> SagaRun:
-        rows = [] if self._saga.new else await self._leases.steps(self._saga.key)
+        rows = [] if self._saga.new else await self._leases.steps(self._saga.key, WINDOW)
         saga = self._work.of_saga.leased = replace(self._saga, stale=False, new=False)
-        steps = Steps(self._leases, saga, self._functions, fail_on=self._options.fail_on, at=self._tell)
+        recorded = Outputs(self._leases, saga.key, rows)
+        steps = Steps(
+            self._leases, saga, self._functions, recorded, self._probes, fail_on=self._options.fail_on, at=self._tell
+        )
         accepted = saga.version == ANY_VERSION
-        self.run = SagaRun(steps, saga, rows, patience=self._options.timeout, accepted=accepted)
+        self.run = SagaRun(
+            steps,
+            replace(saga, state=State.UNDOING) if self._cancelling else saga,  # nothing new is run
+            rows,
+            self._progressed,
+            timeout=self._options.timeout,
+            children=Children(self._handler.app, self._handler.starter, saga),
+            accepted=accepted,
+            superseded=any(row.name.startswith(PATCH) for row in rows) and await self._superseded(),
+        )
         return self.run
+
+    async def _superseded(self) -> bool:
+        """Whether a newer worker runs the saga's version, and may know what this one does not."""
+        return await self._leases.superseded(self._handler.app, self._saga)
 
     async def _run_handler(self, run: SagaRun, call: Call) -> tuple[object, BaseException | None]:
         """What the handler returned or raised, once none of its steps is in flight."""
         try:
             handler = partial(self._handler.run, call, run, self._saga.attempt)
-            value, error = await run_isolated(run.main(handler))
+            if (left := self._left()) is not None:
+                run.body.end_in(left, self._overdue())
+            body = run.body
+            value, error = await run_isolated(run.main(handler), leave=body.left, cancelling=body.cancelled)
             if isinstance(error, Exception):
-                error = rules.sole_refusal(error, (Reject, *self._options.fail_on))
+                error = rules.sole_refusal(error, self._options.fail_on)
             if isinstance(error, Reject):
                 await run.siblings()
             await run.settle(rejected=isinstance(error, Reject))
@@ -129,41 +210,73 @@ class Attempt:
 
     async def _end(self, run: SagaRun, value: object, error: BaseException | None) -> Outcome:
         cause = run.interruption or error
-        if isinstance(cause, (*UNDECIDED, SagaChanged, UnknownEffect)):
-            raise cause
+        if isinstance(cause, Paused):
+            return await self._endings.pause(cause.waits, self._left())
+        if isinstance(cause, Held):
+            return await self._endings.hold(cause.seconds)
+        if run.interruption is not None and (rules.undecided(cause) or rules.parked(cause)):
+            raise run.interruption
+        if isinstance(cause, _Overdue):  # what is to follow begins with a run that knows it
+            return await self._endings.release(cause, str(cause), failures=1, count=False)
         if self._saga.state is State.UNDOING:
             return await self._undo(run, cause)
+        if self._cancelling:
+            return await self._cancel(run, cause)
         if cause is None:
             run.check_complete()
             try:
                 result = codecs.encode(value)
             except TypeError as unencodable:
-                return await self._failed(run, unencodable)
+                return await self._unencodable(run, unencodable)
             return await self._endings.finish(OutcomeKind.APPLIED, State.COMPLETED, result)
         # A TaskGroup cancels the steps beside a rejected one. The saga is still rejected, and those cut off stay open.
         beside = run.rejected and isinstance(run.interruption, asyncio.CancelledError)
-        refused = error if beside and isinstance(error, Reject) else cause
-        if isinstance(refused, (Reject, *self._options.fail_on)):
-            return await self._reject(run, rejection_of(refused), refused)
+        final = error if beside and isinstance(error, Reject) else cause
+        if refused(final, self._options.fail_on):
+            return await self._reject(run, rejection_of(final), final)
         return await self._failed(run, cause)
 
     # ------------------------------------------------------------------------------------- what a failure leads to
     async def _failed(self, run: SagaRun, error: BaseException) -> Outcome:
         """Another attempt, or the end of all attempts."""
-        options, attempt, endings = self._options, self._saga.attempt, self._endings
-        step = run.step_of(error)
+        step, endings = run.step_of(error), self._endings
         text = describe_in(step and f"step {step!r}", error)
-        endings.warn("saga failed", error, recovery_point=run.recovery_point, step=step)
-        again = rules.may_try_again(attempt=attempt, max_attempts=options.max_attempts, progressed=run.progressed)
-        if again and retryable(error, options.retry_on):
-            return await endings.release(error, text, failures=1 if run.progressed else attempt)
-        match rules.after_last_attempt(await self._leases.steps(self._saga.key)):
+        key = None if step is None else str(step_key(self._saga.scope, self._saga.key, step))
+        endings.warn("saga failed", error, recovery_point=run.recovery_point, step=step, step_key=key)
+        if (again := await self._again(run, error, text)) is not None:
+            return again
+        match rules.after_last_attempt(await self._leases.steps(self._saga.key), run.undoable):
             case LastResort.UNKNOWN_EFFECT:
                 return await endings.put_aside(UnknownEffect.reason, text)
             case LastResort.EXHAUSTED:
                 return await endings.put_aside("attempts_exhausted", text)
             case LastResort.UNDO:
                 return await self._reject(run, ("attempts_exhausted", type(error).__name__), error)
+
+    async def _again(self, run: SagaRun, error: BaseException, text: str) -> Outcome | None:
+        """Another attempt, if one may follow."""
+        options, attempt, spec = self._options, self._saga.attempt, run.spec_of(error)
+        own = NONE if spec is None else spec.limits
+        most = rules.attempts_of_step(own.max_attempts, options.max_attempts)
+        failures = 1 if run.progressed else attempt
+        if not retryable(error, options.retry_on):
+            return None
+        if spec is not None and self._is_spared(spec.fn, error, most, first=failures == 1):
+            return await self._endings.spare(error, text, self._probes.seconds(spec.fn))
+        if not rules.may_try_again(attempt=attempt, max_attempts=most, progressed=run.progressed):
+            return None
+        return await self._endings.release(error, text, failures=failures, backoff=own.backoff)
+
+    def _is_spared(self, fn: Function, error: BaseException, max_attempts: int, *, first: bool) -> bool:
+        """Whether this failure costs no attempt (D17)."""
+        free = self._probes.failed(fn, error, first=first)
+        return free and max_attempts > 1 and not self._saga.suspect
+
+    async def _unencodable(self, run: SagaRun, error: TypeError) -> Outcome:
+        """All that it was to do is done. That its result cannot be stored is no reason to undo that (L27)."""
+        self._endings.warn("saga failed", error, recovery_point=run.recovery_point)
+        text = describe(error)
+        return await self._again(run, error, text) or await self._endings.put_aside("result_unencodable", text)
 
     async def _reject(self, run: SagaRun, code_and_body: tuple[str, object], cause: BaseException) -> Outcome:
         """Commit UNDOING first, once the outcome of every call is known (L7)."""
@@ -172,42 +285,113 @@ class Attempt:
         except TypeError as unencodable:
             return await self._failed(run, unencodable)
         self._endings.at(Point.REJECTING)
-        undoing = await self._leases.undo(self._saga, rejection)
+        undoing = await self._leases.undo(self._saga, rejection, run.undos_added())
         if undoing is None:
-            _, error = await run_isolated(run.resolve(await self._leases.steps(self._saga.key)))
-            if error is not None:
-                if isinstance(error, (*UNDECIDED, SagaChanged, UnknownEffect)):
-                    raise error
-                return await self._failed(run, error)
-            undoing = await self._leases.undo(self._saga, rejection)
+            if (end := await self._resolve(run)) is not None:
+                return end
+            undoing = await self._leases.undo(self._saga, rejection, run.undos_added())
         self._endings.at(Point.REJECTED)
         if undoing is None:
             raise UnknownEffect("it was rejected while a call's outcome is unknown")
         self._work.of_saga.leased = undoing
         return await self._undo(run, cause, fresh=True)
 
+    async def _resolve(self, run: SagaRun) -> Outcome | None:
+        """Learn how its open calls ended. None: that is known now."""
+        _, error = await run_isolated(run.resolve(await self._leases.steps(self._saga.key)))
+        if error is None:
+            return None
+        if isinstance(error, Held):
+            return await self._endings.hold(error.seconds)
+        if rules.undecided(error) or rules.parked(error):
+            raise error
+        return await self._failed(run, error)
+
     async def _undo(self, run: SagaRun, cause: BaseException | None, *, fresh: bool = False) -> Outcome:
         """Undo what is to be undone, then FAILED. `cause` ended the run with the undos; `fresh`: it ran forward."""
         saga, endings = self._saga, self._endings
-        replayed = cause is None or isinstance(cause, (Replayed, Reject, *self._options.fail_on))
+        replayed = cause is None or isinstance(cause, Replayed) or refused(cause, self._options.fail_on)
         try:
-            await Undo(self._leases, saga, self._functions, endings.at).run(run.asked, replayed=replayed)
+            undo = Undo(self._leases, saga, self._functions, self._probes, endings.at)
+            await undo.run(run.asked, replayed=replayed)
+        except Held as held:
+            return await endings.hold(held.seconds)
         except NotAskedFor as missing:
             assert cause is not None
             if fresh:
                 return await endings.release(cause, describe(cause), failures=1, count=False)
             return await self._not_undone(f"the handler, before step {missing.name!r}", cause)
+        except ChildRuns as runs:
+            return await endings.pause_undo(runs.child)
         except NotUndone as failed:
-            return await self._not_undone(f"undo of {failed.name!r}", failed.error, progressed=failed.progressed)
+            place = f"undo of {failed.spec.name!r}"
+            return await self._not_undone(place, failed.error, failed.spec, progressed=failed.progressed)
         assert saga.rejection is not None
         return await endings.finish(OutcomeKind.FAILED, State.FAILED, StoredResult(saga.rejection))
 
-    async def _not_undone(self, place: str, error: BaseException, *, progressed: bool = False) -> Outcome:
+    # ------------------------------------------------------------------------------------------------- cancelled (L50)
+    @property
+    def _cancelling(self) -> bool:
+        """It is to be cancelled, and how it ends is not committed yet."""
+        return self._saga.cancel is not None and self._saga.state is State.PROCESSING
+
+    async def _cancel_at_once(self) -> Outcome | None:
+        """FAILED, or UNDOING, without the handler, unless there is a call of unknown outcome. None: go on."""
+        rows = await self._leases.steps(self._saga.key)
+        if rules.unknown_calls(rows):
+            return None
+        if not self._saga.cancel:
+            return await self._end_as_it_is()
+        undoing = await self._leases.undo(self._saga, codecs.encode_rejection(self._code, None))
+        if undoing is not None:
+            self._work.of_saga.leased = replace(undoing, stale=False)
+        return None
+
+    async def _cancel(self, run: SagaRun, cause: BaseException | None) -> Outcome:
+        """`run` has only replayed the handler. `cause` ended it."""
+        if not (cause is None or isinstance(cause, Replayed) or refused(cause, self._options.fail_on)):
+            return await self._failed(run, cause)
+        if self._saga.cancel:
+            return await self._reject(run, (self._code, None), cause or Replayed())
+        return await self._resolve(run) or await self._end_as_it_is()
+
+    async def _end_as_it_is(self) -> Outcome:
+        rejection = codecs.encode_rejection(self._code, None)
+        return await self._endings.finish(OutcomeKind.FAILED, State.FAILED, rejection)
+
+    async def _not_undone(
+        self, place: str, error: BaseException, spec: StepSpec | None = None, *, progressed: bool = False
+    ) -> Outcome:
         attempt, endings, text = self._saga.attempt, self._endings, describe_in(place, error)
         endings.warn("undo failed", error)
-        if rules.may_try_again(attempt=attempt, max_attempts=self._options.max_attempts, progressed=progressed):
-            return await endings.release(error, text, failures=attempt)
+        own = NONE if spec is None else spec.limits
+        most = rules.attempts_of_undo(own.max_attempts, self._options.max_attempts)
+        undo, first = None if spec is None else spec.undo, progressed or attempt == 1
+        if undo is not None and self._is_spared(undo, error, most, first=first):
+            return await endings.spare(error, text, self._probes.seconds(undo))
+        if rules.may_try_again(attempt=attempt, max_attempts=most, progressed=progressed):
+            return await endings.release(error, text, failures=attempt, backoff=own.backoff)
         return await endings.put_aside("undo_failed", text)
+
+    async def _collided(self, collision: Contention) -> Outcome:
+        """It costs no attempt (B3), until the saga has done nothing else for `max_contention` (B15)."""
+        saga = self._saga
+        # Between two collisions here, another worker may have brought it further.
+        progress = (saga.state, saga.attempt, None if self.run is None else self.run.recovery_point)
+        streak = self._contended.collided(saga.key, progress)
+        if streak.seconds >= self._options.max_contention:
+            return await self._endings.put_aside("contended", streak.describe(collision))
+        return await self._endings.collided(collision, streak.collisions)
+
+    async def _lost_again(self, loss: ConnectionLost) -> Outcome:
+        """Its functions have lost their connection so often in a row that it is their failure (B13)."""
+        if self._work.call is None:
+            return await self._go()
+        if self._saga.state is State.UNDOING:
+            return await self._not_undone("undo", loss)
+        if self._start() is Start.RECONCILE:
+            return await self._unanswered(loss)
+        return await self._failed(await self._open_run(), loss)
 
     # -------------------------------------------------------------------------------------------- after a lost worker
     async def _reconcile(self, call: Call) -> Outcome | None:
@@ -215,14 +399,10 @@ class Attempt:
         saga, options, endings = self._saga, self._options, self._endings
         try:
             answer = await complete_if_done(self._leases, saga, self._handler, call, self._functions, endings.at)
-        except UNDECIDED:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it raises, the answer is not known yet
-            text = describe_in("reconcile", error)
-            endings.warn("reconcile failed", error)
-            if rules.may_try_again(attempt=saga.attempt, max_attempts=options.max_attempts):
-                return await endings.release(error, text, failures=saga.attempt)
-            return await endings.put_aside(UnknownEffect.reason, text)
+        except Exception as error:
+            if rules.undecided(error):
+                raise
+            return await self._unanswered(error)
         if isinstance(answer, Done):
             return endings.finished(OutcomeKind.APPLIED, State.COMPLETED, answer.result)
         if isinstance(answer, NotDone):
@@ -231,11 +411,23 @@ class Attempt:
         reason = "review" if options.on_stale == "review" else UnknownEffect.reason
         return await endings.put_aside(reason, "its worker was lost, and reconcile cannot tell whether it was done")
 
+    async def _unanswered(self, error: Exception) -> Outcome:
+        """`reconcile` failed, so it is not known yet whether the saga is done."""
+        saga, endings, text = self._saga, self._endings, describe_in("reconcile", error)
+        endings.warn("reconcile failed", error)
+        if rules.may_try_again(attempt=saga.attempt, max_attempts=self._options.max_attempts):
+            return await endings.release(error, text, failures=saga.attempt)
+        return await endings.put_aside(UnknownEffect.reason, text)
+
     async def _both_lists(self) -> str:
         """What a person compares to decide about a changed handler."""
-        recorded = _names([row.name for row in await self._leases.steps(self._saga.key)])
-        asked_for = "nothing, it did not run" if self.run is None else _names(list(self.run.asked))
-        return f"recorded: {recorded}; requested: {asked_for}"
+        return both_lists(await self._leases.steps(self._saga.key), self.run)
+
+
+def both_lists(rows: Sequence[StepRow], run: SagaRun | None) -> str:
+    """The steps that are recorded, and those that the handler has asked for."""
+    asked_for = "nothing, it did not run" if run is None else _names(list(run.asked))
+    return f"recorded: {_names([row.name for row in rows])}; requested: {asked_for}"
 
 
 def _names(steps: Sequence[str]) -> str:

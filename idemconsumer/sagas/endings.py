@@ -6,20 +6,25 @@ Each ending is one fenced commit of the store, and returns the outcome for the w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import structlog
 
 from idemconsumer.engine.blame import describe, where
-from idemconsumer.engine.work import Work, dead_letter
-from idemconsumer.errors import Retry
-from idemconsumer.handlers.durations import retry_delay
+from idemconsumer.engine.letters import dead_letter
+from idemconsumer.engine.work import Work
+from idemconsumer.errors import Contention, Retry
+from idemconsumer.handlers.durations import MAX_INLINE_DELAY, retry_delay
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
+from idemconsumer.rules.verdicts import contention_pause
 
 log = structlog.get_logger("idemconsumer")
+
+_UNTIL_NEWER: Final = 5.0  # seconds; then any worker may take it
 
 At: TypeAlias = Callable[[Point | SagaPoint, str, Sequence[bytes]], None]
 
@@ -58,18 +63,62 @@ class Endings:
             attempt=self._saga.attempt,
         )
 
-    async def release(self, error: BaseException, text: str, *, failures: int, count: bool = True) -> Outcome:
+    async def release(
+        self, error: BaseException, text: str, *, failures: int, count: bool = True, backoff: Backoff | None = None
+    ) -> Outcome:
         """Another attempt, on any worker, after the backoff for this many `failures`, or the delay of a Retry.
 
-        `text` goes into the saga's history. With `count=False` this attempt is not counted.
+        `text` goes into the saga's history. With `count=False` this attempt is not counted. `backoff`: of the step that
+        failed, if it has one of its own.
         """
-        saga, handler = self._saga, self._handler
-        delay = handler.options.backoff.delay(failures, self._chance())
+        delay = (backoff or self._handler.options.backoff).delay(failures, self._chance())
         if isinstance(error, Retry) and error.after is not None:
-            delay = retry_delay(error.after, handler.name)
+            delay = retry_delay(error.after, self._handler.name)
+        if self._handler.options.settle == "finished":  # its delivery is held meanwhile
+            delay = min(delay, MAX_INLINE_DELAY)
+        return await self._release(error, text, delay, count=count)
+
+    async def leave_to_newer(self, error: BaseException) -> Outcome:
+        """A newer worker may know what is recorded and this one does not: it is released at no cost (L29)."""
+        self.warn("saga left to a newer worker", error)
+        return await self._release(error, describe(error), _UNTIL_NEWER, count=False)
+
+    async def hold(self, seconds: float) -> Outcome:
+        """A function that fails in all sagas is not called now (D17): another attempt at no cost."""
+        return await self._released(seconds, None, None, count=False)
+
+    async def spare(self, error: BaseException, text: str, seconds: float) -> Outcome:
+        """It failed as it does in all sagas (D17): another attempt at no cost."""
+        return await self._release(error, text, seconds, count=False)
+
+    async def collided(self, contention: Contention, collisions: int) -> Outcome:
+        """Another attempt at no cost. The saga waits for it, not its lane: the lane would treat this as an outage."""
+        delay = contention_pause(collisions, self._chance())
+        return await self._release(contention, describe(contention), delay, count=False)
+
+    async def pause(self, waits: Sequence[str], at_most: float | None) -> Outcome:
+        """Nothing is left of this run but waits: any worker may take the saga when one of them is over (L41), and after
+        `at_most` seconds."""
+        self.at(SagaPoint.PAUSING)
+        return self._paused(await self._leases.pause(self._saga, waits, at_most))
+
+    async def pause_undo(self, child: bytes) -> Outcome:
+        """Any worker may go on with the undo when this child has ended (L49)."""
+        self.at(SagaPoint.PAUSING)
+        return self._paused(await self._leases.pause_undo(self._saga, child))
+
+    def _paused(self, seconds: float) -> Outcome:
+        saga = self._saga
+        self.at(SagaPoint.PAUSED)
+        return Outcome(OutcomeKind.BUSY, state=saga.state, due=max(0.0, seconds), attempt=saga.attempt)
+
+    async def _release(self, error: BaseException, text: str, delay: float, *, count: bool) -> Outcome:
+        return await self._released(delay, text, type(error).__name__, count=count)
+
+    async def _released(self, delay: float, text: str | None, kind: str | None, *, count: bool) -> Outcome:
+        saga = self._saga
         await self._leases.release(saga, delay, text, count=count)
         self.at(SagaPoint.RELEASED)
-        kind = type(error).__name__
         return Outcome(OutcomeKind.RETRYING, state=saga.state, due=delay, attempt=saga.attempt, error=kind)
 
     async def put_aside(self, reason: str, error: str) -> Outcome:

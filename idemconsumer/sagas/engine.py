@@ -10,24 +10,33 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import structlog
 
+from idemconsumer.engine.company import Stay
+from idemconsumer.engine.contention import Contended
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
-from idemconsumer.errors import CommitUnknown, Contention, Fenced, StoreUnavailable
+from idemconsumer.errors import CommitUnknown, Contention, Fenced, SagaCancelled, StoreUnavailable
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
-from idemconsumer.ports.observer import NullObserver, Observer, Point
+from idemconsumer.ports.observer import NullObserver, Observer, Point, SagaPoint
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.sagas.attempt import Attempt
+from idemconsumer.sagas.functions import StepFunctions
+from idemconsumer.sagas.probes import Probes
+from idemconsumer.user_code.cancellation import CancellationWatch
 
 log = structlog.get_logger("idemconsumer")
 
 _STORED = (OutcomeKind.BUSY, OutcomeKind.RETRYING, OutcomeKind.FENCED, OutcomeKind.CANCELLED)
+_GAVE_WAY = Outcome(OutcomeKind.RETRYING)
 
 
 class LeasedEngine:
@@ -44,14 +53,34 @@ class LeasedEngine:
     ) -> None:
         """`lease` is the worker's, in seconds."""
         self._engine = engine
+        self._company = engine.company
         self._leases = leases
-        self._at = (observer or NullObserver()).at
+        self._tell = (observer or NullObserver()).at
+        self._moved = time.monotonic()
         self._lease = lease
         self._chance = chance
+        self._contended = Contended()
+        self._probes = Probes(watched=engine.endings.failing.watched)
         self._active: dict[asyncio.Task[object], Attempt | None] = {}
         self._in_hand: set[Work] = set()
         self._lost: set[asyncio.Task[object]] = set()
         self._drained: set[asyncio.Task[object]] = set()
+        self._giving_way: set[asyncio.Task[object]] = set()
+
+    def standing(self) -> float:
+        """For how many seconds no saga that runs has begun or ended anything; called by the lease's thread (L38)."""
+        running = any(attempt is not None and task not in self._lost for task, attempt in list(self._active.items()))
+        return time.monotonic() - self._moved if running else 0.0
+
+    def patience(self) -> float:
+        """For how many seconds a step of the sagas that run may do nothing, by what it says itself (L45); called by the
+        lease's thread. 0 if nothing runs."""
+        runs = [attempt.run for attempt in list(self._active.values()) if attempt is not None]
+        return max((run.longest for run in runs if run is not None), default=0.0)
+
+    def _at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
+        self._moved = time.monotonic()
+        self._tell(point, handler, keys)
 
     def lose(self) -> None:
         """The lease is lost: every saga is interrupted as fenced, in time before another worker may take it."""
@@ -67,6 +96,18 @@ class LeasedEngine:
             self._drained.add(task)
             task.cancel()
 
+    def _give_way(self, task: asyncio.Task[object]) -> None:
+        """Release the saga of this run at once: another message has to be alone in this process (L23)."""
+        if task in self._active and task not in self._giving_way:
+            self._giving_way.add(task)
+            task.cancel()
+
+    def cancel(self, keys: Collection[bytes]) -> None:
+        """These sagas are to be cancelled (L50). Runs that do not know it give way, so that the next one does."""
+        for task, attempt in list(self._active.items()):
+            if attempt is not None and attempt.unaware_of_cancel(keys):
+                self._give_way(task)
+
     async def run(
         self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool = False, unfed: bool = False
     ) -> Outcome:
@@ -75,40 +116,59 @@ class LeasedEngine:
         `claimed` is awaited as soon as our claim is committed (L1): the message may be settled then. When
         StoreUnavailable is raised afterwards, `work` remembers the saga it holds, and may be presented again. With
         `defer` a saga that has begun is not taken over here. `unfed`: no source of this process continues sagas that an
-        earlier call left behind, so this call does.
+        earlier call left behind, so this call does, also after it gave way to another message.
         """
-        task = asyncio.current_task()
-        assert task is not None
-        self._active[task] = None
-        self._in_hand.add(work)
-        try:
-            outcome = await self._go(work, claimed, defer=defer, unfed=unfed)
-        except (StoreUnavailable, CommitUnknown, Contention) as error:
-            work.of_saga.in_doubt = work.leased is not None  # L11
-            if isinstance(error, StoreUnavailable):
-                raise
-            raise StoreUnavailable(f"not decided: {error}") from error
-        except Fenced:
-            outcome = self._fenced(work)
-        except asyncio.CancelledError:
-            if task in self._lost:
-                outcome = self._fenced(work)
-            else:
-                self._active.pop(task, None)  # the release must not be cancelled
-                await self._release(work)
-                if task not in self._drained:
-                    raise
-                outcome = Outcome(OutcomeKind.CANCELLED, state=None if work.leased is None else work.leased.state)
-        finally:
-            self._active.pop(task, None)
-            self._in_hand.discard(work)
-            for cancelled in (self._lost, self._drained):
-                if task in cancelled:
-                    cancelled.discard(task)
-                    task.uncancel()
+        while (outcome := await self._run(work, claimed, defer=defer, unfed=unfed)) is _GAVE_WAY:
+            if not unfed:
+                outcome = Outcome(OutcomeKind.RETRYING, state=None if work.leased is None else work.leased.state)
+                break
+            work.of_saga.leased, work.of_saga.in_doubt = None, False
         if outcome.kind in _STORED and work.handler.options.settle == "finished" and not work.of_saga.resumed:
             work.of_saga.leased = None
             return msgspec.structs.replace(outcome, state=None)  # L20: held until the saga ends
+        return outcome
+
+    async def _run(self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool, unfed: bool) -> Outcome:
+        task, cancellation = asyncio.current_task(), CancellationWatch()
+        assert task is not None
+        self._active[task] = None
+        self._in_hand.add(work)
+        async with AsyncExitStack() as company:
+            try:
+                outcome = await self._in_company(work, claimed, company, defer=defer, unfed=unfed)
+            except (StoreUnavailable, CommitUnknown, Contention) as error:
+                work.of_saga.in_doubt = work.leased is not None  # L11
+                if isinstance(error, StoreUnavailable):
+                    raise
+                raise StoreUnavailable(f"not decided: {error}") from error
+            except SagaCancelled:
+                self._active.pop(task, None)
+                await self._release(work)
+                outcome = _GAVE_WAY
+            except Fenced:
+                outcome = self._fenced(work)
+            except asyncio.CancelledError:
+                if task in self._lost:
+                    outcome = self._fenced(work)
+                else:
+                    self._active.pop(task, None)  # the release must not be cancelled
+                    await self._release(work)
+                    if task in self._drained:
+                        state = None if work.leased is None else work.leased.state
+                        outcome = Outcome(OutcomeKind.CANCELLED, state=state)
+                    elif task in self._giving_way:
+                        outcome = _GAVE_WAY
+                    else:
+                        raise
+            finally:
+                self._active.pop(task, None)
+                self._in_hand.discard(work)
+                for cancelled in (self._lost, self._drained, self._giving_way):
+                    if task in cancelled:
+                        cancelled.discard(task)
+                        task.uncancel()
+        if outcome is _GAVE_WAY and cancellation.requested:  # by others too
+            raise asyncio.CancelledError
         return outcome
 
     def _fenced(self, work: Work) -> Outcome:
@@ -122,25 +182,49 @@ class LeasedEngine:
             # In a task of its own: the store gives no connection to one that is being cancelled.
             await asyncio.gather(self._leases.release(work.leased, 0.0, None, count=False), return_exceptions=True)
 
-    async def _go(self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool, unfed: bool) -> Outcome:
+    async def _in_company(
+        self, work: Work, claimed: Callable[[], Awaitable[None]], company: AsyncExitStack, *, defer: bool, unfed: bool
+    ) -> Outcome:
+        """Run it beside others, or, if it is a suspect, with nobody beside it until it gets on (L22, L23)."""
+        task, saga = asyncio.current_task(), work.of_saga
+        assert task is not None
+        give_way = partial(self._give_way, task)
+        if saga.leased is None or not _runs_alone(work, saga.leased):
+            stay = await company.enter_async_context(self._company.shared(give_way))
+            if saga.leased is None:
+                if work.abandoned():
+                    return Outcome(OutcomeKind.CANCELLED)
+                begun = await self._begin(work, defer=defer, unfed=unfed)
+                if isinstance(begun, Outcome):
+                    return begun
+                saga.leased = begun
+            if not _runs_alone(work, saga.leased):
+                return await self._go(work, saga.leased, claimed, stay)
+            await company.aclose()
+        stay = await company.enter_async_context(self._company.alone_at_first(give_way))
+        return await self._go(work, saga.leased, claimed, stay, alone=True)
+
+    async def _go(
+        self, work: Work, leased: LeasedSaga, claimed: Callable[[], Awaitable[None]], stay: Stay, *, alone: bool = False
+    ) -> Outcome:
         saga = work.of_saga
-        if saga.leased is None:
-            begun = await self._begin(work, defer=defer, unfed=unfed)
-            if isinstance(begun, Outcome):
-                return begun
-            saga.leased = begun
         if saga.in_doubt:
-            again = await self._retake(work, saga.leased)
+            again = await self._retake(work, leased)
             if isinstance(again, Outcome):
                 return again
-            saga.leased, saga.in_doubt = again, False
+            leased = saga.leased = again
+            saga.in_doubt = False
+        if alone:
+            await self._leases.count(leased)
+            self._at(Point.SUSPECT_COUNTED, work.handler.name, (work.key,))
+            work.read()
         while True:
             if work.handler.options.settle == "claimed":
                 await claimed()
-            end = await self._attempt(work, saga.leased)
+            end = await self._attempt(work, leased, stay)
             if isinstance(end, Outcome):
                 return end
-            saga.leased = end
+            leased = saga.leased = end
 
     async def _begin(self, work: Work, *, defer: bool, unfed: bool) -> LeasedSaga | Outcome:
         call = work.call
@@ -158,7 +242,7 @@ class LeasedEngine:
                 work.of_saga.noted = True
                 self._at(Point.CLAIMED, work.handler.name, (work.key,))
                 return found
-            if isinstance(found, Record) and judge(found, call.claim.fingerprint) is Verdict.BUSY:
+            if isinstance(found, Record) and judge(found, call.claim.fingerprint, call.claim.canonical) is Verdict.BUSY:
                 if not work.of_saga.noted:
                     work.of_saga.noted = True
                     await self._leases.note(work.key, "redelivered", f"{work.message.source} {work.message.position}")
@@ -176,12 +260,29 @@ class LeasedEngine:
         own = await self._leases.own(work.key)
         return () if any(other.key == work.key for other in self._in_hand if other is not work) else own
 
-    async def _attempt(self, work: Work, saga: LeasedSaga) -> Outcome | LeasedSaga:
+    async def _attempt(self, work: Work, saga: LeasedSaga, stay: Stay) -> Outcome | LeasedSaga:
         """One run of the handler. When a COMMIT's answer was lost: the saga with a new token, to be run again."""
-        attempt = Attempt(work, self._leases, self._at, self._lease, self._chance)
+
+        def progressed() -> None:
+            if work.leased is not None and work.leased.suspect:
+                work.of_saga.leased = replace(work.leased, suspect=False)
+                self._company.share(stay)
+
+        attempt = Attempt(
+            work,
+            self._leases,
+            self._at,
+            StepFunctions(work.handler.resources, work.handler.options.timeout, self._lease),
+            self._chance,
+            self._contended,
+            self._engine.lost_connections,
+            self._probes,
+            progressed,
+        )
         task = asyncio.current_task()
         assert task is not None
         self._active[task] = attempt
+        self._moved = time.monotonic()
         try:
             return await attempt.go()
         except CommitUnknown as unknown:
@@ -192,10 +293,16 @@ class LeasedEngine:
         """A new token for our saga, once all writes under the old one have ended; its outcome if it has ended."""
         retaken = await self._leases.retake(saga.key, saga.token)
         if retaken is not None:
-            return replace(retaken, stale=saga.stale)  # being stale may have been dealt with already
+            # What was to follow from lost workers may have been dealt with already.
+            return replace(retaken, stale=saga.stale, suspect=saga.suspect)
         (record,) = await self._engine.peek([saga.key])
         if record is not None and judge(record, None) is not Verdict.BUSY:
             if work.call is None:  # unreadable, so it can only have been put aside, by us or by a worker in between
                 return Outcome(OutcomeKind.DEAD, state=record.state)
             return await self._engine.endings.replay(work, record)
         raise Fenced("the saga has another owner")
+
+
+def _runs_alone(work: Work, saga: LeasedSaga) -> bool:
+    """Not if its attempts are used up: then nothing of it runs."""
+    return saga.suspect and saga.attempt <= work.handler.options.max_attempts

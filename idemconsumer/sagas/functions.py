@@ -8,10 +8,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
+
+import structlog
 
 from idemconsumer.sagas.injection import injected
+from idemconsumer.user_code.call import without_exit
+from idemconsumer.user_code.cancellation import run_mortal
 from idemconsumer.user_code.time_limit import TimeLimit
+
+log = structlog.get_logger("idemconsumer")
+
+GRACE: Final = 5.0  # seconds for what a cancelled function has to tidy up
+
+
+def left_behind(function: object) -> None:
+    """User code that swallows its cancellation is not waited for any longer (L34)."""
+    name = function if isinstance(function, str) else getattr(function, "__qualname__", type(function).__name__)
+    log.error("cancelled, and goes on: left behind; does it catch CancelledError?", function=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +37,20 @@ class StepFunctions:
     timeout: float
     lease: float
 
-    def limit(self) -> TimeLimit:
-        """Outside any transaction."""
-        return TimeLimit(self.timeout)
+    def seconds(self, own: float | None = None) -> float:
+        """For how long a step's function may run. `own`: the step's `timeout`, if it has one (L45)."""
+        return self.timeout if own is None else own
 
-    def limit_in_transaction(self) -> TimeLimit:
-        return TimeLimit(self.timeout, self.lease)
+    def limit(self, own: float | None = None) -> TimeLimit:
+        """Outside any transaction."""
+        return TimeLimit(self.seconds(own))
+
+    def limit_in_transaction(self, own: float | None = None) -> TimeLimit:
+        return TimeLimit(self.seconds(own), self.lease)
 
     def begin(self, fn: Callable[..., Awaitable[Any]], *args: object, gets: str) -> Awaitable[Any]:
-        """Call a step's function with `args` and the resources that it asks for; it runs once it is awaited.
+        """Call a step's function with `args` and the resources that it asks for; it runs once it is awaited. It is left
+        behind if it goes on after it was cancelled.
 
         If it cannot be called like that, raises a TypeError that describes the right signature. `gets` names in that
         text what the function is given before the step's own arguments.
@@ -48,4 +68,4 @@ class StepFunctions:
         if not inspect.isawaitable(running):
             name = getattr(fn, "__qualname__", type(fn).__name__)
             raise TypeError(f"{name} is not async, it returned {type(running).__name__}; write async def")
-        return running
+        return run_mortal(without_exit(running), GRACE, partial(left_behind, fn))

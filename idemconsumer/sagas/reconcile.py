@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 from idemconsumer.errors import SagaMisused
@@ -13,10 +14,10 @@ from idemconsumer.ports.handler import Done, NotDone, Unknown
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.saga import refusal
-from idemconsumer.sagas.functions import StepFunctions
+from idemconsumer.sagas.functions import GRACE, StepFunctions, left_behind
 from idemconsumer.sagas.step import StepCall, StepSpec
 from idemconsumer.user_code.call import call_in_transaction, call_user_code
-from idemconsumer.user_code.cancellation import run_isolated
+from idemconsumer.user_code.cancellation import run_isolated, run_mortal
 
 ReconcileAnswer: TypeAlias = Done[Any] | NotDone | Unknown
 
@@ -27,17 +28,28 @@ async def ask_remote(
     """Ask a call's `reconcile` whether the remote has done it. Raises what it raises, and SagaMisused for a refusal:
     the handler would take it for the call's outcome, which is still unknown."""
     assert spec.reconcile is not None
+    asked = f"reconcile of step {spec.name!r}"
     try:
         asking = functions.begin(spec.reconcile, call, *spec.args, gets="step")
-        answer = await call_user_code(asking, functions.limit())
+        answer = await call_user_code(asking, functions.limit(spec.limits.timeout))
     except Exception as error:
         if refusal(error, fail_on) is None:
             raise
         raise SagaMisused(
-            f"reconcile of step {spec.name!r} raised {type(error).__name__}, but a reconcile cannot refuse; "
+            f"{asked} raised {type(error).__name__}, but a reconcile cannot refuse; "
             "return Done(result), NotDone() or Unknown()"
         ) from error
-    return checked_answer(f"reconcile of step {spec.name!r}", answer)
+    return checked_answer(asked, answer)
+
+
+async def ask_remote_of_undo(
+    functions: StepFunctions, spec: StepSpec, call: StepCall, output: object
+) -> ReconcileAnswer:
+    """Ask a call's `reconcile_undo` whether the remote has undone it. Raises what it raises."""
+    assert spec.reconcile_undo is not None
+    asking = functions.begin(spec.reconcile_undo, call, output, *spec.args, gets="step and the step's output")
+    answer = await call_user_code(asking, functions.limit(spec.limits.timeout))
+    return checked_answer(f"reconcile_undo of step {spec.name!r}", answer)
 
 
 async def complete_if_done(
@@ -63,7 +75,8 @@ async def complete_if_done(
             opened.check()
             return answer
 
-        asking = run_isolated(handler.reconcile(call, opened.tx(), saga.attempt))
+        left = partial(left_behind, handler.reconcile)
+        asking = run_mortal(run_isolated(handler.reconcile(call, opened.tx(), saga.attempt)), GRACE, left)
         answer = await call_in_transaction(opened, asking, functions.limit_in_transaction(), accept)
         if not isinstance(answer, Done):
             return answer

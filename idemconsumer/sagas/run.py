@@ -3,70 +3,93 @@
 Steps are identified by their names. On a resume the handler runs from its start; a recorded step returns its stored
 output without running. An error inside a step, other than a Reject, *interrupts* the run: a flag is set that no
 `except`, `gather`, `wait` or `timeout` of user code can clear, each later operation raises again, and the engine
-completes nothing while the flag is set or a step is in flight (L4).
+completes nothing while the flag is set or a step is in flight (L4). Nothing new begins before the calls of unknown
+outcome are asked for (L24), nor once the handler has ended (L26).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
-from typing import Any, TypeVar, TypeVarTuple
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Final, TypeVar, TypeVarTuple
+from weakref import WeakKeyDictionary
 
-from idemconsumer.errors import Reject, SagaChanged, SagaMisused, SagaParked, SelfCancelled, UnknownEffect
-from idemconsumer.message import codecs
-from idemconsumer.ports.handler import Done, NotDone, Step, Tx, Unknown
+from idemconsumer.errors import OfTheEngine, Reject, SagaChanged, SagaMisused, SelfCancelled, UnknownEffect
+from idemconsumer.ports.handler import Child, Done, Duration, NotDone, Step, Tx, Unknown
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules import replay
+from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.replay import Answer
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
-from idemconsumer.sagas.step import StepSpec
+from idemconsumer.rules.waiting import stays
+from idemconsumer.sagas.branches import Branches, Group, NotBegun, group_of
+from idemconsumer.sagas.children import Children, result
+from idemconsumer.sagas.limits import own_limits
+from idemconsumer.sagas.settling import Settling
+from idemconsumer.sagas.step import StepSpec, is_patch, patch
 from idemconsumer.sagas.steps import Steps
+from idemconsumer.sagas.waits import WaitSpec, sleep, wait
 from idemconsumer.user_code.cancellation import CancellationWatch
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
+# The run and the step whose function runs in this task, or in the one that created it.
+_inside: Final[ContextVar[tuple[object, str] | None]] = ContextVar("inside a step", default=None)
 
-class SagaInterrupted(BaseException):
+
+class SagaInterrupted(OfTheEngine):
     """Raised in a saga's handler by every operation after the run was interrupted. Do not catch it."""
+
+
+class _TooLate(SagaInterrupted):
+    """The handler has ended, so nothing begins. That alone interrupts no run: it may have been rejected."""
 
 
 class Replayed(Exception):
     """An undoing saga's handler has been replayed to its first unfinished step."""
 
 
-class SagaRun:
+class SagaRun(Settling):
     """See `ports.handler.Saga`."""
 
     def __init__(
-        self, steps: Steps, saga: LeasedSaga, rows: Sequence[StepRow], *, patience: float, accepted: bool = False
+        self,
+        steps: Steps,
+        saga: LeasedSaga,
+        rows: Sequence[StepRow],
+        finished: Callable[[], None],
+        *,
+        timeout: float,
+        children: Children,
+        accepted: bool = False,
+        superseded: bool = False,
     ) -> None:
-        """`accepted`: a person lets it continue with a handler that asks for other steps. `patience`: how many seconds
-        a replay, at its end, waits for the handler's other branches."""
+        """`finished` is called whenever a step has. `accepted`: a person lets it continue with a handler that asks for
+        other steps. `superseded`: a newer worker may run it too, and may know patches that this handler does not.
+        `timeout`: the handler's, in seconds; a step waits as long for what the handler's other branches ask for."""
+        super().__init__(saga.handler, rows, timeout=timeout, accepted=accepted, superseded=superseded)
         self._steps = steps
         self._saga = saga
-        self._rows = {row.name: row for row in rows}
-        self._patience = patience
-        self._accepted = accepted
-        self._in_flight: dict[str, asyncio.Task[Any]] = {}
-        self._unfinished: list[str] = []  # steps asked for, begun or not, that have not ended
-        self._open = {row.name for row in rows if row.state is StepState.INTENT}  # calls without a known outcome
-        self._over = False
+        self._finished = finished
+        self._children = children
+        self.longest = timeout  # seconds that a step of this run may take, of those asked for (L45)
+        self._requests: WeakKeyDictionary[Coroutine[Any, Any, Any], str] = WeakKeyDictionary()
         self._main: asyncio.Task[Any] | None = None
-        self._step_requested = asyncio.Event()
         self._recovery_point = replay.recovery_point(rows)
         self._calls: dict[str, StepSpec] = {}  # asked for, begun or not
-        self.asked: dict[str, StepSpec] = {}
         self.progressed = False  # a step has finished in this run
         self.rejected = False  # a step of this run was rejected, now or before
-        self.interruption: BaseException | None = None
-        self._from: tuple[BaseException, str] | None = None  # an error, and the step that it came from
 
     # -------------------------------------------------------------------------------------------- what a handler sees
     @property
     def recovery_point(self) -> str | None:
         return self._recovery_point
+
+    def patched(self, name: str) -> Coroutine[Any, Any, bool]:
+        return self._request(patch(name))
 
     def tx(
         self,
@@ -75,10 +98,13 @@ class SagaRun:
         /,
         *args: *Ts,
         undo: Callable[[Tx, R, *Ts], Awaitable[object]] | None = None,
+        timeout: Duration | None = None,
+        max_attempts: int | None = None,
+        backoff: Backoff | tuple[Duration, Duration] | str | None = None,
     ) -> Coroutine[Any, Any, R]:
-        # Recorded when it is asked for, not when it begins: its task may be dropped before it first runs.
-        self._unfinished.append(name)
-        return self._ask(StepSpec(name, StepKind.TX, fn, args, undo))
+        self.body.check_loop()
+        limits = own_limits(name, timeout=timeout, max_attempts=max_attempts, backoff=backoff, most=self._timeout)
+        return self._request(StepSpec(name, StepKind.TX, fn, args, undo, limits=limits))
 
     def call(
         self,
@@ -88,28 +114,107 @@ class SagaRun:
         *args: *Ts,
         undo: Callable[[Step, R, *Ts], Awaitable[object]] | None = None,
         reconcile: Callable[[Step, *Ts], Awaitable[Done[R] | NotDone | Unknown]] | None = None,
+        reconcile_undo: Callable[[Step, R, *Ts], Awaitable[Done[object] | NotDone | Unknown]] | None = None,
+        timeout: Duration | None = None,
+        max_attempts: int | None = None,
+        backoff: Backoff | tuple[Duration, Duration] | str | None = None,
     ) -> Coroutine[Any, Any, R]:
-        self._unfinished.append(name)
-        spec = StepSpec(name, StepKind.CALL, fn, args, undo, reconcile)
+        self.body.check_loop()
+        limits = own_limits(name, timeout=timeout, max_attempts=max_attempts, backoff=backoff)
+        self.longest = max(self.longest, limits.timeout or 0.0)
+        spec = StepSpec(name, StepKind.CALL, fn, args, undo, reconcile, reconcile_undo, limits)
         given: object = name
         if isinstance(given, str):  # anything else is refused when it begins
             self._calls[given] = spec
-        return self._ask(spec)
+        return self._request(spec)
+
+    async def all(self, branches: Iterable[Coroutine[Any, Any, R]], /, *, limit: int = 10) -> list[R]:
+        self.body.check_loop()
+        given: object = limit
+        if not isinstance(given, int) or isinstance(given, bool) or limit < 1:
+            raise SagaMisused(f"saga.all: `limit` is {limit!r}; write how many may run at a time, 1 at least")
+        outer = group_of(self)
+        group = Group(self, outer, self._waits.moves)
+        running = Branches(branches, limit, group, lambda: bool(self._unasked), self._mark)
+        complete = await running.run()
+        if group.rejection is not None:
+            await self._await_other_branches(group.rejection)
+        if complete:
+            return running.outputs()
+        if outer is not None:
+            raise outer.refuse(group.end or "all", end=group.end is not None)
+        if group.end is None:
+            raise _TooLate("saga.all runs in a task that the handler has not awaited")
+        await self._await_other_branches(None)
+        ended = Replayed(group.end)
+        self.interrupt(ended)
+        raise SagaInterrupted("the replay has ended") from ended
+
+    def _mark(self, request: Coroutine[Any, Any, Any], begun: bool) -> None:
+        """A step that was requested is not to be missed until it is `begun`."""
+        name = self._requests.get(request)
+        if name is not None and begun:
+            if name not in self._unfinished:
+                self._unfinished.append(name)
+        elif name in self._unfinished:
+            self._unfinished.remove(name)
+
+    def sleep(self, name: str, duration: Duration, /) -> Coroutine[Any, Any, None]:
+        self.body.check_loop()
+        return self._request(sleep(name, duration))
+
+    def wait(
+        self, name: str, /, *, into: Any = Any, timeout: Duration | None = None, signal: str | None = None
+    ) -> Coroutine[Any, Any, Any]:
+        self.body.check_loop()
+        return self._request(wait(name, into, timeout, signal))
+
+    def start(
+        self, name: str, handler: Any, payload: Any, /, *, key: str | None = None, undo: Any = None
+    ) -> Coroutine[Any, Any, Any]:
+        self.body.check_loop()
+        return self._request(self._children.start(name, handler, payload, key, undo))
+
+    def result(self, name: str, child: Child[R], /, *, timeout: Duration | None = None) -> Coroutine[Any, Any, R]:
+        self.body.check_loop()
+        return self._request(result(name, child, timeout))
 
     # -------------------------------------------------------------------------------------------------------- one step
+    def _request(self, spec: StepSpec) -> Coroutine[Any, Any, Any]:
+        # Recorded when it is asked for, not when it begins: its task may be dropped before it first runs.
+        self._unfinished.append(spec.name)
+        asking = self._ask(spec)
+        self._requests[asking] = spec.name
+        return asking
+
     async def _ask(self, spec: StepSpec) -> Any:
         name = spec.name
+        self.body.check_loop()
         if self._over or self.interruption is not None:
-            raise SagaInterrupted(f"step {name!r} is requested after the run has ended") from self.interruption
+            refused = SagaInterrupted(f"step {name!r} is requested after the run has ended")
+            await self.body.refuse(refused)
+            raise refused from self.interruption
         outside = CancellationWatch()
+        self.body.step_begins()
+        if (task := asyncio.current_task()) is not self._main:
+            self._waits.branch(task)
         try:
             self._register_step(spec)
             output = await self._replay_or_run(spec, self._rows.get(name))
             self._unfinished.remove(name)
+            spec.forget_arguments()
             return output
         except Reject:
             self._unfinished.remove(name)
             self.rejected = True
+            raise
+        except NotBegun:
+            self._unfinished.remove(name)
+            if name not in self._rows:  # else its outcome may have to be learnt (L50)
+                del self.asked[name]
+            raise
+        except _TooLate as late:
+            await self.body.refuse(late)
             raise
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
@@ -119,6 +224,9 @@ class SagaRun:
             if from_outside:
                 raise
             raise SagaInterrupted(f"step {name!r}: {type(cause).__name__}") from error
+        finally:
+            self.body.step_ends()
+            self._waits.moves()
 
     def _register_step(self, spec: StepSpec) -> None:
         spec.check_name()
@@ -128,8 +236,14 @@ class SagaRun:
                 f"step {name!r} is requested twice in one run, and a step is identified by its name; "
                 'give each one its own, in a loop with a suffix: saga.tx(f"line_{n}", …)'
             )
+        if (outer := _inside.get()) is not None and outer[0] is self:
+            raise SagaMisused(
+                f"step {name!r} is requested inside step {outer[1]!r}; a step's function takes no steps, so call them "
+                "one after another in the handler"
+            )
         self.asked[name] = spec
-        self._step_requested.set()
+        self._unasked.ask(name)
+        self._wake.set()
         row = self._rows.get(name)
         if row is not None and row.kind is not spec.kind:
             raise SagaChanged(
@@ -137,102 +251,147 @@ class SagaRun:
             )
 
     async def _replay_or_run(self, spec: StepSpec, row: StepRow | None) -> Any:
-        answer = replay.answer(row, self._saga.state)
+        answer, group = replay.answer(row, self._saga.state), group_of(self)
+        end = answer is Answer.END
+        if group is not None and group.ends_before(row, answer, ended=self._ended) and not (end and is_patch(spec)):
+            raise group.refuse(spec.name, end=end)
+        if row is None and is_patch(spec):
+            return await self._decide(spec)
         if answer is Answer.RUN:
             if asyncio.current_task() is self._main:  # a branch's steps have no fixed place
                 self._check_nothing_passed_over(at_end=False)
+            if row is None:
+                await self._await_open_calls(spec.name)
+            if self._ended:
+                raise _TooLate(f"step {spec.name!r} is requested after the handler has ended")
             spec.check_output_type()
-            return await self._run_in_flight(spec, row)
-        if answer is Answer.END:
+            return await (self._wait(spec) if isinstance(spec, WaitSpec) else self._run_in_flight(spec, row))
+        if end:
             await self._await_other_branches(row)
             raise Replayed(spec.name)
         assert row is not None
         if answer is Answer.REJECTION:
-            await self._await_other_branches(row)
-            raise codecs.decode_rejection(row.output)
-        return spec.decode(row.output)
+            if group is None:
+                await self._await_other_branches(row)
+            else:  # it asks for what else it has first
+                group.rejected(row)
+            raise spec.rejection(await self._steps.recorded.of(row))
+        return spec.decode(await self._steps.recorded.of(row))
 
-    def _check_nothing_passed_over(self, *, at_end: bool) -> None:
-        if self._accepted:
+    async def _decide(self, spec: StepSpec) -> bool:
+        """A saga that has been beyond this place goes on as it was begun (L30). While it is undone nothing is recorded:
+        then what is recorded no longer changes, and neither does the answer."""
+        new = not self._unasked
+        if self._saga.state is State.PROCESSING:
+            if self._ended:
+                raise _TooLate(f"{spec.name!r} is requested after the handler has ended")
+            spec.overlapped = asyncio.current_task() is not self._main
+            await self._steps.decide(spec, new)
+        return new
+
+    async def _await_open_calls(self, name: str) -> None:
+        """L24. A new step could be a call of unknown outcome under another name, and so under another key. Calls that
+        ran beside others are asked for by branches, which may not have got that far."""
+        if self._accepted or not self._unasked.calls:
             return
-        if (row := replay.passed_over(self._rows.values(), self.asked, at_end=at_end)) is not None:
-            raise SagaChanged(f"step {row.name!r} is recorded, and the handler no longer requests it")
+        await self._until(lambda: not self._unasked.calls or self._ended or self.interruption is not None)
+        if self.interruption is not None:
+            raise SagaInterrupted(f"step {name!r} has not begun") from self.interruption
+        if self._unasked.calls and not self._ended:
+            raise SagaChanged(
+                f"the outcome of step {min(self._unasked.calls)!r} is unknown, and the handler requests {name!r} "
+                "without it"
+            )
 
     async def _await_other_branches(self, row: StepRow | None) -> None:
-        """When undoing, the step of `row` ends the replay. By then every step to undo must be asked for, but
-        other branches may not have got that far."""
-        if self._saga.state is not State.UNDOING:
-            return
+        """The step of `row` ends the replay. By then every step to undo must be asked for, but other branches may not
+        have got that far."""
         in_branch = asyncio.current_task() is not self._main
-        awaited = replay.asked_by_branches(self._rows.values(), row, in_branch=in_branch)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._patience):
-                while not awaited <= self.asked.keys():
-                    self._step_requested.clear()
-                    await self._step_requested.wait()
+        names = replay.asked_by_branches(self._rows.values(), row, in_branch=in_branch)
+        if self._saga.state is State.UNDOING:  # of a saga that is to be cancelled, these are learnt first (L50)
+            names |= self._open
+        await self._await_asked(names)
 
     async def _run_in_flight(self, spec: StepSpec, row: StepRow | None) -> Any:
         name, task = spec.name, asyncio.current_task()
         assert task is not None
-        for other in self._in_flight:
-            self.asked[other].overlapped = spec.overlapped = True
-        if task is not self._main:
-            spec.overlapped = True  # it could have come at another time
-        self._in_flight[name] = task
+        self._place(spec, task)
+        ended = asyncio.get_running_loop().create_future()
+        self._in_flight[name] = task, ended
         try:
             return await self._run(spec, row)
         finally:
             del self._in_flight[name]
+            ended.set_result(None)
+
+    def _place(self, spec: StepSpec, task: asyncio.Task[Any] | None) -> None:
+        for other in (*self._in_flight, *self._waits.open):
+            self.asked[other].overlapped = spec.overlapped = True
+        if task is not self._main:
+            spec.overlapped = True  # it could have come at another time
+
+    async def _wait(self, spec: WaitSpec) -> Any:
+        """Until it is over, or until the run ends here (L41)."""
+        self._place(spec, asyncio.current_task())
+        group = group_of(self)
+        self._waits.begun.add(spec.name)
+        try:
+            while isinstance(found := await self._steps.wait(spec), float):
+                await self._waits.rest(spec.name, found, partial(self._stays, group))
+                if group is not None and group.stopped:
+                    raise group.refuse(spec.name, end=False)
+                if self.interruption is not None:
+                    raise SagaInterrupted(f"step {spec.name!r} is not over") from self.interruption
+                if self._ended:
+                    raise _TooLate(f"step {spec.name!r} was waiting when the handler ended")
+        finally:
+            self._waits.begun.discard(spec.name)
+        self._finish(spec.name)
+        if found.state is StepState.REJECTED:
+            raise spec.rejection(found.output)
+        return spec.decode(found.output)
+
+    def _stays(self, group: Group | None, quiet: float) -> float | None:
+        """For how long this run goes on, though it has waits that are not over; None: it has ended, or the wait's
+        group has."""
+        if self._ended or self.interruption is not None or (group is not None and group.stopped):
+            return None
+        return stays(
+            steps=bool(self._in_flight),
+            branches=len(self._unfinished) > len(self._waits.open) or self._waits.branches(),
+            main=self._main not in self._waits.open.values(),
+            quiet=quiet,
+            patience=self._timeout,
+        )
+
+    def _finish(self, name: str) -> None:
+        self.progressed, self._recovery_point = True, name
+        self._finished()
 
     async def _run(self, spec: StepSpec, row: StepRow | None) -> Any:
         if spec.kind is StepKind.CALL:
             self._open.add(spec.name)
+        inside = _inside.set((self, spec.name))
         try:
             return await self._steps.run(spec, row)
         finally:
+            _inside.reset(inside)
             if spec.finished:  # also if it was refused, or cut off after its commit
-                self.progressed, self._recovery_point = True, spec.name
                 self._open.discard(spec.name)
+                self._finish(spec.name)
 
     # ------------------------------------------------------------------------------------------------ the engine
     async def main(self, handler: Callable[[], Awaitable[object]]) -> object:
         """Run the handler in this task. Steps asked for in it have a fixed order; other tasks are branches (L13), which
         may reach their steps in any order."""
         self._main = asyncio.current_task()
-        return await handler()
-
-    def interrupt(self, error: BaseException, step: str | None = None) -> None:
-        """End this run. The first cause is kept."""
-        if self.interruption is None:
-            self.interruption = error
-            self._from = None if step is None else (error, step)
-
-    def step_of(self, error: BaseException) -> str | None:
-        """The name of the step that `error` came from, unless its text already says so."""
-        ours = isinstance(error, SagaMisused | SagaParked)
-        return self._from[1] if self._from is not None and self._from[0] is error and not ours else None
-
-    async def settle(self, *, rejected: bool = False) -> None:
-        """Close the run once the handler has ended. Steps that it left in flight interrupt the run, and are cancelled
-        and awaited. Steps that never began interrupt it too, unless it was `rejected`: then they leave nothing open.
-        Steps asked for from now on are refused."""
-        if self._in_flight:
-            names = ", ".join(map(repr, self._in_flight))
-            self.interrupt(SagaMisused(f"the handler ended while step {names} was in flight; await every step"))
-            for task in self._in_flight.values():
-                task.cancel()
-            await asyncio.wait(self._in_flight.values())
-        elif self._unfinished and not rejected:
-            names = ", ".join(map(repr, self._unfinished))
-            self.interrupt(
-                SagaMisused(f"the handler ended before step {names}, which it had requested; await every step")
-            )
-        self._over = True
-
-    async def siblings(self) -> None:
-        """The handler raised Reject: let the steps still in flight finish (L7)."""
-        if self._in_flight:
-            await asyncio.wait(self._in_flight.values())
+        self.body.begin()
+        try:
+            return await handler()
+        finally:
+            self._ended = True
+            self._wake.set()
+            self._waits.moves()
 
     async def resolve(self, rows: Sequence[StepRow]) -> None:
         """A rejection cut off calls beside it. Learn how each ended: from its reconcile, or by the same call with the
@@ -251,12 +410,6 @@ class SagaRun:
             except Exception as error:
                 self._from = error, name
                 raise
-
-    def check_complete(self) -> None:
-        """Before completion every recorded step must have been asked for, and every call must have a known outcome."""
-        self._check_nothing_passed_over(at_end=True)
-        if self._open:
-            raise UnknownEffect(f"the handler has ended, and the outcome of step {min(self._open)!r} is unknown")
 
 
 def _cancellation(error: BaseException, from_outside: bool) -> BaseException:

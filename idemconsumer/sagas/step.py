@@ -7,13 +7,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from idemconsumer.errors import BadMessage, SagaChanged, SagaMisused
+from idemconsumer.errors import BadMessage, Reject, SagaChanged, SagaMisused
+from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
+from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.values import StepKind
 from idemconsumer.sagas import outputs
+from idemconsumer.sagas.limits import NONE, OwnLimits
 
 _LONGEST_NAME: Final = 200  # characters
 _UNDO: Final = "undo:"
+_RESERVED: Final = {_UNDO: "the keys of undos", PATCH: "saga.patched"}
 _NAMESPACE: Final = uuid.UUID("6f6a0f8e-6f0f-5d1b-9a57-3b1f0a7f7c11")
 
 
@@ -39,6 +43,8 @@ class StepSpec:
     args: tuple[Any, ...]
     undo: Callable[..., Awaitable[object]] | None
     reconcile: Callable[..., Awaitable[Any]] | None = None
+    reconcile_undo: Callable[..., Awaitable[Any]] | None = None
+    limits: OwnLimits = NONE
     overlapped: bool = False
     finished: bool = False
 
@@ -54,11 +60,12 @@ class StepSpec:
         if not name or not name.isprintable() or name != name.strip() or len(name) > _LONGEST_NAME:
             shown = repr(name if len(name) <= _LONGEST_NAME else f"{name[:40]}…")
             raise SagaMisused(f"a step's name is {shown}; write a printable string of 1 to {_LONGEST_NAME} characters")
-        if name.startswith(_UNDO):
-            raise SagaMisused(
-                f"step {name!r}: names that start with {_UNDO!r} are reserved for the keys of undos; "
-                f"choose another, such as {name.replace(':', '_')!r}"
-            )
+        for reserved, what in _RESERVED.items():
+            if name.startswith(reserved) and not (reserved == PATCH and self.fn is _patch):
+                raise SagaMisused(
+                    f"step {name!r}: names that start with {reserved!r} are reserved for {what}; "
+                    f"choose another, such as {name.replace(':', '_')!r}"
+                )
 
     def check_output_type(self) -> None:
         """Refuse a type that cannot be stored before the remote is called. Raises SagaMisused."""
@@ -67,6 +74,11 @@ class StepSpec:
         except TypeError as error:
             raise SagaMisused(f"step {self.name!r} returns what cannot be stored: {error}") from None
 
+    def forget_arguments(self) -> None:
+        """It is finished. Only an undo is given them again, and they may be the outputs of others (L55)."""
+        if not self.has_undo:
+            self.args = ()
+
     def encode(self, value: object) -> tuple[StoredResult | None, Any]:
         """What is stored for an output, and the value that a resume will get. Raises SagaMisused."""
         try:
@@ -74,12 +86,30 @@ class StepSpec:
         except TypeError as error:
             raise SagaMisused(f"step {self.name!r}: {error}") from error
 
+    def rejection(self, output: StoredResult | None) -> Reject:
+        """What a resume raises for a stored rejection."""
+        return codecs.decode_rejection(output)
+
     def decode(self, output: StoredResult | None) -> Any:
         """Raises SagaChanged."""
         try:
             return outputs.decode(self.fn, output)
         except (BadMessage, TypeError) as error:
             raise SagaChanged(f"the stored output of step {self.name!r} no longer decodes: {error}") from error
+
+
+async def _patch() -> bool:
+    raise AssertionError("it is recorded, and never run")
+
+
+def patch(name: str) -> StepSpec:
+    """The record of which way a saga goes at a patch (L30)."""
+    given: object = name
+    return StepSpec(PATCH + name if isinstance(given, str) else name, StepKind.TX, _patch, (), None)
+
+
+def is_patch(spec: StepSpec) -> bool:
+    return spec.fn is _patch
 
 
 def step_key(scope: str, key: bytes, name: str, *, undo: bool = False) -> uuid.UUID:

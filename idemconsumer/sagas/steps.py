@@ -6,7 +6,7 @@ a fenced write to the store, and return the output as a resume will get it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from idemconsumer.errors import Reject, UnknownEffect
@@ -17,9 +17,13 @@ from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.saga import refusal
 from idemconsumer.rules.values import StepKind, StepRow, StepState
+from idemconsumer.sagas.children import ResultSpec, StartSpec, check_result
 from idemconsumer.sagas.functions import StepFunctions
+from idemconsumer.sagas.probes import Probes
 from idemconsumer.sagas.reconcile import ask_remote
+from idemconsumer.sagas.recorded import Outputs
 from idemconsumer.sagas.step import StepCall, StepSpec, step_key
+from idemconsumer.sagas.waits import WaitSpec
 from idemconsumer.user_code.call import call_in_transaction, call_user_code
 
 
@@ -31,6 +35,8 @@ class Steps:
         store: LeaseStore,
         saga: LeasedSaga,
         functions: StepFunctions,
+        recorded: Outputs,
+        probes: Probes,
         *,
         fail_on: tuple[type[Exception], ...],
         at: Callable[[Point | SagaPoint, str, Sequence[bytes]], None],
@@ -38,25 +44,48 @@ class Steps:
         self._store = store
         self._saga = saga
         self._functions = functions
+        self.recorded = recorded
+        self._probes = probes
         self._fail_on = fail_on
         self._tell = at
 
-    def run(self, spec: StepSpec, row: StepRow | None) -> Coroutine[Any, Any, Any]:
-        """Run a step that has no recorded outcome. `row` is its open intent, if there is one. Marks it as finished."""
-        return self._transaction(spec) if spec.kind is StepKind.TX else self._call(spec, row)
+    async def run(self, spec: StepSpec, row: StepRow | None) -> Any:
+        """Run a step that has no recorded outcome. `row` is its open intent, if there is one. Marks it as finished.
+        Raises Held."""
+        with self._probes.trying(spec.fn, self._fail_on):
+            return await (self._transaction(spec) if spec.kind is StepKind.TX else self._call(spec, row))
+
+    async def wait(self, spec: WaitSpec) -> StepRow | float:
+        """Begin the wait, or look whether it is over. A float: it is not, for so many seconds."""
+        found = await self._store.wait(
+            self._saga, spec.name, spec.kind, spec.seconds, spec.signal, child=spec.child, overlapped=spec.overlapped
+        )
+        if not isinstance(found, float):
+            self._at(SagaPoint.STEP_RECORDED)
+        elif isinstance(spec, ResultSpec) and spec.child is not None:
+            check_result(spec, await self._store.kinship(self._saga.key, spec.child))
+        return found
+
+    async def decide(self, spec: StepSpec, value: bool) -> None:
+        """Record which way the saga goes at a patch."""
+        await self._record(spec, StepState.DONE, spec.encode(value)[0])
 
     async def _transaction(self, spec: StepSpec) -> Any:
-        functions = self._functions
+        functions, seconds = self._functions, self._functions.seconds(spec.limits.timeout)
         self._at(SagaPoint.STEP_OPENING)
-        async with self._store.step(self._saga, spec.name, has_undo=spec.has_undo, undo=False) as opened:
+        async with self._store.step(
+            self._saga, spec.name, has_undo=spec.has_undo, undo=False, timeout=seconds
+        ) as opened:
 
             def accept(value: object) -> tuple[StoredResult | None, Any]:
                 opened.check()
                 return spec.encode(value)
 
             try:
+                if isinstance(spec, StartSpec):
+                    await spec.begin(opened)
                 running = functions.begin(spec.fn, opened.tx(), *spec.args, gets="tx")
-                limit = functions.limit_in_transaction()
+                limit = functions.limit_in_transaction(spec.limits.timeout)
                 output, value = await call_in_transaction(opened, running, limit, accept)
             except Exception as error:
                 refused = refusal(error, self._fail_on)
@@ -81,9 +110,16 @@ class Steps:
             if not isinstance(found, NotDone):
                 raise UnknownEffect(f"step {spec.name!r}: the remote cannot say whether it was done")
         self._at(SagaPoint.INTENDING)
-        attempt = await self._store.intend(saga, spec.name, has_undo=spec.has_undo, undo=False)
+        attempt = await self._store.intend(
+            saga,
+            spec.name,
+            has_undo=spec.has_undo,
+            undo=False,
+            overlapped=spec.overlapped,
+            timeout=functions.seconds(spec.limits.timeout),
+        )
         self._at(SagaPoint.INTENDED)
-        limit = functions.limit()
+        limit = functions.limit(spec.limits.timeout)
         try:
             running = functions.begin(spec.fn, StepCall(key, attempt), *spec.args, gets="step")
             value = await call_user_code(running, limit)

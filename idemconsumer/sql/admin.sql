@@ -8,7 +8,8 @@ where (%(handler)s::text is null or handler = %(handler)s) and (%(reason)s::text
 order by id desc limit %(limit)s
 
 -- name: dead_show
-select id, handler, scope, source, position, reason, error, key, body, headers, attempts, arrivals, first_at, last_at
+select id, handler, scope, source, position, reason, error, key, body, headers, attempts, arrivals, first_at, last_at,
+    delivered, coalesce(body_size, length(body)) as body_size, coalesce(body_sha256, sha256(body)) as body_sha256
 from {schema}.dead_letter where id = %(id)s
 
 -- name: dead_counts
@@ -17,13 +18,23 @@ from {schema}.dead_letter
 group by handler, reason
 order by letters desc, handler, reason
 
+-- name: delayed
+select name, count(*) as messages, min(due_at) as due_at from {schema}.delayed group by name order by name
+
 -- name: saga_list
 -- Sagas that run, wait for their next attempt, or wait for a person (dead). Stale means the same as in take_sagas.
 select encode(s.key, 'hex') as key, c.name as scope, s.handler, line.state, s.parked, w.name as owner, s.token,
     s.attempt, s.due, s.worker is not null and not {held} as stale,
     (select name from {schema}.step where key = s.key and position is not null order by position desc limit 1)
         as recovery_point,
-    s.version, s.error, s.source, s.position, s.message_id, s.started_at
+    s.version, s.error, s.source, s.position, s.message_id, s.started_at, s.cancel,
+    to_jsonb(array(
+        select case when signal is null then 'sleep ' || name
+                    when starts_with(signal, 'child:') then 'child ' || substr(signal, 7, 12)
+                    else 'signal ' || signal end from {schema}.step
+        where key = s.key and until is not null and position is null and s.state <> {UNDOING} order by started_at)
+        || array(  -- an undo waits only for the end of a child (L49)
+        select 'child ' || substr(signal, 7, 12) from unnest(s.signals) as signal where s.state = {UNDOING})) as waits
 from {schema}.saga as s
 join {schema}.scope as c on c.id = s.scope_id
 left join {schema}.worker as w on w.id = s.worker
@@ -35,6 +46,63 @@ where (%(handler)s::text is null or s.handler = %(handler)s)
   and (%(state)s::text is null or line.state = %(state)s)
   and (not %(stale)s or s.worker is not null and not {held})
 order by s.started_at desc limit %(limit)s
+
+-- name: saga_histories
+-- Sagas that have not ended, for `sagas export`. `since`: seconds ago.
+select s.key, c.name as scope, s.handler, s.version, s.state, s.parked, s.cancel, s.rejection, s.started_at, s.source,
+    s.position, s.message_id, s.body, s.headers, s.delivered
+from {schema}.saga as s join {schema}.scope as c on c.id = s.scope_id
+where (%(handler)s::text is null or s.handler = %(handler)s)
+  and (%(since)s::float8 is null or s.started_at >= clock_timestamp() - make_interval(secs => %(since)s))
+  and (%(state)s::text is null or %(state)s = case
+      when s.parked is not null then 'dead' when s.state = {UNDOING} then 'undoing' else 'processing' end)
+order by s.started_at desc, s.key limit %(limit)s
+
+-- name: waiting_sagas
+-- L31. The app's name is quoted, as in a scope's.
+select coalesce(s.app, split_part(c.name, '/', 1)) as app, s.handler, s.version, count(*) as sagas
+from {schema}.saga as s join {schema}.scope as c on c.id = s.scope_id
+where s.parked is null
+group by 1, 2, 3
+order by 1, 2, 3
+
+-- name: unbegun_children
+-- L31. Sagas that others have started and whose messages nobody has taken; app and handler as the queue's name has them.
+select q.app, q.handler, count(*) as sagas
+from (
+    select split_part(substr(name, 2), '/', 1) as app, substr(name, position('/' in name) + 1) as handler, message_id,
+        headers
+    from {schema}.queue where starts_with(name, '~') and not starts_with(name, '~~') and message_id is not null
+) as q
+where exists (
+    select from {schema}.child as c
+    where not c.ended and c.key = {schema}.saga_key(
+        q.app, q.handler, q.message_id, convert_from(q.headers, 'UTF8')::json ->> 'idemconsumer-tenant')
+)
+group by 1, 2
+order by 1, 2
+
+-- name: live_workers
+select runs from {schema}.worker where until >= clock_timestamp()
+
+-- name: move_sagas
+-- L31. Not those that a live worker holds. What was begun from code is in a queue of its handler's.
+with moved as (
+    update {schema}.saga as s
+    set app = %(to_app)s, handler = %(to_handler)s, token = greatest(s.token + 1, nextval('{schema}.saga_token')),
+        worker = null, stale = s.stale or s.worker is not null,
+        source = case when s.source = %(from_source)s then %(to_source)s else s.source end
+    where s.handler = %(from_handler)s and not {held}
+      and coalesce(s.app, split_part((select name from {schema}.scope where id = s.scope_id), '/', 1)) = %(from_app)s
+    returning s.key
+), noted as (
+    insert into {schema}.history (key, at, what, detail)
+    select key, clock_timestamp(), 'moved', %(detail)s::text from moved
+)
+select (select count(*) from moved) as moved,
+    (select count(*) from {schema}.saga as s where s.handler = %(from_handler)s and {held}
+     and coalesce(s.app, split_part((select name from {schema}.scope where id = s.scope_id), '/', 1)) = %(from_app)s)
+        as held
 
 -- name: saga_keys
 -- Finds records by a prefix of their key, as a range of the primary key.
@@ -51,7 +119,8 @@ left join {schema}.result as e on e.key = r.key
 where r.key = %(key)s
 
 -- name: saga_steps
-select name, kind, state, has_undo, overlapped, token, attempt, output, started_at, finished_at, undo_at, undone_at
+select name, case when until is null then kind when signal is null then 3 else 4 end as kind, state, has_undo, overlapped,
+    token, attempt, output, started_at, finished_at, undo_at, undone_at, until, signal
 from {schema}.step where key = %(key)s order by started_at, position nulls last
 
 -- name: saga_history
@@ -64,7 +133,8 @@ select 1 from {schema}.saga where key = %(key)s for update
 -- name: locked_saga
 -- A separate statement after the row lock, so that its snapshot shows who took the saga, or renewed a lease, while the
 -- lock was awaited.
-select s.state, s.rejection, w.name as owner, {held} as held
+select s.state, s.rejection, w.name as owner, {held} as held, s.parked, s.cancel,
+    (select min(name) from {schema}.worker where until >= clock_timestamp() and not cancels) as earlier
 from {schema}.saga as s left join {schema}.worker as w on w.id = s.worker
 where s.key = %(key)s
 
@@ -76,6 +146,41 @@ set token = greatest(token + 1, nextval('{schema}.saga_token')), parked = null, 
     due = clock_timestamp(), attempt = 0, state = %(state)s, version = coalesce(%(version)s, version),
     rejection = coalesce(rejection, %(rejection)s)
 where key = %(key)s
+
+-- name: open_calls
+-- L52. Calls, and undos of calls, of unknown outcome; and the call whose end a person has said, if the handler could not
+-- go on with that.
+select name, state from {schema}.step where key = %(key)s and state in ({INTENT}, {UNDO_INTENT})
+union all
+select s.name, {INTENT} from {schema}.step as s join {schema}.saga as g using (key)
+where s.key = %(key)s and s.state = {DONE} and g.parked = 'saga_changed'
+  and (select detail from {schema}.history
+       where key = s.key and what = 'decided' and starts_with(detail, 'step ' || s.name || ': ')
+       order by id desc limit 1) = 'step ' || s.name || ': done'
+  and not exists (select from {schema}.step as n where n.key = s.key and (n.position is null or n.position > s.position))
+order by name
+
+-- name: decide_done
+update {schema}.step
+set state = {DONE}, position = nextval('{schema}.saga_token'), finished_at = clock_timestamp(), output = %(output)s,
+    content_type = %(content_type)s
+where key = %(key)s and name = %(name)s and state in ({INTENT}, {DONE})
+
+-- name: decide_not_done
+-- As if it had not been begun: it is called again, and its reconcile is not asked.
+delete from {schema}.step where key = %(key)s and name = %(name)s and state in ({INTENT}, {DONE})
+
+-- name: decide_undone
+update {schema}.step set state = {UNDONE}, undone_at = clock_timestamp()
+where key = %(key)s and name = %(name)s and state = {UNDO_INTENT}
+
+-- name: decide_not_undone
+update {schema}.step set state = {DONE}, undo_at = null
+where key = %(key)s and name = %(name)s and state = {UNDO_INTENT}
+
+-- name: request_cancel
+-- L50. Its worker, if it has one, is to notice.
+update {schema}.saga set cancel = %(undo)s where key = %(key)s
 
 -- name: forget_dead
 -- A person has decided, so the saga is no longer put aside.

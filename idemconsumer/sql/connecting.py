@@ -1,4 +1,5 @@
-"""How our own statements are sent and read: never as a handler, or another library, has told psycopg (R14)."""
+"""How we connect, and how our own statements are sent and read: never as a handler, or another library, has told
+psycopg (R14)."""
 
 from __future__ import annotations
 
@@ -6,11 +7,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import psycopg
+from psycopg import pq
 from psycopg.adapt import AdaptersMap
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.postgres import register_default_adapters, register_default_types
 from psycopg.rows import tuple_row
 from psycopg.types import TypesRegistry
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.sql.answering import AnsweringConnection, BlockingConnection
+from idemconsumer.sql.options import HELD, asked_for, given_options, parameters, refuse_lost
 
 
 def _defaults() -> AdaptersMap:
@@ -22,8 +28,9 @@ def _defaults() -> AdaptersMap:
     return adapters
 
 
-_ADAPTERS: Final = _defaults()
+ADAPTERS: Final = _defaults()
 READ_COMMITTED: Final = {"default_transaction_isolation": "read committed"}  # R15
+_STANDBYS: Final = ("standby", "prefer-standby", "read-only")
 
 
 class OwnCursor(psycopg.AsyncCursor[tuple[Any, ...]]):
@@ -34,24 +41,104 @@ class OwnCursor(psycopg.AsyncCursor[tuple[Any, ...]]):
 
     @property
     def adapters(self) -> AdaptersMap:
-        return _ADAPTERS
+        return ADAPTERS
 
 
-def own_session(dsn: str, settings: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What psycopg's `connect` is given for a connection that no handler uses. It is in autocommit,
-    and READ COMMITTED."""
-    return {
-        "conninfo": with_settings(dsn, READ_COMMITTED | dict(settings or {})),
-        "autocommit": True,
-        "context": _ADAPTERS,
-    }
+def connect(dsn: str, settings: Mapping[str, str] | None = None, **more: Any) -> BlockingConnection[Any]:
+    """A connection that no handler uses: autocommit, READ COMMITTED, nothing prepared unless asked for.
+
+    It writes in `transaction()` alone: behind a pooler that takes no settings (R18) it has those of its role, which
+    may be read-only outside of that. Raises psycopg.Error, or ConfigurationError for the address of a standby, or
+    where settings that the address itself asks for do not hold (R18).
+    """
+    conninfo, options, asked = _own(dsn, settings, more)
+    try:
+        connection = BlockingConnection.connect(conninfo, **options)
+    except psycopg.OperationalError as error:
+        if not takes_no_settings(error):
+            raise
+        connection = BlockingConnection.connect(without_settings(conninfo), **options)
+    if asked:
+        try:
+            refuse_lost(asked, connection.execute(HELD, parameters(asked)).fetchall())
+        except BaseException:
+            connection.close()
+            raise
+    connection.isolation_level, connection.read_only = psycopg.IsolationLevel.READ_COMMITTED, False
+    return connection
+
+
+async def connect_async(dsn: str, settings: Mapping[str, str] | None = None, **more: Any) -> AnsweringConnection[Any]:
+    """See `connect`."""
+    conninfo, options, asked = _own(dsn, settings, more)
+    try:
+        connection = await AnsweringConnection.connect(conninfo, **options)
+    except psycopg.OperationalError as error:
+        if not takes_no_settings(error):
+            raise
+        connection = await AnsweringConnection.connect(without_settings(conninfo), **options)
+    if asked:
+        try:
+            refuse_lost(asked, await (await OwnCursor(connection).execute(HELD, parameters(asked))).fetchall())
+        except BaseException:
+            await connection.close()
+            raise
+    await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+    await connection.set_read_only(False)
+    return connection
+
+
+async def is_pooled(connection: psycopg.AsyncConnection[Any]) -> bool:
+    """Whether somebody stands between us and the server: the pids that he gives are others, or change (R18)."""
+    pids = {str(connection.info.backend_pid)}
+    for _ in range(2):
+        async with connection.transaction():
+            cursor = await OwnCursor(connection).execute("select pg_catalog.pg_backend_pid()::text")
+            pids |= {pid for (pid,) in await cursor.fetchall()}
+    return len(pids) > 1
+
+
+def _own(
+    dsn: str, settings: Mapping[str, str] | None, more: Mapping[str, Any]
+) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """The address, the arguments, and what to read back."""
+    wanted = READ_COMMITTED | {"default_transaction_read_only": "off"} | dict(settings or {})
+    ours = {"autocommit": True, "context": ADAPTERS, "prepare_threshold": None}
+    return with_settings(dsn, wanted), ours | dict(more), asked_for(dsn, wanted)
+
+
+def takes_no_settings(error: psycopg.OperationalError) -> bool:
+    """Whether a pooler refused the startup options, as PgBouncer does; libpq gives nothing but its text."""
+    return "unsupported startup parameter" in str(error)
+
+
+def without_settings(conninfo: str) -> str:
+    """With empty options, since without any libpq would take those of PGOPTIONS."""
+    return make_conninfo(conninfo, options="")
 
 
 def with_settings(dsn: str, settings: Mapping[str, str]) -> str:
-    """The DSN with settings of the session, besides those that it has."""
-    given = str(conninfo_to_dict(dsn).get("options") or "")
-    options = " ".join([given, *(f"-c {name}={_escaped(value)}" for name, value in settings.items())])
-    return make_conninfo(dsn, options=options.strip())
+    """The DSN with settings of the session, besides those that it has, and leading to a primary (R19)."""
+    options = " ".join([given_options(dsn), *(f"-c {name}={_escaped(value)}" for name, value in settings.items())])
+    return make_conninfo(dsn, options=options.strip(), **_to_primary(dsn))
+
+
+def _to_primary(dsn: str) -> dict[str, str]:
+    """R19. `read-write` fails on every server once a session is read-only by default, and means a primary.
+
+    Of several servers the primary is looked for. So it is where a service file may name several: we cannot see that.
+    """
+    given = conninfo_to_dict(dsn)
+    defaults = {each.keyword.decode(): each.val.decode() for each in pq.Conninfo.get_defaults() if each.val}
+    known = defaults | {name: str(value) for name, value in given.items()}
+    wanted = known.get("target_session_attrs", "any")
+    if wanted in _STANDBYS:
+        raise ConfigurationError(
+            f"database: target_session_attrs={wanted} leads to a server that takes no writes; "
+            "write target_session_attrs=primary"
+        )
+    several = "," in known.get("host", "") + known.get("hostaddr", "") or "service" in known
+    return {"target_session_attrs": "primary"} if wanted == "read-write" or several else {}
 
 
 def _escaped(value: str) -> str:

@@ -1,9 +1,10 @@
 """The statements of the .sql files here, by name, with everything but their parameters filled in.
 
 A file is a list of sections. Each starts with `-- name: X` (a statement) or `-- fragment: X` (an expression that
-several statements share). Braces hold `{schema}`, the name of a fragment (`{held}`), or the name of a stored state,
-which is filled in as `2 /* undoing */`. Lines that begin with `--` are dropped; the server gets the rest. Parameters
-are psycopg's, so EXPLAIN can be run on any single statement with sample values (`tests/stores/test_plans.py`).
+several statements share, and the fragments that come after it). Braces hold `{schema}` (as a text: `{schema_name}`),
+the name of a fragment (`{held}`), or the name of a stored state, which is filled in as `2 /* undoing */`. Lines that
+begin with `--` are dropped; the server gets the rest. Parameters are psycopg's, so EXPLAIN can be run on any single
+statement with sample values (`tests/stores/test_plans.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from psycopg import sql
 
 from idemconsumer.errors import ConfigurationError
 
-_FILES: Final = ("records", "queue", "sagas", "admin")
+_FILES: Final = ("records", "queue", "kafka", "sagas", "admin")
 # The stored numbers of `State` and `StepState`, which belong to a layer above. A test compares them.
 STORED_STATES: Final[Mapping[str, int]] = {
     "PENDING": 0, "PROCESSING": 1, "UNDOING": 2, "COMPLETED": 3, "FAILED": 4, "DEAD": 5,
@@ -43,9 +44,11 @@ def load(schema: str) -> Queries:
     """
     check_schema(schema)
     sections = {section: text for file in _FILES for section, text in _sections(file)}
-    places: dict[str, sql.Composable] = {"schema": sql.Identifier(schema)}
+    places: dict[str, sql.Composable] = {"schema": sql.Identifier(schema), "schema_name": sql.Literal(schema)}
     places |= {name: _state(name, number) for name, number in STORED_STATES.items()}
-    places |= {name: _fill(text, places) for (kind, name), text in sections.items() if kind == "fragment"}
+    for (kind, name), text in sections.items():
+        if kind == "fragment":
+            places[name] = _fill(text, places)
     queries = {name: _fill(text, places).as_bytes(None) for (kind, name), text in sections.items() if kind == "name"}
     return queries | {f"{name}:one": for_one_row(query) for name, query in queries.items() if _ARRAYS.search(query)}
 

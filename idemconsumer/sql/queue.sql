@@ -3,19 +3,75 @@
 -- name: enqueue
 select {schema}.publish_bytes(%(name)s, %(body)s, %(key)s, %(headers)s)
 
+-- name: enqueue_later
+select {schema}.publish_bytes(%(name)s, %(body)s, %(key)s, %(headers)s, make_interval(secs => %(delay)s))
+
+-- name: fall_due
+-- What is due comes into its queue, at the end and in the order in which it was due (P7). The time is in a sub-select: as a
+-- volatile function it could not end the walk over the index, which would be one over all that waits.
+with due as (
+    delete from {schema}.delayed where id = any(array(
+        select d.id from unnest(%(names)s::text[]) as w (name) cross join lateral (
+            select id from {schema}.delayed where name = w.name and due_at <= (select clock_timestamp())
+            order by due_at limit %(limit)s for update skip locked
+        ) as d
+    ))
+    returning name, message_id, body, headers, due_at
+)
+insert into {schema}.queue (name, message_id, body, headers)
+select name, message_id, body, headers from due order by due_at
+returning id
+
+-- name: put_off
+-- In the transaction that makes its record PENDING (D18). A row of the queue that it came from is replaced, if it is still
+-- ours: so each PENDING record has one row (D20).
+with gone as (
+    delete from {schema}.queue where id = %(id)s::bigint and token = %(token)s::bigint returning id
+)
+insert into {schema}.delayed (name, message_id, body, headers, due_at)
+select %(name)s, %(message_id)s, %(body)s, %(headers)s::bytea, clock_timestamp() + make_interval(secs => %(after)s)
+where %(id)s::bigint is null or exists (select from gone)
+returning id
+
+-- fragment: messages
+-- In how many seconds something of each of these queues can be taken, if that is soon (L61): not more than 0 if something
+-- can be now. Of a queue only the first row that is visible is read, and of what is not due the first one.
+messages (name, seconds) as (
+    select w.name, extract(epoch from min(next.at) - clock_timestamp())::float8
+    from unnest(%(queues)s::text[]) as w (name)
+    cross join lateral (
+        (select visible_at as at from {schema}.queue
+        where name = w.name and visible_at <= clock_timestamp() order by id limit 1)
+        union all
+        (select due_at from {schema}.delayed
+        where name = w.name and due_at <= (select clock_timestamp() + make_interval(secs => %(ahead)s))
+        order by due_at limit 1)
+    ) as next
+    group by w.name
+)
+
+-- name: look_for_messages
+with {messages} select name, seconds from messages
+
 -- name: take
 -- The next visible messages; those that others are taking are passed over (P2). Each delivery has a token of its own,
 -- so that settling an expired delivery has no effect (P1).
-with next as materialized (
-    select id from {schema}.queue
-    where name = %(name)s and visible_at <= clock_timestamp()
-    order by id limit %(limit)s for update skip locked
+-- The first one in any case, and as many as begin within so many bytes (D8). Of each queue up to its limit.
+with visible as materialized (
+    select q.id, q.size from unnest(%(names)s::text[], %(limits)s::integer[]) as w (name, most) cross join lateral (
+        select id, octet_length(body) + octet_length(headers) as size from {schema}.queue
+        where name = w.name and visible_at <= clock_timestamp()
+        order by id limit w.most for update skip locked
+    ) as q
+), next as materialized (
+    select id from (select id, sum(size) over (order by id) - size as before from visible) as sized
+    where before < %(bytes)s
 )
 update {schema}.queue as q
 set deliveries = q.deliveries + 1, token = nextval('{schema}.queue_token'),
     visible_at = clock_timestamp() + make_interval(secs => %(visibility)s)
 from next where q.id = next.id
-returning q.id, q.token, q.deliveries, q.message_id, q.body, q.headers
+returning q.id, q.name, q.token, q.deliveries, q.message_id, q.body, q.headers
 
 -- name: extend
 update {schema}.queue set visible_at = clock_timestamp() + make_interval(secs => %(visibility)s)
@@ -31,4 +87,28 @@ update {schema}.queue set visible_at = clock_timestamp(), deliveries = greatest(
 where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
 
 -- name: waiting
-select count(*) from {schema}.queue where name = %(name)s
+-- How many can run, those in hand included, and how many are not due yet.
+select (select count(*) from {schema}.queue where name = any(%(names)s))
+       + (select count(*) from {schema}.delayed where name = any(%(names)s) and due_at <= (select clock_timestamp())),
+       (select count(*) from {schema}.delayed where name = any(%(names)s) and due_at > (select clock_timestamp()))
+
+-- name: begin_schedule
+-- L53. Its first slot is the next one. Once a day it is noted that somebody looks at it.
+insert into {schema}.schedule (app, name, rule, last) values (%(app)s, %(name)s, %(rule)s, clock_timestamp())
+on conflict (app, name, rule) do update set looked_at = clock_timestamp()
+where schedule.looked_at < clock_timestamp() - interval '1 day'
+
+-- name: read_schedules
+-- Those of which it was noted within a day that somebody looks at them; `begin_schedule` notes it of the others.
+select s.name, s.rule, s.last, clock_timestamp() from {schema}.schedule as s
+where s.app = %(app)s and (s.name, s.rule) in (select * from unnest(%(names)s::text[], %(rules)s::text[]))
+  and s.looked_at >= clock_timestamp() - interval '1 day'
+
+-- name: prune_schedules
+-- L53: at which nobody has looked for so long that its app or its rule is gone.
+delete from {schema}.schedule where looked_at < clock_timestamp() - interval '90 days'
+
+-- name: advance_schedule
+-- L53. Of several workers that have seen the same, one moves it on, and starts what is due in the same transaction.
+update {schema}.schedule set last = %(last)s
+where app = %(app)s and name = %(name)s and rule = %(rule)s and last = %(seen)s

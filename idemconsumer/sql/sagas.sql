@@ -15,61 +15,90 @@ exists (select from {schema}.worker as w
 exists (select from {schema}.step
     where key = s.key and finished_at is not null and state <> {UNDO_INTENT} and token = s.token)
 
+-- fragment: unserved
+-- L28. For `grace` no worker has lived that runs the handler and the version of `s`, or that does not say what it runs.
+not exists (
+    select from {schema}.worker as w
+    where w.until >= clock_timestamp() - make_interval(secs => %(grace)s)
+      and (w.runs is null or w.runs @> jsonb_build_array(
+          jsonb_build_object('app', %(app)s::text, 'handler', s.handler, 'version', s.version)))
+)
+
+-- fragment: gone
+-- L28. Saga `s` has waited for `grace`, and in that time nobody has run its version.
+s.due < clock_timestamp() - make_interval(secs => %(grace)s) and {unserved}
+
+-- fragment: served
+-- L28. This process runs saga `s` in its version ('*': in any), or holds it already; or its version is gone, and somebody
+-- has to say so.
+(s.version = '*' or s.worker = %(worker)s or exists (
+    select from unnest(%(handlers)s::text[], %(versions)s::text[]) as v (handler, version)
+    where v.handler = s.handler and v.version in ('*', coalesce(s.version, ''))
+) or {gone})
+
 -- fragment: leased_saga
 -- The columns of a LeasedSaga, from saga `s`.
 s.key, s.handler, s.token, s.state, s.attempt, s.version, s.rejection, s.source, s.position, s.message_id, s.body,
-    s.headers, (select name from {schema}.scope where id = s.scope_id), s.stale
+    s.headers, (select name from {schema}.scope where id = s.scope_id), s.stale, s.delivered, s.suspicion = 2, s.cancel,
+    extract(epoch from clock_timestamp() - s.started_at)::float8
 
--- name: register_worker
-insert into {schema}.worker (name, lease, until)
-values (%(name)s, make_interval(secs => %(lease)s), clock_timestamp() + make_interval(secs => %(lease)s))
-returning id
+-- fragment: of_app
+-- Saga `s` belongs to the app (L18), or was moved to it (L31).
+starts_with(coalesce(s.app || '/', (select name from {schema}.scope where id = s.scope_id)), %(scopes)s)
 
--- name: renew_worker
--- Zero rows: the lease was lost, and with it every saga (L5). The server's clock decides (R2).
-update {schema}.worker set until = clock_timestamp() + lease where id = %(worker)s and until > clock_timestamp()
-returning id
+-- fragment: ours
+-- And this process may run it (L28).
+{of_app} and {served}
 
--- name: forget_workers
-delete from {schema}.worker as w where w.id = %(worker)s
-    or (w.until < clock_timestamp() - interval '1 day' and not exists (select from {schema}.saga where worker = w.id))
+-- fragment: versions
+-- L60. The versions of the sagas that wait, each found by one step through the index; and those of them that this process
+-- may take, with when: sagas of a version that is gone, once they have waited for `grace`. As `served`, for what waits.
+versions (handler, name) as (
+    select v.handler, (
+        select coalesce(s.version, '') from {schema}.saga as s
+        where s.worker is null and s.parked is null and s.handler = v.handler
+        order by coalesce(s.version, '') limit 1)
+    from unnest(%(handlers)s::text[]) as v (handler)
+    union all
+    select v.handler, (
+        select coalesce(s.version, '') from {schema}.saga as s
+        where s.worker is null and s.parked is null and s.handler = v.handler and coalesce(s.version, '') > v.name
+        order by coalesce(s.version, '') limit 1)
+    from versions as v where v.name is not null
+), ready as materialized (
+    select s.handler, s.name, clock_timestamp() - s.grace as until, s.grace from (
+        select v.handler, v.name, nullif(v.name, '') as version, case
+            when v.name = '*' or exists (
+                select from unnest(%(handlers)s::text[], %(versions)s::text[]) as r (handler, version)
+                where r.handler = v.handler and r.version in ('*', v.name)
+            ) then interval '0' else make_interval(secs => %(grace)s) end as grace
+        from versions as v where v.name is not null
+    ) as s
+    where s.grace = interval '0' or {unserved}
+)
 
--- name: begin_sagas
--- For the keys that `claim` has just inserted.
-insert into {schema}.saga (key, scope_id, handler, state, token, worker, due, attempt, version, source, position,
-    message_id, body, headers, started_at)
-select key, (select id from {schema}.scope where name = w.scope), handler, {PROCESSING}, nextval('{schema}.saga_token'),
-    worker, clock_timestamp(), 1, version, source, position, message_id, body, headers, clock_timestamp()
-from unnest(%(key)s::bytea[], %(scope)s::text[], %(handler)s::text[], %(worker)s::bigint[], %(version)s::text[],
-    %(source)s::text[], %(position)s::text[], %(message_id)s::text[], %(body)s::bytea[], %(headers)s::bytea[])
-    as w (key, scope, handler, worker, version, source, position, message_id, body, headers)
-returning key, '', token
+-- fragment: owners
+-- The workers that hold sagas, each found by one step through the index.
+owner (worker) as (
+    (select s.worker from {schema}.saga as s where s.worker is not null order by s.worker limit 1)
+    union all
+    select (select s.worker from {schema}.saga as s where s.worker > o.worker order by s.worker limit 1)
+    from owner as o where o.worker is not null
+)
 
--- name: own_sagas
-select key, token from {schema}.saga where worker = %(worker)s and (%(key)s::bytea is null or key = %(key)s)
-
--- name: take_sagas
--- Takes sagas that are due and have no owner, or that are stale: their worker no longer holds them. Of our own sagas it
--- takes only `unheld`, and only under the fence token with which they were seen: one that has been taken again
--- meanwhile has a new token. That costs no attempt, since none was lost. SKIP LOCKED passes over sagas with an open
--- step, since the owner may still be alive (L2). Handlers of other apps may have the same name (L18).
-with candidate as materialized (
-    select s.key, s.worker, s.token, s.attempt, s.stale or coalesce(s.worker <> %(worker)s, false) as stale
-    from {schema}.saga as s
-    where s.handler = any(%(handlers)s) and s.parked is null
-      and starts_with((select name from {schema}.scope where id = s.scope_id), %(scopes)s)
-      and (%(key)s::bytea is null or s.key = %(key)s)
-      and case when s.worker is null then s.due <= clock_timestamp()
-               when s.worker = %(worker)s then (s.key, s.token) in (
-                   select * from unnest(%(unheld)s::bytea[], %(tokens)s::bigint[]))
-               else not {held} end
-    order by s.due limit %(limit)s for update of s skip locked
-), taken as (
+-- fragment: taken
+-- Gives each `candidate` a new owner and token. What is ours costs no attempt, since none was lost. A lost worker costs
+-- one only if the saga ran alone (L22: what the numbers of `suspicion` mean is in migrations/0010). The keys are given
+-- as an array too, so that they are looked up and the table is not scanned.
+taken as (
     update {schema}.saga as s
-    set worker = %(worker)s, stale = c.stale, token = greatest(s.token + 1, nextval('{schema}.saga_token')),
+    set worker = %(worker)s, signals = null, stale = s.stale or c.lost, token = greatest(s.token + 1, nextval('{schema}.saga_token')),
         attempt = case when {progressed} then 1
-                       else s.attempt + (c.worker is distinct from %(worker)s)::integer end
-    from candidate as c where s.key = c.key
+                       else s.attempt + (c.worker is null or c.lost and s.suspicion = 3)::integer end,
+        suspicion = case when {progressed} then c.lost::integer
+                         when c.lost then least(s.suspicion, 1) + 1
+                         else least(s.suspicion, 2) end
+    from candidate as c where s.key = c.key and s.key = any(array(select key from candidate))
     returning s.*
 ), noted as (
     insert into {schema}.history (key, at, what, owner, token, attempt)
@@ -81,6 +110,141 @@ with candidate as materialized (
 select {leased_saga}
 from taken as s
 
+-- name: register_worker
+-- `born` is the first id of this process, null the first time.
+insert into {schema}.worker (name, lease, until, runs, born, cancels)
+values (%(name)s, make_interval(secs => %(lease)s), clock_timestamp() + make_interval(secs => %(lease)s),
+    %(runs)s::jsonb, %(born)s, true)
+returning id
+
+-- name: renew_worker
+-- Zero rows: the lease was lost, and with it every saga (L5). The server's clock decides (R2).
+update {schema}.worker set until = clock_timestamp() + lease where id = %(worker)s and until > clock_timestamp()
+returning id
+
+-- name: forget_workers
+-- What this one ran is known for another day, so that a version that is away for a moment is not taken for gone (L28).
+with ended as (update {schema}.worker set until = clock_timestamp() where id = %(worker)s and until > clock_timestamp())
+delete from {schema}.worker as w
+where w.until < clock_timestamp() - interval '1 day' and not exists (select from {schema}.saga where worker = w.id)
+
+-- name: newer_worker
+-- L29. Whether a process that started later than this one runs the same version of a handler, or did so within `grace`.
+select 1 from {schema}.worker as w, {schema}.worker as me
+where me.id = %(worker)s and coalesce(w.born, w.id) > coalesce(me.born, me.id)
+  and w.until >= clock_timestamp() - make_interval(secs => %(grace)s)
+  and w.runs @> jsonb_build_array(
+      jsonb_build_object('app', %(app)s::text, 'handler', %(handler)s::text, 'version', %(version)s::text))
+limit 1
+
+-- name: begin_sagas
+-- For the keys that `claim` has just inserted.
+insert into {schema}.saga (key, scope_id, handler, state, token, worker, due, attempt, version, source, position,
+    message_id, body, headers, delivered, started_at)
+select key, (select id from {schema}.scope where name = w.scope), handler, {PROCESSING}, nextval('{schema}.saga_token'),
+    worker, clock_timestamp(), 1, version, source, position, message_id, body, headers, delivered, clock_timestamp()
+from unnest(%(key)s::bytea[], %(scope)s::text[], %(handler)s::text[], %(worker)s::bigint[], %(version)s::text[],
+    %(source)s::text[], %(position)s::text[], %(message_id)s::text[], %(body)s::bytea[], %(headers)s::bytea[],
+    %(delivered)s::bytea[])
+    as w (key, scope, handler, worker, version, source, position, message_id, body, headers, delivered)
+returning key, '', token
+
+-- name: own_sagas
+select key, token from {schema}.saga where worker = %(worker)s and (%(key)s::bytea is null or key = %(key)s)
+
+-- name: look_for_sagas
+-- One statement that writes nothing: when each handler's next saga may be taken, in seconds from now, negative if it
+-- could have been so long ago; and what is ours (handler null), with its request to cancel it (L50). What is not due
+-- within `ahead` is not read: of many that sleep, all may be of another app. A held saga may be taken when its worker's
+-- lease is over, so a worker that lives is only looked at again when it should have renewed. Owners are read by skipping
+-- through the index from one to the next (L32), and so are versions (L60). And what the queues of this process have (L61).
+with recursive {owners}, {versions}, {messages}
+select h.handler, extract(epoch from min(next.at) - clock_timestamp())::float8, null::bytea, null::bigint, null::boolean,
+    null::text
+from unnest(%(handlers)s::text[]) as h (handler)
+cross join lateral (
+    select first.due + v.grace as at from ready as v
+    cross join lateral (
+        select s.due from {schema}.saga as s
+        where s.worker is null and s.parked is null and s.handler = v.handler and coalesce(s.version, '') = v.name
+          and s.due <= (select clock_timestamp() + make_interval(secs => %(ahead)s)) and {of_app}
+        order by s.due limit 1
+    ) as first
+    where v.handler = h.handler
+    union all
+    select case when w.until <= clock_timestamp() + w.lease then w.until else clock_timestamp() end
+    from owner as o left join {schema}.worker as w on w.id = o.worker
+    cross join lateral (
+        select 1 from {schema}.saga as s where s.worker = o.worker and s.handler = h.handler and {ours} limit 1
+    ) as held
+    where o.worker <> %(worker)s
+) as next
+group by h.handler
+union all
+select null, null, key, token, cancel, null from {schema}.saga where worker = %(worker)s
+union all
+select null, seconds, null, null, null, name from messages
+
+-- name: take_sagas
+-- Takes up to `limit` sagas of each handler: of our own those that are `unheld`, and only under the fence token with
+-- which they were seen, since one that has been taken again meanwhile has a new token; then those that are stale, since
+-- their worker no longer holds them; then those that are due and have no owner. Each is read in the order of an index
+-- (L32). SKIP LOCKED passes over sagas with an open step, since the owner may still be alive (L2). Handlers of other apps
+-- may have the same name (L18).
+with recursive {owners}, {versions}, lost as materialized (
+    select o.worker from owner as o where o.worker <> %(worker)s
+      and not exists (select from {schema}.worker as w
+          where w.id = o.worker and w.until >= clock_timestamp() and w.until <= clock_timestamp() + w.lease)
+), own as materialized (
+    select one.* from unnest(%(unheld)s::bytea[], %(tokens)s::bigint[]) as u (key, token)
+    cross join lateral (
+        select s.key, s.handler, s.worker, s.token, s.attempt, false as lost from {schema}.saga as s
+        where s.key = u.key and s.token = u.token and s.worker = %(worker)s and s.handler = any(%(handlers)s) and {ours}
+        for update skip locked
+    ) as one limit %(limit)s
+), stale as materialized (
+    select one.* from unnest(%(handlers)s::text[]) as h (handler)
+    cross join lateral (
+        select each.* from lost as l
+        cross join lateral (
+            select s.key, s.handler, s.worker, s.token, s.attempt, true as lost from {schema}.saga as s
+            where s.worker = l.worker and s.handler = h.handler and {ours}
+            order by s.due limit %(limit)s for update skip locked
+        ) as each
+        limit %(limit)s - (select count(*) from own where own.handler = h.handler)
+    ) as one
+), due as materialized (
+    select one.* from unnest(%(handlers)s::text[]) as n (handler)
+    cross join lateral (
+        select each.key, each.handler, each.worker, each.token, each.attempt, false as lost from ready as h
+        cross join lateral (
+            select s.key, s.handler, s.worker, s.token, s.attempt, s.due from {schema}.saga as s
+            where s.worker is null and s.parked is null and s.handler = h.handler
+              and coalesce(s.version, '') = h.name and s.due <= h.until and {of_app}
+            order by s.due limit %(limit)s for update skip locked
+        ) as each
+        where h.handler = n.handler
+        order by each.due
+        limit %(limit)s - (select count(*) from own where own.handler = n.handler)
+            - (select count(*) from stale where stale.handler = n.handler)
+    ) as one
+), candidate as materialized (
+    select * from own union all select * from stale union all select * from due
+), {taken}
+
+-- name: take_saga
+-- Like `take_sagas`, for one saga by its key.
+with candidate as materialized (
+    select s.key, s.worker, s.token, s.attempt, coalesce(s.worker <> %(worker)s, false) as lost
+    from {schema}.saga as s
+    where s.key = %(key)s and s.handler = any(%(handlers)s) and s.parked is null and {ours}
+      and case when s.worker is null then s.due <= clock_timestamp()
+               when s.worker = %(worker)s then (s.key, s.token) in (
+                   select * from unnest(%(unheld)s::bytea[], %(tokens)s::bigint[]))
+               else not {held} end
+    for update of s skip locked
+), {taken}
+
 -- name: await_saga
 -- Waits for writes still in flight under one of our fence tokens.
 select 1 from {schema}.saga where key = %(key)s and worker = %(worker)s for update
@@ -91,7 +255,8 @@ select 1 from {schema}.saga where key = %(key)s and worker = %(worker)s for upda
 with taken as (
     update {schema}.saga as s
     set token = greatest(s.token + 1, nextval('{schema}.saga_token')),
-        attempt = case when {progressed} then 1 else s.attempt end
+        attempt = case when {progressed} then 1 else s.attempt end,
+        suspicion = case when {progressed} then 0 else s.suspicion end
     where s.key = %(key)s and s.worker = %(worker)s and s.token = coalesce(%(token)s::bigint, s.token)
     returning s.*
 ), noted as (
@@ -102,43 +267,106 @@ with taken as (
 select {leased_saga}
 from taken as s
 
+-- name: count_saga
+-- From now on, until its next finished step, the death of this worker is an attempt of the saga (L22).
+with counted as (
+    update {schema}.saga set suspicion = 3 where key = %(key)s and suspicion <> 3 returning key, worker, token, attempt
+)
+insert into {schema}.history (key, at, what, owner, token, attempt)
+select key, clock_timestamp(), 'alone', (select name from {schema}.worker where id = c.worker), token, attempt
+from counted as c
+
 -- name: steps
-select name, kind, state, has_undo, overlapped, position, attempt, output, content_type
-from {schema}.step where key = %(key)s order by position nulls last, started_at
+-- A call of unknown outcome has a fixed place if it was begun with one (L24). Outputs up to `window` bytes in all, and
+-- those no larger than a row; of the others, how large they are (L55). What waits has an end (L40).
+select name, case when until is null then kind when signal is null then 3 else 4 end, state, has_undo,
+    case when state = {INTENT} then not placed else overlapped end, position, attempt,
+    case when here then output end, content_type, case when here then 0 else size end
+from (
+    select *, size <= 64 or sum(size) over (order by position nulls last, started_at, name) <= %(window)s as here
+    from (select *, coalesce(octet_length(output), 0) as size from {schema}.step where key = %(key)s) as s
+) as s
+order by position nulls last, started_at, name
+
+-- name: outputs
+select name, output, content_type from {schema}.step where key = %(key)s and name = any(%(names)s::text[])
 
 -- name: begin_step
 -- See the function (migrations/0005). Like `begin_steps`, but it waits for the saga's row.
 select {schema}.begin_step(%(seal)s, %(lock_timeout)s, %(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s,
-    %(kind)s::smallint, %(state)s::smallint, %(has_undo)s)
+    %(kind)s::smallint, %(state)s::smallint, %(has_undo)s), {session}, pg_catalog.pg_backend_pid()
 
 -- name: finish_step
 -- See the function. Runs in the transaction that began the step, which holds the fence, and seals it too.
 select {schema}.finish_step(%(seal)s, %(key)s, %(name)s, %(state)s::smallint, %(overlapped)s, %(token)s, %(output)s,
     %(content_type)s)
 
+-- name: await_step
+-- See the function (migrations/0017).
+select * from {schema}.await_step(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s, %(seconds)s, %(signal)s,
+    %(overlapped)s, %(timed_out)s, %(timed_out_type)s)
+
+-- name: pause_saga
+-- See the function.
+select {schema}.pause_saga(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(names)s::text[], %(at_most)s)
+
+-- name: start_child
+-- Those of children are in migrations/0020.
+select * from {schema}.start_child(%(key)s, %(child)s, %(fingerprint)s, %(canonical)s)
+
+-- name: await_child
+select * from {schema}.await_child(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s, %(seconds)s, %(child)s,
+    %(overlapped)s, %(timed_out)s, %(timed_out_type)s, %(conflict)s, %(conflict_type)s)
+
+-- name: kinship
+-- L65. Whether a saga that has not ended has started this one, directly or through others; each saga has started itself.
+-- And whether this one has started it.
+with recursive above (key) as (
+    select %(key)s::bytea
+    union
+    select c.parent
+    from above
+    cross join lateral (select parent from {schema}.child where key = above.key and not ended offset 0) as c
+)
+select exists (select from above where key = %(child)s) and exists (select from {schema}.saga where key = %(child)s),
+    exists (select from {schema}.child where parent = %(key)s and key = %(child)s)
+
+-- name: stop_child
+select {schema}.stop_child(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(child)s, %(scope)s, %(body)s,
+    %(content_type)s)
+
+-- name: pause_undo
+select {schema}.pause_undo(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(child)s)
+
+-- name: send_signal
+-- See the function. In whatever transaction is open: from its COMMIT on the saga is due, if it waits for it (L42).
+select {schema}.send_signal(%(key)s, %(scope)s, %(name)s, %(body)s, %(content_type)s)
+
 -- name: begin_steps
 -- Each row is fenced separately, and writes nothing unless its saga's row matches (L2). That row is locked by key in
 -- LATERAL … OFFSET 0, an index lookup even if it was planned on empty tables (G5). It is passed over when a rival has
 -- locked it: a shared commit waits for no saga. A checkpoint comes before its function, so that a COMMIT inside the
 -- function fails at the guard (L3). A step that has ended is not begun again, even by its owner.
-insert into {schema}.step (key, name, kind, state, has_undo, token, started_at)
-select w.key, w.name, w.kind, w.state, w.has_undo, w.token, clock_timestamp()
+insert into {schema}.step (key, name, kind, state, has_undo, placed, token, started_at)
+select w.key, w.name, w.kind, w.state, w.has_undo, w.placed, w.token, clock_timestamp()
 from unnest(%(key)s::bytea[], %(token)s::bigint[], %(worker)s::bigint[], %(phase)s::smallint[], %(name)s::text[],
-    %(kind)s::smallint[], %(state)s::smallint[], %(has_undo)s::boolean[])
-    as w (key, token, worker, phase, name, kind, state, has_undo)
+    %(kind)s::smallint[], %(state)s::smallint[], %(has_undo)s::boolean[], %(placed)s::boolean[])
+    as w (key, token, worker, phase, name, kind, state, has_undo, placed)
 cross join lateral (
     select 1 from {schema}.saga where key = w.key and token = w.token and worker = w.worker and state = w.phase
     offset 0 for share skip locked
 ) as fence
 on conflict (key, name) do update
 set state = excluded.state, token = excluded.token, attempt = step.attempt + 1,
+    placed = case when excluded.state = {INTENT} then excluded.placed else step.placed end,
     undo_at = case when excluded.state = {UNDO_INTENT} then coalesce(step.undo_at, excluded.started_at) end
 where (step.state, excluded.state)
     in (({INTENT}, {INTENT}), ({DONE}, {UNDO_INTENT}), ({UNDO_INTENT}, {UNDO_INTENT}))
 returning key, name, attempt
 
 -- name: finish_steps
--- Fenced like `begin_steps`. Forward, only steps that have not ended; backward, only steps that are being undone.
+-- Fenced like `begin_steps`. Forward, only steps that have not ended; backward, only steps that are being undone. Whether
+-- a step has an undo is said by the code that finishes it, and not by the one that began it (L25).
 insert into {schema}.step (key, name, kind, state, has_undo, overlapped, position, token, output, content_type,
     started_at, finished_at)
 select w.key, w.name, w.kind, w.state, w.has_undo, w.overlapped, nextval('{schema}.saga_token'), w.token, w.output,
@@ -153,6 +381,7 @@ cross join lateral (
 ) as fence
 on conflict (key, name) do update
 set state = excluded.state, overlapped = step.overlapped or excluded.overlapped,
+    has_undo = excluded.has_undo or (step.has_undo and excluded.state = {UNDONE}),
     position = coalesce(step.position, excluded.position), token = excluded.token,
     output = coalesce(step.output, excluded.output), content_type = coalesce(step.content_type, excluded.content_type),
     finished_at = coalesce(step.finished_at, excluded.finished_at),
@@ -166,17 +395,23 @@ select 1 from {schema}.saga
 where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(phase)s for share
 
 -- name: fence_whole
--- Like `fence`, for writes that end the saga or change its phase: waits for all open steps.
-select 1 from {schema}.saga
+-- Like `fence`, for writes that end the saga or change its phase: waits for all open steps. A request to cancel it comes
+-- first (L50).
+select 1, cancel from {schema}.saga
 where key = %(key)s and token = %(token)s and worker = %(worker)s and state = %(phase)s for update
 
 -- name: open_intents
 -- A separate statement after the row lock: NOT EXISTS in the same one would miss an intent that was committing (L7).
 select count(*) from {schema}.step where key = %(key)s and state = {INTENT}
 
+-- name: add_undos
+-- L25. So that another worker undoes them too, or says that its handler cannot.
+update {schema}.step set has_undo = true where key = %(key)s and name = any(%(names)s::text[])
+
 -- name: set_undoing
 with undoing as (
-    update {schema}.saga set state = {UNDOING}, rejection = %(rejection)s, attempt = 1 where key = %(key)s
+    update {schema}.saga set state = {UNDOING}, rejection = %(rejection)s, attempt = 1, suspicion = 0, cancel = null
+    where key = %(key)s
     returning key, worker, token
 )
 insert into {schema}.history (key, at, what, owner, token, detail)
@@ -193,13 +428,15 @@ update {schema}.record set state = %(state)s, changed_at = clock_timestamp() whe
 select set_config('enable_seqscan', 'off', true)
 
 -- name: end_sagas
--- Fenced like `begin_steps`, but FOR UPDATE: a saga with an open step is passed over.
+-- Fenced like `begin_steps`, but FOR UPDATE: a saga with an open step is passed over. One that is to be cancelled does not
+-- complete (L50).
 with fenced as materialized (
     select w.key, w.final
     from unnest(%(key)s::bytea[], %(token)s::bigint[], %(worker)s::bigint[], %(phase)s::smallint[],
         %(final)s::smallint[]) as w (key, token, worker, phase, final)
     cross join lateral (
         select 1 from {schema}.saga where key = w.key and token = w.token and worker = w.worker and state = w.phase
+          and (cancel is null or w.final = {FAILED})
         offset 0 for update skip locked
     ) as fence
 ), ended as (
@@ -215,15 +452,22 @@ returning s.key, '', s.attempt
 delete from {schema}.saga where key = %(key)s
 
 -- name: release_saga
+-- A saga that has run, and ended in whatever way, killed nobody. One that did not run stays as it was. A run that finished
+-- a step and then failed was the first attempt since that step (L10): under a new token nobody counts from there again.
+-- A request to cancel it that this run did not know is not kept waiting (L50).
 with released as (
-    update {schema}.saga
-    set worker = null, due = clock_timestamp() + make_interval(secs => %(delay)s), error = coalesce(%(error)s, error),
-        attempt = attempt - %(back)s, stale = %(stale)s
+    update {schema}.saga as s
+    set worker = null, error = coalesce(%(error)s, error),
+        due = clock_timestamp() + make_interval(secs => case when s.cancel is null or %(heeded)s then %(delay)s else 0 end),
+        attempt = case when %(back)s = 0 and {progressed} then 1 else s.attempt - %(back)s end,
+        token = case when %(back)s = 0 and {progressed} then greatest(s.token + 1, nextval('{schema}.saga_token'))
+                     else s.token end,
+        stale = %(stale)s, suspicion = case when %(stale)s then least(suspicion, 2) else 0 end
     where key = %(key)s
-    returning key, token, attempt + %(back)s as attempt
+    returning key, attempt + %(back)s as attempt
 )
 insert into {schema}.history (key, at, what, owner, token, attempt, detail)
-select key, clock_timestamp(), 'released', (select name from {schema}.worker where id = %(worker)s), token, attempt,
+select key, clock_timestamp(), 'released', (select name from {schema}.worker where id = %(worker)s), %(token)s, attempt,
     %(error)s
 from released
 

@@ -13,7 +13,7 @@ from idemconsumer.errors import StoreUnavailable
 from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.values import Found, Mark, Record, State
 
-_COLUMNS: Final = 5
+_COLUMNS: Final = 6
 _ESCAPING: Final = pq.Escaping()
 
 
@@ -38,8 +38,10 @@ def records(rows: Iterable[Sequence[Any]], keys: Collection[bytes]) -> dict[byte
     """By key, from rows of `claim` or `read`, which were asked for these."""
     try:
         found = {
-            key: Record(State(state), fingerprint, None if body is None else StoredResult(body, content_type))
-            for key, state, fingerprint, body, content_type in rows
+            key: Record(
+                State(state), fingerprint, None if body is None else StoredResult(body, content_type), canonical
+            )
+            for key, state, fingerprint, body, content_type, canonical in rows
         }
     except ValueError as error:
         raise _unclear() from error
@@ -48,8 +50,22 @@ def records(rows: Iterable[Sequence[Any]], keys: Collection[bytes]) -> dict[byte
     return found
 
 
-def _missed(answer: PGresult, row: int) -> tuple[bytes, int | None, bytes | None, bytes | None, str | None]:
-    key, state, fingerprint, body, content_type = (answer.get_value(row, column) for column in range(_COLUMNS))
+def readers(answer: PGresult) -> tuple[set[bytes], set[bytes]]:
+    """The keys that are ours, and those whose reader is gone, from the result of `readers`."""
+    ours, gone = set[bytes](), set[bytes]()
+    for row in range(answer.ntuples):
+        key = _bytea(answer.get_value(row, 0) or b"")
+        if answer.get_value(row, 1) == b"t":
+            ours.add(key)
+        elif answer.get_value(row, 2) == b"t":
+            gone.add(key)
+    return ours, gone
+
+
+def _missed(answer: PGresult, row: int) -> tuple[Any, ...]:
+    key, state, fingerprint, body, content_type, canonical = (
+        answer.get_value(row, column) for column in range(_COLUMNS)
+    )
     if key is None:
         raise ValueError("no key")
     return (
@@ -58,6 +74,7 @@ def _missed(answer: PGresult, row: int) -> tuple[bytes, int | None, bytes | None
         None if fingerprint is None else _bytea(fingerprint),
         None if body is None else _bytea(body),
         None if content_type is None else content_type.decode(),
+        None if canonical is None else _bytea(canonical),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any, Final, LiteralString
 
 import psycopg
@@ -10,9 +11,11 @@ from psycopg import sql
 from idemconsumer.addresses import check_dsn, is_local
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.redaction import error_text
-from idemconsumer.sql.connecting import own_session
+from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import check_schema
 from idemconsumer.stores.migrations import files
+from idemconsumer.stores.session import OLDEST, SessionRules
+from idemconsumer.stores.standbys import refuse_unless_synchronous
 
 # All from the catalogs, which everybody may read: to_regclass fails without USAGE on the schema.
 _SERVER: Final = """
@@ -39,6 +42,7 @@ where g.tgenabled is null or g.tgenabled not in ('O', 'A')
 """
 _TABLES: Final = (
     "scope", "record", "result", "attempt", "dead_letter", "queue", "saga", "step", "worker", "history",
+    "kafka_position", "kafka_stop", "delayed", "signal", "schedule", "child",
 )  # fmt: skip
 # Each lacking right in words. What is not there yet is pending, not forbidden. Identity columns need no right.
 _LACKING: Final = """
@@ -75,23 +79,29 @@ _TRIGGERS: Final[dict[str, LiteralString]] = {
     "step": "CREATE CONSTRAINT TRIGGER sealed AFTER INSERT OR UPDATE ON {} DEFERRABLE INITIALLY DEFERRED "
     "FOR EACH ROW EXECUTE FUNCTION {}()",
 }
+_NEEDED: Final = "14 or newer is needed"
 _NAMED: Final = 4  # lacking rights that are named; the statements grant them all
 
 Connection = psycopg.AsyncConnection[Any]
 
 
-async def check_database(dsn: str, schema: str) -> int:
+async def check_database(
+    dsn: str, schema: str, *, longest_run: float = 30.0, lease: float | None = None, require_standby: bool = False
+) -> int:
     """Refuse a database that would break the promise (R7); returns how many locks are ours to take.
 
-    Raises StoreUnavailable, or ConfigurationError with what to do: no address, too old, a standby, synchronous_commit
+    It looks at a session that is made as those of a Pool with this `longest_run` and `lease`. Raises StoreUnavailable,
+    or ConfigurationError with what to do: no address, settings that do not hold, too old, a standby, synchronous_commit
     off, fsync or full_page_writes off, not in UTF-8, not migrated or not wholly, rights that are lacking, tables that
-    are not logged, the guard's trigger missing or disabled.
+    are not logged, the guard's trigger missing or disabled; with `require_standby` a COMMIT that waits for no
+    synchronous standby (R22).
     """
     check_dsn(dsn)
     check_schema(schema)
-    connection = await _connect(dsn)
     try:
-        async with connection:
+        async with await _reached(SessionRules(dsn, longest_run, lease).connect()) as connection:
+            if require_standby:
+                await refuse_unless_synchronous(connection)
             return await _check(connection, schema)
     except psycopg.Error as error:
         raise StoreUnavailable(f"the database does not answer: {error_text(error)}") from error
@@ -99,14 +109,16 @@ async def check_database(dsn: str, schema: str) -> int:
 
 async def is_exposed(dsn: str) -> bool:
     """Whether what goes to the database crosses a network without TLS. Raises StoreUnavailable."""
-    async with await _connect(dsn) as connection:
+    async with await _reached(connect_async(dsn, connect_timeout=5)) as connection:
         return not connection.pgconn.ssl_in_use and not is_local(connection.info.hostaddr or connection.info.host)
 
 
-async def _connect(dsn: str) -> Connection:
+async def _reached(connecting: Awaitable[Connection]) -> Connection:
     try:
-        return await psycopg.AsyncConnection.connect(**own_session(dsn), connect_timeout=5)
+        return await connecting
     except psycopg.Error as error:
+        if 'unrecognized configuration parameter "client_connection_check_interval"' in str(error):
+            raise ConfigurationError(f"database: this Postgres is too old; {_NEEDED}") from error
         raise StoreUnavailable(f"no connection to the database: {error_text(error)}") from error
 
 
@@ -115,8 +127,8 @@ async def _check(connection: Connection, schema: str) -> int:
     row = await (await connection.execute(_SERVER, {"schema": schema})).fetchone()
     assert row is not None
     synchronous_commit, standby, migrated, locks, role, encoding, *kept = row
-    if version < 140_000:
-        raise ConfigurationError(f"database: Postgres {version // 10_000} is too old; 14 or newer is needed")
+    if version < OLDEST:
+        raise ConfigurationError(f"database: Postgres {version // 10_000} is too old; {_NEEDED}")
     if standby:
         raise ConfigurationError("database: this is a standby, which takes no writes; give the primary's address")
     if synchronous_commit == "off":

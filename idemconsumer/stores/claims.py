@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import secrets
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import psycopg
+import structlog
 from psycopg import pq
+from psycopg.pq.abc import PGresult
 
 from idemconsumer.errors import (
     CommitUnknown,
@@ -24,6 +26,7 @@ from idemconsumer.errors import (
     HandlerFault,
     Reject,
     Retry,
+    ServerSilent,
     StoreUnavailable,
 )
 from idemconsumer.message.headers import encode_headers
@@ -31,16 +34,30 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.values import Found, State
+from idemconsumer.sql.answering import PATIENCE
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.answers import outcomes
-from idemconsumer.stores.connection import Connection
+from idemconsumer.stores.lending import Lending
 from idemconsumer.stores.literals import bytea_array, clean, written
-from idemconsumer.stores.pool import LOCK_TIMEOUT, Pool
-from idemconsumer.stores.sqlstates import NOT_DURABLE, broken_under_handler, translate
+from idemconsumer.stores.pool import Pool
+from idemconsumer.stores.session import LOCK_TIMEOUT, Session
+from idemconsumer.stores.sqlstates import (
+    NOT_DURABLE,
+    broken_under_handler,
+    may_be_changed,
+    not_durable,
+    raised_on,
+    translate,
+)
+from idemconsumer.stores.standbys import SETTINGS, WAITING
 from idemconsumer.stores.tx import PostgresTx
 from idemconsumer.user_code.cancellation import uninterrupted
 
+log = structlog.get_logger("idemconsumer")
+
 _GROUP_LOCK_TIMEOUT: Final = "50ms"  # G12: a group that waits for another lane's rows is better rerun smaller
+
+_GATE_TIMEOUT: Final = "30s"  # J22: long enough for the groups ahead, each of which is bounded
 
 
 @asynccontextmanager
@@ -51,39 +68,39 @@ async def transaction(pool: Pool, *, group: int, gate: str | None = None) -> Asy
         try:
             yield claims
         finally:
-            claims.end()
+            if not claims.committed:
+                await claims.abandon()
 
 
 class PostgresClaims:
     """See `ports.Claims`. Also what sagas and admin commands send, under the same guard."""
 
-    def __init__(self, pool: Pool, connection: Connection, group: int, gate: str | None) -> None:
+    def __init__(self, pool: Pool, connection: Session, group: int, gate: str | None) -> None:
         self._pool = pool
         self._queries = pool.queries
         self._connection = connection
         self._lock_timeout = _GROUP_LOCK_TIMEOUT if group > 1 else LOCK_TIMEOUT
+        self._group = group
         self._gate = gate
         self._seal = ""
-        self._tx: PostgresTx | None = None
+        self._lending = Lending(connection, self._kept)
+        self.committed = False
 
     # ------------------------------------------------------------------------------------------------------ the opening
     async def begin(self) -> None:
         """Open the transaction; `claim` does so by itself."""
         if not self._seal:
-            try:
-                await self._connection.simple(self._opening())
-            except psycopg.Error as error:
-                raise translate(self._connection, error, ours=True) from error
+            await self._opened(self._opening, -1)
 
     async def begin_step(self, params: dict[str, Any]) -> int | None:
         """Open the transaction, lock the saga's row and begin its step. None: fenced; 0: the step has ended already."""
-        self._seal = secrets.token_hex(8)
-        opening = {"seal": self._seal, "lock_timeout": self._lock_timeout}
-        try:
-            statements = [self._queries["begin"], self._written("begin_step", params | opening)]
-            begun = (await self._connection.simple(b"; ".join(statements)))[-1].get_value(0, 0)
-        except psycopg.Error as error:
-            raise translate(self._connection, error, ours=True) from error
+
+        def opening() -> bytes:
+            self._seal = secrets.token_hex(8)
+            given = params | {"seal": self._seal, "lock_timeout": self._lock_timeout}
+            return b"; ".join([*self._beginning(), self._written("begin_step", given)])
+
+        begun = (await self._opened(opening, -1))[-1].get_value(0, 0)
         return None if begun is None else int(begun)
 
     async def claim(self, claims: Sequence[Claim], *, state: State = State.COMPLETED) -> list[Found]:
@@ -93,23 +110,57 @@ class PostgresClaims:
             b"keys": bytea_array(keys),
             b"scopes": b"'{%s}'" % b",".join(b"%d" % scope for scope in scopes),
             b"fingerprints": bytea_array([claim.fingerprint for claim in claims]),
+            b"canonicals": bytea_array([claim.canonical for claim in claims]),
             b"state": b"%d" % state,
         }
+        if pending := [claim.key for claim in claims if claim.pending]:
+            statement = self._queries["resume"] % {b"keys": bytea_array(pending)} + b"; " + statement
+        # One round trip, as a pipeline would be. But psycopg ends a pipeline with a Flush after its Sync, which makes
+        # the server forget idle_in_transaction_session_timeout (J6, J11).
+        if not self._seal:
+            at = -3 if pending else -2
+            return outcomes((await self._opened(lambda: self._opening() + b"; " + statement, at))[-1], keys)
         try:
-            # One round trip, as a pipeline would be. But psycopg ends a pipeline with a Flush after its Sync, which
-            # makes the server forget idle_in_transaction_session_timeout (J6, J11).
-            answers = await self._connection.simple(statement if self._seal else self._opening() + b"; " + statement)
+            answers = await self._connection.simple(statement)
         except psycopg.Error as error:
             raise translate(self._connection, error, ours=True) from error
         return outcomes(answers[-1], keys)
 
+    async def _opened(self, opening: Callable[[], bytes], at: int) -> list[PGresult]:
+        """Open the transaction: the answers, of which that `at` tells about the session.
+
+        J25: in one that is not as it was, nothing is done; it is reset, and the transaction opened anew.
+        """
+        connection = self._connection
+        try:
+            answers = await connection.simple(opening())
+            if connection.opened(answers[at]):
+                return answers
+        except psycopg.Error as error:
+            if not may_be_changed(connection, error):
+                raise translate(connection, error, ours=True) from error
+        try:
+            await self._pool.reset(connection)
+            answers = await connection.simple(opening())
+        except psycopg.Error as error:
+            raise translate(connection, error, ours=True) from error
+        connection.opened(answers[at])
+        log.warning("a session was reset, which a function, trigger or view had changed for all messages")
+        return answers
+
     def _opening(self) -> bytes:
         self._seal = secrets.token_hex(8)
-        statements = [self._queries["begin"]]
+        statements = self._beginning()
         if self._gate is not None:
-            statements.append(self._written("gate", {"gate": zlib.crc32(self._gate.encode()) - 2**31}))
+            self._connection.patience = self._pool.longest_answer + PATIENCE  # R20: a group ahead may take its time
+            gate = {"gate": zlib.crc32(self._gate.encode()) - 2**31, "gate_timeout": _GATE_TIMEOUT}
+            statements.append(self._written("gate", gate))
         statements.append(self._written("open", {"seal": self._seal, "lock_timeout": self._lock_timeout}))
         return b"; ".join(statements)
+
+    def _beginning(self) -> list[bytes]:
+        begin = self._queries["begin"]
+        return [begin, self._queries["unchanged"]] if self._connection.pooled else [begin]
 
     def _written(self, name: str, params: dict[str, Any]) -> bytes:
         return written(self._queries[name], params, self._connection)
@@ -123,6 +174,12 @@ class PostgresClaims:
         except psycopg.Error as error:
             raise translate(self._connection, error, ours=True) from error
 
+    async def count_attempt(self, claim: Claim, error: str) -> int:
+        """As `JoinedStore.count_attempt`, of a key that is claimed here."""
+        (scope,) = await self._pool.scope_ids(self._connection, [claim])  # known: it was claimed
+        params = {"key": claim.key, "scope": scope, "error": clean(error)}
+        return int((await self.send("count_attempt", params))[0][0])
+
     async def write_letter(self, letter: DeadLetter, key: bytes | None) -> None:
         params = {
             "identity": letter.identity,
@@ -130,25 +187,77 @@ class PostgresClaims:
             "body": letter.body,
             "headers": encode_headers(letter.headers),
             "attempts": letter.attempts,
+            "delivered": letter.delivered,
+            "body_size": letter.body_size,
+            "body_sha256": letter.body_sha256,
+            "content": letter.content,
+            "again": letter.again,
         } | {n: clean(getattr(letter, n)) for n in ("handler", "scope", "source", "position", "reason", "error")}
         await self.begin()
         await self.send("dead_letter", params)
 
     def tx(self) -> PostgresTx:
         self.end()
-        self._tx = PostgresTx(self._connection)
-        return self._tx
+        # R20: from here to COMMIT a statement, or a deferred trigger, may take as long as a handler.
+        self._connection.patience = self._pool.longest_answer
+        tx = PostgresTx(self._lending)
+        self._lending.to(tx)
+        return tx
 
     def end(self) -> None:
         """The handler has returned: its Tx refuses to be used from now on."""
-        if self._tx is not None:
-            self._tx.end()
-            self._tx = None
+        self._lending.end()
 
-    def check(self) -> None:
+    async def abandon(self) -> None:
+        """Nothing is committed. What a handler may have left on the connection, or still does there, ends here."""
+        await self._lending.abandon()
+
+    @property
+    def lasting(self) -> bool:
+        return self._lending.lasting
+
+    async def restore(self) -> None:
+        lending, shared = self._lending, self._group > 1
+        if not (lending.changed or (lending.passing and shared)):
+            return
+        self.end()
+        connection = self._connection
+        now = shared or connection.pooled  # else once it is committed (`Pool.connection`)
+        mark = secrets.token_hex(8)
+        connection.patience = min(connection.patience, PATIENCE)  # R20: no longer the handler's
+        try:
+            if lending.changed:
+                await connection.simple(self._restoring("restore", mark) if now else self._queries["own_role"])
+            else:
+                await connection.simple(self._restoring("restore_local", mark))
+        except psycopg.Error as error:
+            raise translate(connection, error) from error
+        connection.patience = self._pool.longest_answer
+        if now:
+            self._seal = mark
+        if lending.changed:
+            if now:
+                connection.statements.dropped()
+            connection.changed = not now
+        lending.changed = lending.passing = False
+
+    def _restoring(self, name: str, mark: str) -> bytes:
+        return self._kept(name, mark) + self._connection.again
+
+    def _kept(self, name: str, mark: str = "") -> bytes:
+        """A statement that leaves the transaction marked, with `mark` or as it was, and its lock time-out in place."""
+        marks = {"seal": self._seal, "mark": mark or self._seal}
+        return self._written(name, marks | {"lock_timeout": self._lock_timeout})
+
+    def check(self, *, look: bool = False) -> None:
+        # After `restore`, which is the engine's, the end of the session would be nobody's.
+        if look or self._lending.changed or self._lending.passing:
+            self._connection.look()
         if self._connection.closed:
             raise StoreUnavailable("the connection broke while the handler ran")
         status = self._connection.info.transaction_status
+        if status == pq.TransactionStatus.ACTIVE:
+            self._lending.check()  # names the task
         if status == pq.TransactionStatus.INERROR:
             raise HandlerFault(
                 "the handler swallowed a database error, so its transaction can only roll back; "
@@ -156,16 +265,22 @@ class PostgresClaims:
             )
         if status != pq.TransactionStatus.INTRANS:
             raise GuardViolated("the handler ended the transaction it ran in, or left a statement running")
+        self._lending.check()
+
+    async def waits_for_lock(self) -> bool:
+        return await self._pool.waits_for_lock(self._connection)
 
     def diagnose(self, error: Exception) -> Exception:
+        if self._connection.silent:
+            return ServerSilent(f"the database did not answer a handler's statement ({type(error).__name__})")
         if self._connection.closed:
             return broken_under_handler(error)
-        if isinstance(error, psycopg.Error):
-            return translate(self._connection, error)
-        if isinstance(error.__cause__, psycopg.Error) and not isinstance(error, Reject | Retry):
-            wrapped = translate(self._connection, error.__cause__)  # as SQLAlchemy does
-            return wrapped if isinstance(wrapped, Contention | StoreUnavailable) else error
-        return error
+        wraps = not isinstance(error, psycopg.Error | Reject | Retry)  # as SQLAlchemy does
+        cause = error.__cause__ if wraps else error
+        if not isinstance(cause, psycopg.Error) or not raised_on(self._connection, cause):
+            return error
+        known = translate(self._connection, cause)
+        return known if cause is error or isinstance(known, Contention | StoreUnavailable) else error
 
     # ---------------------------------------------------------------------------------------------------------- the end
     async def complete(
@@ -177,9 +292,11 @@ class PostgresClaims:
         last: tuple[str, dict[str, Any]] | None = None,
     ) -> int:
         """See `ports.Claims`. `last` is one more statement, sent with the others, which seals."""
-        # J4: a connection that is given back busy would commit later.
         self.end()
-        return await uninterrupted(self._complete(results, forget, failed, last))
+        await self.restore()
+        # J4: a connection that is given back busy would commit later.
+        completion = self._complete(results, forget, failed, last)
+        return await uninterrupted(completion, hurry=self._connection.hurry)
 
     async def _complete(
         self,
@@ -204,24 +321,32 @@ class PostgresClaims:
             statements.append(self._written("store_results", columns))
         if forget:
             statements.append(self._written("forget_attempts", {"keys": list(forget)}))
-        seal = {"seal": self._seal}
-        statements.append(self._written("seal", seal) if last is None else self._written(last[0], last[1] | seal))
+        if self._pool.require_standby:
+            statements.append(self._queries["standby"])
+        seal = {"seal": self._seal, "session": connection.state}
+        name, more = last or ("seal_group" if self._group > 1 else "seal", {})
+        statements.append(self._written(name, more | seal))
+        connection.slow_commit = self._pool.slow_commits.add
         try:
             answers = await connection.simple(b"; ".join([*statements, b"COMMIT"]))
         except psycopg.Error as error:
             if connection.closed:
                 raise CommitUnknown(f"the answer to COMMIT was lost: {error_text(error)}") from error
-            if error.sqlstate == NOT_DURABLE and not await _durable(connection):
-                raise ConfigurationError(f"database: {error.diag.message_primary}; set it to on") from error
+            if error.sqlstate == NOT_DURABLE and not await self._durable():
+                raise ConfigurationError(not_durable(error)) from error
             raise translate(connection, error) from error
+        finally:
+            connection.slow_commit = None
         # Postgres answers COMMIT of a failed transaction with ROLLBACK, and no error (J9).
         if (tag := answers[-1].command_status) != b"COMMIT":
             raise GuardViolated(f"COMMIT was answered by {tag!r}: the transaction had failed before")
+        self.committed = True
         return 0 if failed is None else int(answers[0].get_value(0, 0) or 0)
 
-
-async def _durable(connection: Connection) -> bool:
-    """Whether synchronous_commit is on outside of the transaction that was refused: then its handler had set it off."""
-    await connection.rollback()
-    row = await (await OwnCursor(connection).execute("select current_setting('synchronous_commit')")).fetchone()
-    return row is not None and row[0] != "off"
+    async def _durable(self) -> bool:
+        """Whether a commit lasts outside of the transaction that was refused: then it was its handler's doing."""
+        await self._connection.rollback()
+        row = await (await OwnCursor(self._connection).execute(SETTINGS)).fetchone()
+        if row is None:
+            return False
+        return row[1] in WAITING and bool(row[0]) if self._pool.require_standby else row[1] != "off"

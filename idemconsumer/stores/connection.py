@@ -4,51 +4,101 @@ psycopg registers the socket with the event loop for each wait, with a timer bes
 waits once for each statement of its handlers, and that was a fifth of all client CPU. Here the socket stays registered
 from the first wait until `unwatch`, and what has arrived is read in the loop's callback; the caller wakes up once the
 answer is whole. Whatever is not a plain wait for an answer goes psycopg's own way.
+
+The deadline of an answer (R20) costs a message nothing: one timer a connection looks once a second how long the same
+answer has been waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import select
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import psycopg
 from psycopg import generators
-from psycopg.errors import error_from_result
-from psycopg.pq import ConnStatus, ExecStatus
+from psycopg.errors import CrashShutdown, error_from_result
+from psycopg.pq import ConnStatus, ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
+from idemconsumer.sql.answering import INTERVAL, AnsweringConnection, Exchange, cut, silence
 from idemconsumer.stores.prepared import PreparedStatements
+from idemconsumer.user_code.cancellation import from_cancellation
 
 RV = TypeVar("RV")
-Answer = Generator[Wait, Ready | int, RV]  # psycopg's steps of one exchange with the server
 
-_INTERVAL = 0.1  # psycopg's own default
-_LOOK_OUT = 1.0  # seconds between two looks for an error of the socket that the loop does not report
+_LOOK_OUT = 1.0  # seconds between two looks for an answer that is late, and for an error that the loop does not report
+_CANCEL_SECONDS = 5.0  # for the server to end a statement that was cancelled; psycopg's own bound for asking it to
+_SLOW_COMMIT = 5.0  # seconds after which it is asked what a COMMIT waits for (R23)
 _READING = int(Wait.R)  # its compiled generators yield plain numbers
 
 
-class Connection(psycopg.AsyncConnection[Any]):
+class Connection(AnsweringConnection[Any]):
     """`unwatch` must be called before the connection is given back or closed: a socket that is closed while it is
     registered would shadow the next one with its number."""
 
+    made = 0.0  # time.monotonic()
+    barred = False  # nothing more is sent
+    _crashed_beside = False  # the server said that it ends this session because another one has crashed
+    changed = False  # a handler may have changed the session: it is reset before anybody else has it (J21)
     _watched: int | None = None
     _lookout: asyncio.TimerHandle | None = None
-    _answer: Answer[Any] | None = None
+    _answer: Exchange[Any] | None = None
     _waiter: asyncio.Future[Any] | None = None
+    _seen: asyncio.Future[Any] | None = None  # what was waited for at the last look
+    _since = 0.0  # the loop's time of the look that saw it first
+    slow_commit: Callable[[Connection], None] | None = None  # set during COMMIT: told when it takes long
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.statements = PreparedStatements(self)
+        self.add_notice_handler(self._noticed)
+
+    def _noticed(self, notice: psycopg.errors.Diagnostic) -> None:
+        if notice.sqlstate == CrashShutdown.sqlstate:
+            self._crashed_beside = True
 
     async def simple(self, statements: bytes) -> list[PGresult]:
         """Several statements as one simple query, and their results. psycopg's cursors take twice as long for that."""
-        async with self.lock:
+        await self._turn()
+        try:
             return await self.wait(self._simple(statements))
+        finally:
+            self.lock.release()
 
-    def _simple(self, statements: bytes) -> Answer[list[PGresult]]:
+    async def rollback(self) -> None:
+        """See `psycopg.AsyncConnection.rollback`."""
+        await self._turn()
+        try:
+            await self.wait(self._rolled_back())
+        finally:
+            self.lock.release()
+
+    def _rolled_back(self) -> Exchange[None]:
+        """As psycopg's, which sends DEALLOCATE ALL in an exchange of its own (J12)."""
+        own = self._pipeline is None and not self._num_transactions and self._tpc is None
+        if not own or self.pgconn.transaction_status == TransactionStatus.IDLE or not self.statements.forget():
+            yield from self._rollback_gen()
+        else:
+            yield from self._simple(b"ROLLBACK; DEALLOCATE ALL")
+
+    async def _turn(self) -> None:
+        """Take the lock. Who has it may be waiting for nothing, as a `stream()` that was left open does (R20)."""
+        if not self.lock.locked():
+            await self.lock.acquire()
+            return
+        try:
+            async with asyncio.timeout(self.patience):
+                await self.lock.acquire()
+        except TimeoutError as error:
+            self.cut()
+            await self.close()
+            raise psycopg.OperationalError(f"in use for {self.patience:g} s by something else, closed") from error
+
+    def _simple(self, statements: bytes) -> Exchange[list[PGresult]]:
         self.pgconn.send_query(statements)
         results: list[PGresult] = yield from generators.execute(self.pgconn)
         for result in results:
@@ -56,15 +106,17 @@ class Connection(psycopg.AsyncConnection[Any]):
                 raise error_from_result(result, encoding=self.info.encoding)
         return results
 
-    async def wait(self, gen: Answer[RV], interval: float = _INTERVAL, timeout: float | None = None) -> RV:
+    async def wait(self, gen: Exchange[RV], interval: float = INTERVAL, timeout: float | None = None) -> RV:
         """See `psycopg.AsyncConnection.wait`."""
+        if self.barred:
+            raise psycopg.OperationalError("the connection is about to be closed")
         if timeout is not None:
             self.unwatch()
             return await super().wait(gen, interval, timeout)
         try:
             state = next(gen)
         except StopIteration as end:
-            return await super().wait(_returned(end.value), interval)
+            return await psycopg.AsyncConnection.wait(self, _returned(end.value), interval)
         except BaseException:
             self.unwatch()
             raise
@@ -74,14 +126,41 @@ class Connection(psycopg.AsyncConnection[Any]):
             except asyncio.CancelledError:
                 # psycopg cancels the statement on the server, waits for its end and raises this again.
                 self.unwatch()
-                return await super().wait(_Cancelled(gen), interval)
+                ending = psycopg.AsyncConnection.wait(self, _Cancelled(gen), interval)
+                return await self._cancelled(self.ended_within(_CANCEL_SECONDS, ending))
+            except psycopg.OperationalError as error:
+                if self._crashed_beside:  # B13: a warning said so, and psycopg raises only what came after it
+                    raise CrashShutdown("another session of the server crashed, and ended this one") from error
+                if not self.silent:
+                    raise
+                self.pgconn.finish()
+                raise silence(self.patience) from error
             if ended:
                 return value  # type: ignore[no-any-return]
             state = value
         self.unwatch()
-        return await super().wait(_resumed(gen, state), interval)
+        return await self._cancelled(super().wait(_resumed(gen, state), interval))
 
-    def _read(self, answer: Answer[Any]) -> asyncio.Future[Any]:
+    async def _cancelled(self, exchange: Awaitable[RV]) -> RV:
+        """An exchange that is cancelled, or may be. If its connection ends then, nothing was answered to it or to its
+        cancellation: the server was silent, whoever ended it (R20). So does a server whose own answer was lost."""
+        try:
+            return await exchange
+        except (asyncio.CancelledError, psycopg.OperationalError) as error:
+            if self.closed and from_cancellation(error):
+                self.silent = True
+            raise
+
+    def hurry(self) -> None:
+        """Somebody wants to leave: the answer that is under way has only a few seconds left (J24)."""
+        self.patience = min(self.patience, _CANCEL_SECONDS)
+
+    def still_at_work(self) -> None:
+        """The server says why it has not answered: its time begins anew, unless somebody wants to leave."""
+        if self.patience > _CANCEL_SECONDS:
+            self._since = asyncio.get_running_loop().time()
+
+    def _read(self, answer: Exchange[Any]) -> asyncio.Future[Any]:
         """Done when the answer is whole: (True, what it returned), or (False, what else it has to wait for)."""
         self._watch()
         self._answer, self._waiter = answer, asyncio.get_running_loop().create_future()
@@ -92,18 +171,30 @@ class Connection(psycopg.AsyncConnection[Any]):
             loop = asyncio.get_running_loop()
             self._watched = self.pgconn.socket
             loop.add_reader(self._watched, self._readable)
-            if not isinstance(loop, asyncio.BaseEventLoop):
-                self._lookout = loop.call_later(_LOOK_OUT, self._look_out)
+            self._lookout = loop.call_later(_LOOK_OUT, self._look_out)
 
     def _look_out(self) -> None:
-        """For uvloop: after an error of a socket libuv stops polling it for good, and calls no reader (uv__poll_io)."""
+        """How long has the same answer been waited for? Loops read sockets before they call timers, so that one which
+        stood still does not take that for silence.
+
+        And for uvloop: after an error of a socket libuv stops polling it for good, and calls no reader (uv__poll_io).
+        """
         if self._watched is None:
             return
-        self._lookout = asyncio.get_running_loop().call_later(_LOOK_OUT, self._look_out)
-        socket = select.poll()
-        socket.register(self._watched, 0)  # errors and the end are reported without being asked for
-        if socket.poll(0):
+        loop = asyncio.get_running_loop()
+        self._lookout = loop.call_later(_LOOK_OUT, self._look_out)
+        poll = select.poll()
+        poll.register(self._watched, 0)  # errors and the end are reported without being asked for
+        if poll.poll(0):
             self._readable()
+        elif self._waiter is not self._seen:
+            self._seen, self._since = self._waiter, loop.time()
+        elif self._waiter is not None and loop.time() - self._since >= self.patience:
+            self.silent = True
+            cut(self._watched)
+            self._readable()
+        elif self.slow_commit is not None and loop.time() - self._since >= _SLOW_COMMIT:
+            self.slow_commit(self)
 
     def _readable(self) -> None:
         waiter, answer = self._waiter, self._answer
@@ -123,6 +214,12 @@ class Connection(psycopg.AsyncConnection[Any]):
             if self.pgconn.status != ConnStatus.OK:  # libpq may have closed the socket already
                 self.unwatch()
 
+    def look(self) -> None:
+        """Read what has arrived, though no statement waits for an answer: it may be the end of the session."""
+        with suppress(psycopg.OperationalError):
+            for _ in range(2):  # its last words, and the end
+                self.pgconn.consume_input()
+
     def unwatch(self) -> None:
         """Take the socket out of the event loop; the next wait puts it back."""
         if self._watched is not None:
@@ -132,19 +229,26 @@ class Connection(psycopg.AsyncConnection[Any]):
             self._lookout.cancel()
             self._lookout = None
 
+    def cut(self) -> None:
+        """Shut the socket down: nothing more reaches the server, and whoever waits for it reads the end."""
+        if not self.closed:
+            cut(self.pgconn.socket)
+
     async def close(self) -> None:
-        """See `psycopg.AsyncConnection.close`."""
+        """See `psycopg.AsyncConnection.close`. Whoever waits for an answer is told."""
         self.unwatch()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(psycopg.OperationalError("the connection is closed"))
         await super().close()
 
 
-def _returned(value: RV) -> Answer[RV]:
+def _returned(value: RV) -> Exchange[RV]:
     """Ended without a wait. psycopg then sees to it that the loop is not starved, as by a long COPY."""
     return value
     yield
 
 
-def _resumed(answer: Answer[RV], state: Wait) -> Answer[RV]:
+def _resumed(answer: Exchange[RV], state: Wait) -> Exchange[RV]:
     while True:
         try:
             ready = yield state
@@ -156,7 +260,7 @@ def _resumed(answer: Answer[RV], state: Wait) -> Answer[RV]:
 class _Cancelled(Generator[Wait, Ready | int, Any]):
     """Raises the cancellation at its first step, as if it had come there, and then goes on."""
 
-    def __init__(self, answer: Answer[Any]) -> None:
+    def __init__(self, answer: Exchange[Any]) -> None:
         self._answer = answer
         self._raised = False
 

@@ -10,48 +10,85 @@ or not (L5).
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any, Final
 
 import psycopg
 import structlog
 
-from idemconsumer.errors import StoreUnavailable
+from idemconsumer.errors import Fenced, StoreUnavailable
+from idemconsumer.ports.leases import Runs
 from idemconsumer.redaction import error_text
-from idemconsumer.sql.connecting import own_session
+from idemconsumer.rules.lease import MARGIN, may_begin
+from idemconsumer.sql.answering import BlockingConnection
+from idemconsumer.sql.connecting import connect
 from idemconsumer.sql.queries import load
+from idemconsumer.user_code.place import place
 
 log = structlog.get_logger("idemconsumer")
 
-_MARGIN: Final = 0.2  # of the lease: cancelled sagas must have ended before other workers may take them
+_Connection = BlockingConnection[Any]
+_STATEMENTS: Final = 60.0  # seconds that a step's statements may take beside its function, and what follows it (R20)
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class Heartbeat:
-    """`worker` is the id of the lease. Renewal stops while the loop has not ticked for `patience` seconds."""
+    """`worker` is the id of the lease. Renewal stops while the loop has not ticked for `patience` seconds, or while the
+    sagas that run have not got on for twice that and a minute.
 
-    def __init__(self, dsn: str, schema: str, *, lease: float, patience: float) -> None:
+    `stuck` is called, in the thread, with the place where the loop is, once it has stood still for so long that the
+    lease is over too: nothing else can end this worker.
+    """
+
+    def __init__(
+        self,
+        dsn: str,
+        schema: str,
+        *,
+        lease: float,
+        patience: float,
+        runs: Sequence[Runs] = (),
+        stuck: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`runs`: the handlers of sagas that this process runs, for others to read (L28)."""
         self.worker = 0
+        self._born: int | None = None
+        self._runs = json.dumps([{"app": each.app, "handler": each.handler, "version": each.version} for each in runs])
         self._dsn = dsn
         self._queries = load(schema)
         self._lease = lease
         self._patience = patience
+        self._stuck = stuck
+        self._standing: Callable[[], float] = lambda: 0.0
+        self._longer: Callable[[], float] = lambda: 0.0
+        self._loops_thread = threading.get_ident()
         self._lost: Callable[[], None] = lambda: None
         self._stopping = threading.Event()
+        self._wanted = threading.Event()  # a renewal, now
+        self._renewed = asyncio.Event()
         self._ticked = _now()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._beat, name="idemconsumer-heartbeat", daemon=True)
         self._good = _now()
 
-    async def start(self, lost: Callable[[], None]) -> None:
-        """Register and start to renew; `lost` is called in the loop when the lease is lost. Raises StoreUnavailable."""
-        self._lost = lost
+    async def start(
+        self,
+        lost: Callable[[], None],
+        standing: Callable[[], float] = lambda: 0.0,
+        longer: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Register and start to renew; `lost` is called in the loop when the lease is lost. `standing` says for how
+        many seconds the sagas that run have not got on, and `longer` what `patience` has to be for them now, if it is
+        more than that (L45). Raises StoreUnavailable."""
+        self._lost, self._standing, self._longer = lost, standing, longer
+        self._loops_thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
         try:
             await asyncio.to_thread(self._register)
@@ -63,6 +100,7 @@ class Heartbeat:
     async def stop(self) -> None:
         """End the lease at once, with whatever is still held."""
         self._stopping.set()
+        self._wanted.set()
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.to_thread(self._thread.join, 5.0)
@@ -77,16 +115,35 @@ class Heartbeat:
                 self._lost()
             await asyncio.sleep(self._lease / 20)
 
+    async def good(self, timeout: float) -> None:
+        """Return when a step that may run for `timeout` seconds may begin, after a renewal if it takes one (L59). When
+        the lease is lost meanwhile, the caller is cancelled; raises Fenced if another lease is there before that."""
+        asked, worker = _now(), self.worker
+        while not may_begin(timeout, left=self._left(), lease=self._lease, renewed=self._good >= asked):
+            self._renewed.clear()
+            self._wanted.set()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._lease / 20):
+                    await self._renewed.wait()
+            if self.worker != worker:
+                raise Fenced("the lease of this worker was lost")
+
     def _left(self) -> float:
         """Seconds until the sagas have to be cancelled."""
-        return self._good + self._lease * (1 - _MARGIN) - _now()
+        return self._good + self._lease * (1 - MARGIN) - _now()
 
     # ------------------------------------------------------------------------------------------------------ the thread
     def _beat(self) -> None:
-        connection: psycopg.Connection[Any] | None = None
-        while not self._stopping.wait(max(0.0, min(self._lease / 3, self._left()))):
-            if _now() - self._ticked > self._patience:
-                log.warning("event loop blocked, lease not renewed", seconds=round(_now() - self._ticked, 1))
+        connection: _Connection | None = None
+        while not self._stops_within(max(0.0, min(self._lease / 3, self._left()))):
+            still = _now() - self._ticked
+            patience = max(self._patience, self._longer())
+            if still > patience:
+                log.warning("event loop blocked, lease not renewed", seconds=round(still, 1))
+                if self._left() <= 0:
+                    self._stuck(place(self._loops_thread))
+            elif self._standing() > 2 * patience + _STATEMENTS:
+                log.warning("no saga gets on, lease not renewed", seconds=round(self._standing(), 1))
             else:
                 try:
                     connection = connection or self._connect()
@@ -101,40 +158,49 @@ class Heartbeat:
                 self._lose()
         with suppress(psycopg.Error):
             connection = connection or self._connect()
-            connection.execute(self._queries["forget_workers"], {"worker": self.worker})
+            _write(connection, self._queries["forget_workers"], {"worker": self.worker})
         _close(connection)
 
-    def _connect(self) -> psycopg.Connection[Any]:
+    def _stops_within(self, seconds: float) -> bool:
+        """Whether it is to stop; after that time, or as soon as a step wants a renewal."""
+        self._wanted.wait(seconds)
+        self._wanted.clear()
+        return self._stopping.is_set()
+
+    def _connect(self) -> _Connection:
         # A statement must time out early enough to notice that the lease is over.
         milliseconds = max(200, int(self._lease * 1000 / 3))
-        return psycopg.connect(
-            **own_session(self._dsn, {"statement_timeout": str(milliseconds)}),
+        connection = connect(
+            self._dsn,
+            {"statement_timeout": str(milliseconds)},
             connect_timeout=max(2, int(self._lease / 3)),
             tcp_user_timeout=milliseconds,
             application_name="idemconsumer-heartbeat",
         )
+        connection.patience = milliseconds / 1000
+        return connection
 
     def _register(self) -> None:
         before = _now()
         with self._connect() as connection:
             name = f"{socket.gethostname()}:{os.getpid()}"
-            cursor = connection.execute(self._queries["register_worker"], {"name": name, "lease": self._lease})
-            row = cursor.fetchone()
+            params = {"name": name, "lease": self._lease, "runs": self._runs, "born": self._born}
+            row = _write(connection, self._queries["register_worker"], params)
         assert row is not None
         self.worker, self._good = int(row[0]), before
+        self._born = self._born or self.worker
 
-    def _renew(self, connection: psycopg.Connection[Any]) -> None:
+    def _renew(self, connection: _Connection) -> None:
         before = _now()
-        if connection.execute(self._queries["renew_worker"], {"worker": self.worker}).fetchone() is None:
+        if _write(connection, self._queries["renew_worker"], {"worker": self.worker}) is None:
             self._good = before - 2 * self._lease  # the database says that the lease is over
         else:
             self._good = before
+            self._in_loop(self._renewed.set)
 
     def _lose(self) -> None:
         log.error("lease lost, sagas cancelled", worker=self.worker)
-        assert self._loop is not None
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._lost)
+        self._in_loop(self._lost)
         while not self._stopping.is_set():
             try:
                 self._register()
@@ -144,12 +210,25 @@ class Heartbeat:
                 log.info("lease registered again", worker=self.worker)
                 return
 
+    def _in_loop(self, call: Callable[[], None]) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(call)
+
+
+def _write(connection: psycopg.Connection[Any], query: bytes, params: dict[str, Any]) -> tuple[Any, ...] | None:
+    # One exchange where that will do; behind a pooler the role may make a session read-only outside of this (R18).
+    writable = connection.info.parameter_status("default_transaction_read_only") == "off"
+    with nullcontext() if writable else connection.transaction():
+        cursor = connection.execute(query, params)
+        return cursor.fetchone() if cursor.description else None
+
 
 def _now() -> float:
     return time.clock_gettime(_CLOCK)
 
 
-def _close(connection: psycopg.Connection[Any] | None) -> None:
+def _close(connection: _Connection | None) -> None:
     if connection is not None:
         with suppress(psycopg.Error):
             connection.close()

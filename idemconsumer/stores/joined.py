@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
+from datetime import datetime
 
-from idemconsumer.errors import Contention
-from idemconsumer.message.headers import encode_headers, with_origin
+from idemconsumer.errors import Contention, Fenced
+from idemconsumer.message.delivered import storable_text
+from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import Message, StoredResult
-from idemconsumer.ports.store import Claim, DeadLetter
+from idemconsumer.message.origin import Pending, with_origin
+from idemconsumer.ports.store import Claim, DeadLetter, NextAttempt
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.answers import records
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool
+from idemconsumer.stores.readings import PostgresReading, begin_reading, take_over_reading
 
 
 class PostgresStore:
@@ -26,14 +30,32 @@ class PostgresStore:
 
     @classmethod
     async def open(
-        cls, dsn: str, schema: str, *, connections: int, longest_run: float, lease: float | None = None
+        cls,
+        dsn: str,
+        schema: str,
+        *,
+        connections: int,
+        longest_run: float,
+        lease: float | None = None,
+        require_standby: bool = False,
+        parties: Iterable[str] = (),
     ) -> PostgresStore:
         """Check and open; see `Pool` for the parameters.
 
         Raises ConfigurationError (see `check_database`) or StoreUnavailable.
         """
-        most_locks = await check_database(dsn, schema)
-        pool = Pool(dsn, schema, connections=connections, longest_run=longest_run, lease=lease)
+        most_locks = await check_database(
+            dsn, schema, longest_run=longest_run, lease=lease, require_standby=require_standby
+        )
+        pool = Pool(
+            dsn,
+            schema,
+            connections=connections,
+            longest_run=longest_run,
+            lease=lease,
+            require_standby=require_standby,
+            parties=parties,
+        )
         await pool.open()
         return cls(pool, most_locks)
 
@@ -42,6 +64,9 @@ class PostgresStore:
 
     def transaction(self, *, group: int, gate: str | None = None) -> AbstractAsyncContextManager[PostgresClaims]:
         return transaction(self.pool, group=group, gate=gate)
+
+    async def server_started(self) -> datetime:
+        return await self.pool.server_started()
 
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
         found = records(await self.pool.alone("read", {"keys": list(keys)}), keys)
@@ -67,26 +92,73 @@ class PostgresStore:
     async def uncount_attempt(self, claim: Claim) -> None:
         await self.pool.alone("uncount_attempt", {"key": claim.key})
 
+    async def forget_attempts(self, keys: Sequence[bytes]) -> None:
+        await self.pool.alone("forget_attempts", {"keys": list(keys)}, prepare=False)  # as for unmark_attempts
+
     async def note_error(self, claim: Claim, error: str) -> int:
         rows = await self.pool.alone("note_error", {"key": claim.key, "error": clean(error)})
         return int(rows[0][0]) if rows else await self.count_attempt(claim, error)
+
+    # --------------------------------------------------------------------------------------------------------- readings
+    def reading(self, claims: Sequence[Claim], reader: int) -> AbstractAsyncContextManager[PostgresReading]:
+        return begin_reading(self.pool, claims, reader)
+
+    def reading_alone(self, claim: Claim, reader: int) -> AbstractAsyncContextManager[PostgresReading]:
+        return take_over_reading(self.pool, claim, reader)
+
+    async def end_reading(self, claims: Sequence[Claim], reader: int) -> None:
+        params = {"keys": [claim.key for claim in claims], "reader": reader}
+        await self.pool.alone("end_reading", params, prepare=False)  # as for unmark_attempts
 
     # ---------------------------------------------------------------------------------------------- ends and hand-overs
     async def take_over(self, queue: str, message: Message) -> None:
         headers = encode_headers(with_origin(message).headers).decode()
         await self.pool.alone("enqueue", {"name": queue, "body": message.body, "key": None, "headers": headers})
 
+    async def put_off(self, claim: Claim, later: NextAttempt) -> Record | int:
+        async with self.transaction(group=1) as claims:
+            (found,) = await claims.claim([claim], state=State.PENDING)
+            if found is Mark.BUSY:
+                raise Contention("a rival holds the key")
+            if isinstance(found, Record):
+                return found
+            attempts = later.attempts
+            if later.error is not None:
+                attempts = await claims.count_attempt(claim, later.error)
+            if attempts >= later.max_attempts:
+                return attempts
+            pending = Pending(claim.key, claim.scope, attempts, later.own_id and storable_text(later.own_id))
+            number, token = later.row or (None, None)
+            stored = {
+                "name": later.queue,
+                "message_id": None,
+                "body": later.message.body,
+                "headers": encode_headers(with_origin(later.message, pending).headers),
+                "after": later.after,
+                "id": number,
+                "token": token,
+            }
+            if not await claims.send("put_off", stored):
+                raise Fenced("another worker has the message")
+            await claims.complete((), ())
+            return attempts
+
     async def reject(self, claim: Claim, rejection: StoredResult) -> Record | None:
         return await self._finalise(claim, State.FAILED, rejection, None)
 
-    async def bury(self, letter: DeadLetter, claim: Claim | None) -> Record | None:
-        return await self._finalise(claim, State.DEAD, None, letter)
+    async def bury(self, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | None:
+        return await self._finalise(claim, State.DEAD, None, letter, forget)
 
     async def count_dead(self, key: bytes) -> None:
         await self.pool.alone("count_dead", {"key": key})
 
     async def _finalise(
-        self, claim: Claim | None, state: State, result: StoredResult | None, letter: DeadLetter | None
+        self,
+        claim: Claim | None,
+        state: State,
+        result: StoredResult | None,
+        letter: DeadLetter | None,
+        forget: Sequence[bytes] = (),
     ) -> Record | None:
         async with self.transaction(group=1) as claims:
             if claim is not None:
@@ -98,5 +170,5 @@ class PostgresStore:
             if letter is not None:
                 await claims.write_letter(letter, None if claim is None else claim.key)
             results = [] if claim is None or result is None else [(claim.key, result)]
-            await claims.complete(results, [] if claim is None else [claim.key])
+            await claims.complete(results, [*forget, *([] if claim is None else [claim.key])])
             return None

@@ -9,18 +9,22 @@ function of a `tx` step has its own.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
-from idemconsumer.errors import Fenced
-from idemconsumer.message import keys
+from idemconsumer.errors import SIGNAL_TIMEOUT, Fenced, SagaCancelled
+from idemconsumer.message import codecs, keys
+from idemconsumer.message.delivered import encode_delivered, with_delivered
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, StoredResult
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.leases import Kinship, LeasedSaga, Look
 from idemconsumer.ports.store import Claim, DeadLetter
-from idemconsumer.rules.values import Found, Mark, State, StepKind, StepRow, StepState
+from idemconsumer.rules.saga import ANY_VERSION, CANCELLED, CONFLICT
+from idemconsumer.rules.values import Found, Mark, Record, State, StepKind, StepRow, StepState
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool
@@ -34,6 +38,9 @@ from idemconsumer.stores.shared_commits import (
     send,
 )
 
+_AHEAD: Final = 5.0  # seconds; what is due later is found by a later look
+VERSION_GRACE: Final = 600.0  # seconds; a deployment that is taken back brings a version back
+_ANY: Final[Mapping[str, str | None]] = MappingProxyType({})
 _NOT_OURS: Final = "the saga has another owner, or another phase"
 _ENDED: Final = "the step has already ended, so another worker has resumed the saga"
 
@@ -44,13 +51,23 @@ class Lease(Protocol):
     @property
     def worker(self) -> int: ...
 
+    async def good(self, timeout: float) -> None:
+        """Return when it is good for a step that may run for so many seconds (L59)."""
+        ...
+
 
 class PostgresLeases:
     """See `ports.LeaseStore`."""
 
-    def __init__(self, pool: Pool, lease: Lease) -> None:
+    def __init__(
+        self, pool: Pool, lease: Lease, versions: Mapping[str, str | None] = _ANY, *, grace: float = VERSION_GRACE
+    ) -> None:
+        """`versions`: of the handlers that this process runs; sagas of other handlers are taken whatever their version.
+        `grace`: for how many seconds a version that no worker runs is waited for (L28)."""
         self._pool = pool
         self._lease = lease
+        self._versions = versions
+        self._grace = grace
         self._shared = SharedCommits(pool)
 
     # --------------------------------------------------------------------------------------------- claims and takeovers
@@ -67,6 +84,7 @@ class PostgresLeases:
             "message_id": None if message.message_id is None else clean(message.message_id),
             "body": message.body,
             "headers": encode_headers(message.headers),
+            "delivered": encode_delivered(message),
         }
         write = Write(BEGIN_SAGAS, row, claim=claim)
         answer = await self._shared.write(write)
@@ -82,11 +100,20 @@ class PostgresLeases:
         return LeasedSaga(
             key=claim.key, scope=claim.scope, handler=handler, token=answer, worker=worker, state=State.PROCESSING,
             attempt=1, version=version, rejection=None, stale=False, message=message, new=True,
+            begun=time.monotonic(),
         )  # fmt: skip
 
     async def own(self, key: bytes | None = None) -> list[tuple[bytes, int]]:
         rows = await self._pool.alone("own_sagas", {"worker": self._lease.worker, "key": key})
         return [(key, token) for key, token in rows]
+
+    async def look(self, app: str, handlers: Sequence[str], queues: Sequence[str] = ()) -> Look:
+        asked = self._ours(app, handlers) | {"ahead": _AHEAD, "queues": list(queues)}
+        rows = await self._pool.read("look_for_sagas", asked)
+        own = [(key, token) for _, _, key, token, *_ in rows if key is not None]
+        due = {handler: seconds for handler, seconds, *_ in rows if handler is not None}
+        cancelled = [key for _, _, key, _, cancel, _ in rows if key is not None and cancel is not None]
+        return Look(own, due, cancelled, {queue: seconds for _, seconds, *_, queue in rows if queue is not None})
 
     async def take(
         self,
@@ -97,12 +124,26 @@ class PostgresLeases:
         unheld: Sequence[tuple[bytes, int]] = (),
         key: bytes | None = None,
     ) -> list[LeasedSaga]:
-        worker = self._lease.worker
-        params = {
-            "scopes": keys.scopes_of(app), "handlers": list(handlers), "limit": limit, "key": key, "worker": worker,
-            "unheld": [key for key, _ in unheld], "tokens": [token for _, token in unheld],
+        params = self._ours(app, handlers)
+        params |= {"unheld": [key for key, _ in unheld], "tokens": [token for _, token in unheld]}
+        statement, more = ("take_sagas", {"limit": limit}) if key is None else ("take_saga", {"key": key})
+        # Planned each time: a plan that was made when there were few sagas may scan them all when there are many (G5).
+        rows = await self._pool.alone(statement, params | more, prepare=False)
+        return [_leased_saga(row, params["worker"]) for row in rows]
+
+    def _ours(self, app: str, handlers: Sequence[str]) -> dict[str, Any]:
+        """What says which sagas this process may run."""
+        return {
+            "scopes": keys.scopes_of(app), "app": app, "worker": self._lease.worker, "grace": self._grace,
+            "handlers": list(handlers), "versions": [self._version(handler) for handler in handlers],
         }  # fmt: skip
-        return [_leased_saga(row, worker) for row in await self._pool.alone("take_sagas", params)]
+
+    def _version(self, handler: str) -> str:
+        return (self._versions[handler] or "") if handler in self._versions else ANY_VERSION
+
+    async def superseded(self, app: str, saga: LeasedSaga) -> bool:
+        params = {"app": app, "handler": saga.handler, "version": saga.version, "grace": self._grace}
+        return bool(await self._pool.alone("newer_worker", params | {"worker": saga.worker}))
 
     async def retake(self, key: bytes, token: int | None) -> LeasedSaga | None:
         worker = self._lease.worker
@@ -110,21 +151,35 @@ class PostgresLeases:
         rows = await self._pool.alone("retake_saga", {"key": key, "token": token, "worker": worker})
         return _leased_saga(rows[0], worker) if rows else None
 
-    async def steps(self, key: bytes) -> list[StepRow]:
-        return [_step_row(*row) for row in await self._pool.alone("steps", {"key": key})]
+    async def count(self, saga: LeasedSaga) -> None:
+        async with self._locked(saga) as claims:
+            await claims.send("count_saga", {"key": saga.key})
+            await claims.complete([], [])
+
+    async def steps(self, key: bytes, window: int = 0) -> list[StepRow]:
+        return [step_row(*row) for row in await self._pool.alone("steps", {"key": key, "window": window})]
+
+    async def outputs(self, key: bytes, names: Sequence[str]) -> dict[str, StoredResult]:
+        rows = await self._pool.alone("outputs", {"key": key, "names": list(names)})
+        return {name: StoredResult(output, content_type or "") for name, output, content_type in rows}
 
     # ------------------------------------------------------------------------------------------------- fenced writes
     @asynccontextmanager
-    async def _locked(self, saga: LeasedSaga) -> AsyncIterator[PostgresClaims]:
-        """A transaction that begins by locking the saga's row FOR UPDATE. Raises Fenced when it is no longer ours."""
+    async def _locked(self, saga: LeasedSaga, *, ends: bool = True) -> AsyncIterator[PostgresClaims]:
+        """A transaction that begins by locking the saga's row FOR UPDATE. Raises Fenced when it is no longer ours, and
+        SagaCancelled if it `ends` the saga or its phase, and is to be cancelled by now (L50)."""
         async with transaction(self._pool, group=1) as claims:
             await claims.begin()
-            await _lock(claims, "fence_whole", saga)
+            await _lock_whole(claims, saga, ends=ends)
             yield claims
 
     @asynccontextmanager
-    async def step(self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool) -> AsyncIterator[PostgresStep]:
+    async def step(
+        self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool, timeout: float = 0.0
+    ) -> AsyncIterator[PostgresStep]:
+        await self._lease.good(timeout)
         async with transaction(self._pool, group=1) as claims:
+            await self._lease.good(timeout)  # a connection may have been waited for
             state = StepState.UNDO_INTENT if undo else StepState.DONE
             attempt = await claims.begin_step(_step(saga, name, StepKind.TX, state, has_undo))
             if attempt is None:
@@ -133,9 +188,22 @@ class PostgresLeases:
                 raise Fenced(_ENDED)
             yield PostgresStep(claims, saga, name, undo=undo)
 
-    async def intend(self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool) -> int:
+    async def intend(
+        self,
+        saga: LeasedSaga,
+        name: str,
+        *,
+        has_undo: bool,
+        undo: bool,
+        overlapped: bool = False,
+        timeout: float = 0.0,
+    ) -> int:
+        await self._lease.good(timeout)
         state = StepState.UNDO_INTENT if undo else StepState.INTENT
-        return await self._commit(saga, Write(BEGIN_STEPS, _step(saga, name, StepKind.CALL, state, has_undo)))
+        row = _step(saga, name, StepKind.CALL, state, has_undo) | {"placed": not overlapped}
+        attempt = await self._commit(saga, Write(BEGIN_STEPS, row))
+        await self._lease.good(timeout)  # the commit may have been slow
+        return attempt
 
     async def record(
         self, saga: LeasedSaga, name: str, kind: StepKind, state: StepState, output: StoredResult | None,
@@ -143,6 +211,60 @@ class PostgresLeases:
     ) -> None:  # fmt: skip
         row = _step(saga, name, kind, state, has_undo) | _finished(output, overlapped)
         await self._commit(saga, Write(FINISH_STEPS, row))
+
+    async def wait(
+        self, saga: LeasedSaga, name: str, kind: StepKind, seconds: float, signal: str | None, *,
+        child: bytes | None = None, overlapped: bool,
+    ) -> StepRow | float:  # fmt: skip
+        timed_out = codecs.encode_rejection(SIGNAL_TIMEOUT, {"signal": signal})
+        given = _fence(saga) | {"name": name, "seconds": seconds, "signal": signal, "overlapped": overlapped}
+        given |= {"timed_out": timed_out.body, "timed_out_type": timed_out.content_type}
+        async with transaction(self._pool, group=1) as claims:
+            await claims.begin()
+            if child is None:
+                rows = await claims.send("await_step", given)
+            else:
+                rows = await claims.send("await_child", given | _conflict(child))
+            await claims.complete([], [])
+        if not rows:
+            raise Fenced(_NOT_OURS)
+        ((state, overlapped, position, output, content_type, left),) = rows
+        if position is None:
+            return float(left)
+        return step_row(name, kind, state, False, overlapped, position, 1, output, content_type, 0)
+
+    async def pause(self, saga: LeasedSaga, waits: Sequence[str], at_most: float | None) -> float:
+        async with transaction(self._pool, group=1) as claims:
+            await claims.begin()
+            ((seconds,),) = await claims.send("pause_saga", _fence(saga) | {"names": list(waits), "at_most": at_most})
+            await claims.complete([], [])
+        if seconds is None:
+            raise Fenced(_NOT_OURS)
+        return float(seconds)
+
+    async def kinship(self, key: bytes, child: bytes) -> Kinship:
+        (row,) = await self._pool.alone("kinship", {"key": key, "child": child}, prepare=False)
+        return Kinship(*row)
+
+    async def stop_child(self, saga: LeasedSaga, child: bytes, scope: str) -> State:
+        cancelled = codecs.encode_rejection(CANCELLED, None)
+        given = {"child": child, "body": cancelled.body, "content_type": cancelled.content_type, "scope": scope}
+        async with transaction(self._pool, group=1) as claims:
+            await claims.begin()
+            ((state,),) = await claims.send("stop_child", _fence(saga) | given)
+            await claims.complete([], [])
+        if state is None:
+            raise Fenced(_NOT_OURS)
+        return State(state)
+
+    async def pause_undo(self, saga: LeasedSaga, child: bytes) -> float:
+        async with transaction(self._pool, group=1) as claims:
+            await claims.begin()
+            ((seconds,),) = await claims.send("pause_undo", _fence(saga) | {"child": child})
+            await claims.complete([], [])
+        if seconds is None:
+            raise Fenced(_NOT_OURS)
+        return float(seconds)
 
     async def complete(self, saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
         write = Write(END_SAGAS, _fence(saga) | {"final": int(state)}, result=result)
@@ -158,21 +280,25 @@ class PostgresLeases:
         assert isinstance(answer, int)
         return answer
 
-    async def undo(self, saga: LeasedSaga, rejection: StoredResult) -> LeasedSaga | None:
+    async def undo(self, saga: LeasedSaga, rejection: StoredResult, added: Sequence[str] = ()) -> LeasedSaga | None:
         async with self._locked(saga) as claims:
             ((open_intents,),) = await claims.send("open_intents", {"key": saga.key})
             if open_intents:
                 return None
+            if added:
+                await claims.send("add_undos", {"key": saga.key, "names": list(added)})
             await claims.send("set_undoing", {"key": saga.key, "rejection": rejection.body})
             await claims.send("set_record", {"key": saga.key, "state": int(State.UNDOING)})
             await claims.complete([], [])
-        return replace(saga, state=State.UNDOING, rejection=rejection.body, attempt=1)
+        return replace(saga, state=State.UNDOING, rejection=rejection.body, attempt=1, cancel=None)
 
     async def release(self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool) -> None:
-        async with self._locked(saga) as claims:
+        async with self._locked(saga, ends=False) as claims:
             error = None if error is None else clean(error)
             params = {"key": saga.key, "delay": delay, "error": error, "back": 0 if count else 1}
-            await claims.send("release_saga", params | {"worker": saga.worker, "stale": saga.stale})
+            params |= {"token": saga.token, "worker": saga.worker, "stale": saga.stale}
+            params["heeded"] = saga.cancel is not None
+            await claims.send("release_saga", params)
             await claims.complete([], [])
 
     async def park(self, saga: LeasedSaga, letter: DeadLetter) -> None:
@@ -203,7 +329,9 @@ class PostgresCompletion:
         self._key = saga.key
         self.tx = claims.tx
         self.check = claims.check
+        self.restore = claims.restore
         self.diagnose = claims.diagnose
+        self.waits_for_lock = claims.waits_for_lock
 
     async def finish(self, result: StoredResult | None) -> None:
         self._claims.end()
@@ -222,7 +350,18 @@ class PostgresStep:
         self._undo = undo
         self.tx = claims.tx
         self.check = claims.check
+        self.restore = claims.restore
         self.diagnose = claims.diagnose
+        self.waits_for_lock = claims.waits_for_lock
+
+    async def start_child(self, claim: Claim) -> list[Record]:
+        its = {"child": claim.key, "fingerprint": claim.fingerprint, "canonical": claim.canonical}
+        rows = await self._claims.send("start_child", its | {"key": self._saga.key})
+        return [Record(State(state), found, canonical=canonical) for state, found, canonical in rows]
+
+    async def kinship(self, child: bytes) -> Kinship:
+        (row,) = await self._claims.send("kinship", {"key": self._saga.key, "child": child})
+        return Kinship(*row)
 
     async def finish(self, output: StoredResult | None, *, overlapped: bool) -> None:
         state = StepState.UNDONE if self._undo else StepState.DONE
@@ -235,20 +374,36 @@ async def _alone(claims: PostgresClaims, saga: LeasedSaga, write: Write) -> int:
     await claims.begin()
     answer = (await send(claims, [write])).get(write)
     if answer is None:
-        await _lock(claims, "fence_whole" if write.statement == END_SAGAS else "fence", saga)
+        if write.statement == END_SAGAS:
+            await _lock_whole(claims, saga)
+        else:
+            await _lock(claims, "fence", saga)
         answer = (await send(claims, [write])).get(write)
     if answer is None:
         raise Fenced(_ENDED)
     return answer
 
 
-async def _lock(claims: PostgresClaims, lock: str, saga: LeasedSaga) -> None:
-    if not await claims.send(lock, _fence(saga)):
+async def _lock(claims: PostgresClaims, lock: str, saga: LeasedSaga) -> tuple[Any, ...]:
+    if not (rows := await claims.send(lock, _fence(saga))):
         raise Fenced(_NOT_OURS)
+    return rows[0]
+
+
+async def _lock_whole(claims: PostgresClaims, saga: LeasedSaga, *, ends: bool = True) -> None:
+    _, cancel = await _lock(claims, "fence_whole", saga)
+    if ends and cancel is not None and saga.cancel is None:
+        raise SagaCancelled("it is to be cancelled")
 
 
 def _fence(saga: LeasedSaga) -> dict[str, Any]:
     return {"key": saga.key, "token": saga.token, "worker": saga.worker, "phase": int(saga.state)}
+
+
+def _conflict(child: bytes) -> dict[str, Any]:
+    """What a wait for a child ends with whose key began with another payload."""
+    conflict = codecs.encode_rejection(CONFLICT, {"child": child.hex()})
+    return {"child": child, "conflict": conflict.body, "conflict_type": conflict.content_type}
 
 
 def _step(saga: LeasedSaga, name: str, kind: StepKind, state: StepState, has_undo: bool) -> dict[str, Any]:
@@ -263,19 +418,22 @@ def _finished(output: StoredResult | None, overlapped: bool) -> dict[str, Any]:
     }
 
 
-def _step_row(
+def step_row(
     name: str, kind: int, state: int, has_undo: bool, overlapped: bool, position: int | None, attempt: int,
-    output: bytes | None, content_type: str | None,
+    output: bytes | None, content_type: str | None, left: int,
 ) -> StepRow:  # fmt: skip
+    """Of a row of the statement `steps`."""
     stored = None if output is None else StoredResult(output, content_type or "")
-    return StepRow(name, StepKind(kind), StepState(state), has_undo, overlapped, position, attempt, stored)
+    return StepRow(name, StepKind(kind), StepState(state), has_undo, overlapped, position, attempt, stored, left)
 
 
 def _leased_saga(row: tuple[Any, ...], worker: int) -> LeasedSaga:
     (key, handler, token, state, attempt, version, rejection, source, position, message_id, body, headers, scope,
-     stale) = row  # fmt: skip
+     stale, delivered, suspect, cancel, age) = row  # fmt: skip
     message = Message(source, body, decode_headers(headers), message_id=message_id, position=position)
+    message = with_delivered(message, delivered)
     return LeasedSaga(
         key=key, scope=scope, handler=handler, token=token, worker=worker, state=State(state), attempt=attempt,
-        version=version, rejection=rejection, stale=stale, message=message,
+        version=version, rejection=rejection, stale=stale, message=message, suspect=suspect, cancel=cancel,
+        begun=time.monotonic() - age,
     )  # fmt: skip

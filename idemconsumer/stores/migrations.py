@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import LiteralString
+from typing import Any, LiteralString
 
 import psycopg
 from psycopg import sql
@@ -23,12 +23,16 @@ from psycopg import sql
 from idemconsumer.addresses import check_dsn
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.redaction import error_text
-from idemconsumer.sql.connecting import own_session
+from idemconsumer.sql.answering import BlockingConnection
+from idemconsumer.sql.connecting import connect as connect_own
 from idemconsumer.sql.queries import check_schema
 
 _FILE = re.compile(r"(\d{4})_(\w+)\.sql")
 _CONNECT_SECONDS = 10
+_PATIENCE = 3600.0  # seconds: a statement of a migration may have to rewrite a table
 
+# For another process that migrates, or a table that somebody has locked.
+_LOCK_TIMEOUT = "set local lock_timeout = '5min'"
 _LOCK = "select pg_advisory_xact_lock(hashtextextended('idemconsumer.migration.' || %s, 0))"
 _HAS_SCHEMA = "select to_regnamespace(quote_ident(%s)) is not null"
 _HAS_TABLE = "select to_regclass(quote_ident(%s) || '.migration') is not null"
@@ -68,6 +72,7 @@ def migrate(dsn: str, schema: str) -> list[Migration]:
     check_schema(schema)
     done = []
     with connect(dsn) as connection, _rights(connection, schema):
+        connection.patience = _PATIENCE
         while (migration := _apply_next(connection, schema)) is not None:
             done.append(migration)
     return done
@@ -112,19 +117,14 @@ def files() -> tuple[Migration, ...]:
     return tuple(found)
 
 
-def connect(dsn: str) -> psycopg.Connection:
+def connect(dsn: str) -> BlockingConnection[tuple[Any, ...]]:
     """A connection for administration: autocommit, no prepared statements.
 
     Raises StoreUnavailable, or ConfigurationError for an invalid address.
     """
     check_dsn(dsn)
     try:
-        return psycopg.connect(
-            **own_session(dsn),
-            prepare_threshold=None,
-            connect_timeout=_CONNECT_SECONDS,
-            application_name="idemconsumer",
-        )
+        return connect_own(dsn, connect_timeout=_CONNECT_SECONDS, application_name="idemconsumer")
     except psycopg.OperationalError as error:
         raise StoreUnavailable(f"the database cannot be reached: {error_text(error)}") from error
 
@@ -139,10 +139,13 @@ def _rights(connection: psycopg.Connection, schema: str) -> Iterator[None]:
             "migrate as the schema's owner, who may CREATE in the database, or have that role run what "
             "`idemconsumer migrate sql` prints"
         ) from error
+    except psycopg.OperationalError as error:
+        raise StoreUnavailable(f"the database did not answer, or kept a lock: {error_text(error)}") from error
 
 
 def _apply_next(connection: psycopg.Connection, schema: str) -> Migration | None:
     with connection.transaction():
+        connection.execute(_LOCK_TIMEOUT)
         connection.execute(_LOCK, [schema])
         applied = _applied(connection, schema)
         pending = [each for each in _compare(files(), applied, schema) if each.applied_at is None]

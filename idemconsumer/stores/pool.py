@@ -7,51 +7,77 @@ a ROLLBACK of its own is refused even if it then commits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import math
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from datetime import datetime
 from typing import Any, Final
 
 import psycopg
 from psycopg import pq
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from idemconsumer.errors import Contention, StoreUnavailable
+from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text
-from idemconsumer.sql.connecting import READ_COMMITTED, OwnCursor, with_settings
+from idemconsumer.sql.answering import PATIENCE
+from idemconsumer.sql.connecting import OwnCursor, connect_async
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.connection import Connection
-from idemconsumer.stores.sqlstates import translate
+from idemconsumer.stores.session import Session, SessionRules
+from idemconsumer.stores.sharing import Sharing
+from idemconsumer.stores.slow_commits import SlowCommits
+from idemconsumer.stores.sqlstates import NOT_DURABLE, may_be_changed, not_durable, translate
 from idemconsumer.user_code.cancellation import CancellationWatch
 
-LOCK_TIMEOUT: Final = "10s"  # backstop only: the advisory lock means that a claim never waits
 _ACQUIRE_SECONDS: Final = 3.0  # an outage is noticed, and its end too, within this time
 _CLOSE_SECONDS: Final = 2.0
+_SPARE_SECONDS: Final = 10.0  # R20: the server's own limits, five seconds beyond a handler's, come first
+_READY_SECONDS: Final = 5.0  # while one is made, all who wait wait for it
+_ASK_SECONDS: Final = 1.0
 
 
 class Pool:
-    """At most `connections`, made when they are needed; more callers than that wait.
+    """At most `connections`, made when they are needed; more callers than that wait, and `parties` share them fairly.
 
-    `longest_run` is the longest handler timeout, seconds; with a `lease` no transaction may be idle for longer than
-    that (L5). To be opened and closed by its owner. Raises ConfigurationError for a schema that is no name.
+    `longest_run` and `lease` are those of SessionRules. With `require_standby` nothing is committed that no synchronous
+    standby has to confirm (R22). To be opened and closed by its owner. Raises ConfigurationError for a schema that is
+    no name.
     """
 
     def __init__(
-        self, dsn: str, schema: str, *, connections: int, longest_run: float, lease: float | None = None
+        self,
+        dsn: str,
+        schema: str,
+        *,
+        connections: int,
+        longest_run: float,
+        lease: float | None = None,
+        require_standby: bool = False,
+        parties: Iterable[str] = (),
     ) -> None:
         self.queries = load(schema)
+        self.require_standby = require_standby
+        self.slow_commits = SlowCommits(dsn)
+        self.longest_answer = max(longest_run + _SPARE_SECONDS, PATIENCE)
+
+        self._dsn = dsn
         self._scopes: dict[str, int] = {}
+        self._silent_at = -math.inf
         # Queueing for a connection is no outage, however long it takes; what the pool times out on is one.
-        self._free = asyncio.Semaphore(connections)
-        self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
-            connection_options(dsn, longest_run, lease),
+        self._sharing = Sharing(connections, parties)
+        self._rules = SessionRules(dsn, longest_run, lease)
+        self._refused: ConfigurationError | None = None
+        self._pool: AsyncConnectionPool[Session] = AsyncConnectionPool(
+            self._rules.conninfo,
             min_size=0,
             max_size=connections,
             timeout=_ACQUIRE_SECONDS,
             reconnect_timeout=0,  # the worker has its own backoff; the pool's would outlast the outage
-            connection_class=Connection,
-            configure=_configure,
+            connection_class=Session,
+            configure=self._configure,
             open=False,
             name="idemconsumer",
         )
@@ -61,32 +87,108 @@ class Pool:
 
     async def close(self) -> None:
         await self._pool.close(timeout=_CLOSE_SECONDS)
+        await self.slow_commits.close()
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[Connection]:
-        """One for the caller alone. What is open on it at the end is rolled back. Raises StoreUnavailable."""
+    async def connection(self) -> AsyncIterator[Session]:
+        """One for the caller alone. What is open on it at the end is rolled back, and what was changed is reset (J21).
+
+        Raises StoreUnavailable, or ConfigurationError for a session on which our rules would not hold (R17).
+        """
         outside = CancellationWatch()
-        async with self._free:
+        async with self._sharing.place():
             try:
-                connection = await self._pool.getconn()
+                connection = await self._answering()
             except (PoolTimeout, psycopg.OperationalError) as error:
+                if refused := self._refused:  # the pool itself only says that it had nothing in time
+                    self._refused = None
+                    raise refused from None
                 raise StoreUnavailable(f"no connection to the database: {error_text(error)}") from error
             try:
                 # Python 3.11: asyncio.wait_for inside the pool can swallow a cancellation (cpython #86296).
                 if outside.requested:
                     raise asyncio.CancelledError
+                connection.patience = PATIENCE
                 yield connection
             except StoreUnavailable:
                 await connection.close()  # it may be alive, and lead to a server that is now a standby
                 raise
             finally:
                 try:
-                    await _leave(connection)
+                    await self._leave(connection)
                 finally:  # a cancellation during the rollback must not cost the pool this place
+                    if connection.silent:
+                        self._silent_at = time.monotonic()
                     connection.unwatch()
                     await self._pool.putconn(connection)
 
-    async def scope_ids(self, connection: Connection, claims: Sequence[Claim]) -> list[int]:
+    async def _leave(self, connection: Session) -> None:
+        """Roll back what is open (J15), and reset what was changed (J21). A connection on which that does not work is
+        closed, and the pool drops it."""
+        if connection.closed:
+            return
+        idle = connection.info.transaction_status == pq.TransactionStatus.IDLE
+        if idle and not connection.changed:
+            return
+        connection.patience = min(connection.patience, PATIENCE)
+        try:
+            if connection.changed:
+                await self.reset(connection)
+            else:
+                await connection.rollback()
+        except psycopg.Error:
+            await connection.close()
+        except BaseException:
+            await connection.close()
+            raise
+
+    async def reset(self, connection: Session) -> None:
+        """Roll back, and make the session what it was: in one message, behind which a pooler gives it away."""
+        idle = connection.info.transaction_status == pq.TransactionStatus.IDLE
+        await connection.simple((b"" if idle else b"rollback; ") + self.queries["reset_session"] + connection.again)
+        connection.statements.dropped()
+        connection.changed, connection.state = False, ""
+
+    async def _configure(self, connection: Session) -> None:
+        connection.patience = _READY_SECONDS
+        try:
+            await self._rules.prepare(connection)
+        except ConfigurationError as error:
+            self._refused = error
+            raise
+        connection.made = time.monotonic()
+
+    async def _answering(self) -> Session:
+        """One that was made since another fell silent: those that rested meanwhile go the same way (R20)."""
+        while (connection := await self._pool.getconn()).made < self._silent_at:
+            await connection.close()
+            await self._pool.putconn(connection)
+        return connection
+
+    async def waits_for_lock(self, connection: Session) -> bool:
+        """Whether a statement on `connection` waits for a lock, as its server says to a connection of its own: the pool
+        may have none left. False if there is no answer within a second."""
+        with suppress(psycopg.Error, OSError, TimeoutError):
+            info = connection.info
+            address = {"hostaddr": info.hostaddr} if info.hostaddr else {}
+            server = make_conninfo(self._dsn, host=info.host, port=info.port, **address)
+            async with asyncio.timeout(_ASK_SECONDS):
+                async with await connect_async(server) as asking:
+                    blocked = await asking.execute(self.queries["waits_for_lock"], {"pid": connection.server_pid})
+                    return bool((await blocked.fetchall())[0][0])
+        return False
+
+    async def server_started(self) -> datetime:
+        """See `ports.JoinedStore`."""
+        async with self.connection() as connection:
+            try:
+                cursor = await OwnCursor(connection).execute(self.queries["server_started"])
+                ((started,),) = await cursor.fetchall()
+            except psycopg.Error as error:
+                raise translate(connection, error, ours=True) from error
+            return started  # type: ignore[no-any-return]
+
+    async def scope_ids(self, connection: Session, claims: Sequence[Claim]) -> list[int]:
         """Ids of the scopes; new ones are committed on the spot, on this same connection (J16: a second could be waited
         for by every lane at once)."""
         for claim in claims:
@@ -103,59 +205,45 @@ class Pool:
         async with self.connection() as connection:
             return await self.run(connection, name, params, prepare=prepare)
 
+    async def read(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """One statement that writes nothing, sent without BEGIN and COMMIT and planned each time. Raises as `alone`."""
+        async with self.connection() as connection:
+            try:
+                cursor = await OwnCursor(connection).execute(self.queries[name], params, prepare=False)
+                return await cursor.fetchall()
+            except psycopg.Error as error:
+                raise cause_of(connection, error) from error
+
     async def run(
-        self, connection: Connection, name: str, params: dict[str, Any], *, prepare: bool | None = None
+        self, connection: Session, name: str, params: dict[str, Any], *, prepare: bool | None = None
     ) -> list[tuple[Any, ...]]:
         """As `alone`, on a connection with no open transaction."""
         try:
-            async with connection.pipeline():
-                await OwnCursor(connection).execute(self.queries["begin"])
-                cursor = await OwnCursor(connection).execute(self.queries[name], params, prepare=prepare)
-                await OwnCursor(connection).execute("COMMIT")
-            return await cursor.fetchall() if cursor.description else []
+            try:
+                return await self._run(connection, name, params, prepare)
+            except psycopg.Error as error:
+                if not may_be_changed(connection, error):
+                    raise
+            await self.reset(connection)  # J25
+            return await self._run(connection, name, params, prepare)
         except psycopg.Error as error:
-            cause = translate(connection, error, ours=True)
-            if isinstance(cause, Contention):
-                cause = StoreUnavailable(str(cause))
-            raise cause from error
+            raise cause_of(connection, error) from error
+
+    async def _run(
+        self, connection: Session, name: str, params: dict[str, Any], prepare: bool | None
+    ) -> list[tuple[Any, ...]]:
+        async with connection.pipeline():
+            await OwnCursor(connection).execute(self.queries["begin"])
+            cursor = await OwnCursor(connection).execute(self.queries[name], params, prepare=prepare)
+            if self.require_standby:
+                await OwnCursor(connection).execute(self.queries["standby"])
+            await OwnCursor(connection).execute("COMMIT")
+        return await cursor.fetchall() if cursor.description else []
 
 
-def connection_options(dsn: str, longest_run: float, lease: float | None) -> str:
-    """The DSN with the bounds that keep a frozen worker from holding a key for ever (J6)."""
-    given = conninfo_to_dict(dsn)
-    bounds = READ_COMMITTED | {
-        "idle_in_transaction_session_timeout": f"{int(min(longest_run + 5, lease or longest_run + 5) * 1000)}ms",
-        "statement_timeout": f"{int((longest_run + 5) * 1000)}ms",
-        "lock_timeout": LOCK_TIMEOUT,
-        "client_connection_check_interval": "5s",
-        "default_transaction_read_only": "on",
-    }
-    defaults: dict[str, str | int] = {
-        "connect_timeout": 5,
-        "tcp_user_timeout": 30_000,
-        "keepalives_idle": 10,
-        "keepalives_interval": 5,
-        "keepalives_count": 3,
-        "application_name": "idemconsumer",
-    }
-    missing = {name: value for name, value in defaults.items() if name not in given}
-    return make_conninfo(with_settings(dsn, bounds), client_encoding="UTF8", **missing)
-
-
-async def _configure(connection: Connection) -> None:
-    # J7: the engine alone sends BEGIN. What a handler runs after a ROLLBACK of its own is by itself, and read-only.
-    await connection.set_autocommit(True)
-    connection.prepare_threshold = 2  # earlier than psycopg does: a rollback drops all that was prepared
-
-
-async def _leave(connection: Connection) -> None:
-    """Roll back what is open (J15). A connection on which that does not work is closed, and the pool drops it."""
-    if connection.closed or connection.info.transaction_status == pq.TransactionStatus.IDLE:
-        return
-    try:
-        await connection.rollback()
-    except psycopg.Error:
-        await connection.close()
-    except BaseException:
-        await connection.close()
-        raise
+def cause_of(connection: Connection, error: psycopg.Error) -> Exception:
+    """Of a small transaction of our own that failed."""
+    if error.sqlstate == NOT_DURABLE:
+        return ConfigurationError(not_durable(error))
+    cause = translate(connection, error, ours=True)
+    return StoreUnavailable(str(cause)) if isinstance(cause, Contention) else cause

@@ -31,9 +31,18 @@ class PreparedStatements:
         self._connection = connection
         self._converted: dict[str, Any] = {}  # the most recently used comes last
 
-    def forget(self) -> None:
-        """Types may now be registered on the connection, and conversions made earlier would not know them."""
-        self._converted.clear()
+    def dropped(self) -> None:
+        """DEALLOCATE ALL was sent."""
+        self._connection._prepared._names.clear()
+        self._connection._prepared._counts.clear()
+
+    def forget(self) -> bool:
+        """As psycopg does before it sends DEALLOCATE ALL; whether there is anything to deallocate."""
+        prepared = self._connection._prepared
+        if not prepared.clear():
+            return False
+        prepared._to_flush.clear()  # it is to be sent by the caller
+        return True
 
     async def run(self, query: object, params: Params | None) -> int | None:
         """The number of rows written; None if a cursor has to run it."""

@@ -22,6 +22,7 @@ from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.pool import Pool
+from idemconsumer.stores.sharing import OTHERS, PARTY
 
 log = structlog.get_logger("idemconsumer")
 
@@ -112,6 +113,7 @@ class SharedCommits:
         return queued.answer.result()
 
     async def _run(self) -> None:
+        PARTY.set(OTHERS)  # it is for all handlers, whoever began it
         try:
             while self._queue:
                 group = _next_group(self._queue)

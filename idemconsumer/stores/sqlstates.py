@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from traceback import walk_tb
 from typing import Final
 
 import psycopg
+from psycopg import pq
 
-from idemconsumer.errors import Contention, GuardViolated, StoreUnavailable, TransactionEnded
+from idemconsumer.errors import (
+    ConnectionLost,
+    Contention,
+    CrashedBeside,
+    GuardViolated,
+    StoreUnavailable,
+    TransactionEnded,
+)
 from idemconsumer.redaction import error_text
 from idemconsumer.stores.connection import Connection
 
-NOT_DURABLE: Final = "IC002"  # raised by the seal (migrations/0001): synchronous_commit is off
+NOT_DURABLE: Final = "IC002"  # raised by the seal (migrations/0001), and before it by `standby` (R22)
 _GUARD: Final = ("IC001", NOT_DURABLE)
 _IDLE_TOO_LONG: Final = "25P03"
+_CRASHED_BESIDE: Final = "57P02"  # all sessions but the one that crashed (B13)
 _OUT_OF_LOCKS: Final = "53200"
 _CONTENTION: Final = {"40001", "40P01", "55P03", _OUT_OF_LOCKS}
+_CANCELLED: Final = "57014"
+_WAITED_FOR_ROW: Final = re.compile(r'[^"\n]*\(\d+,\d+\)')  # the innermost context: "while updating tuple (0,1) in …"
+_PLPGSQL_RAISE: Final = "exec_stmt_raise"  # made by the function (B12); one that a RAISE passes on keeps its source
 # On any statement: the disk is full, or broken. With more, a handler's own mistakes would count as an outage.
 _SERVER_TROUBLE: Final = ("53100", "58030")
 # On our own statements also: resources exhausted, cancelled, read-only or in recovery after a failover, broken.
 _OUR_TROUBLE: Final = ("53", "57", "58", "0A000", "25006")
+
+# What statements of ours fail with as another role, or with another search_path or statement_timeout.
+_NOT_OURS: Final = ("42", _CANCELLED)
+
+
+def may_be_changed(connection: Connection, error: psycopg.Error) -> bool:
+    """Whether a statement of ours may have failed because the session is not as it was (J25)."""
+    return not connection.closed and (error.sqlstate or "").startswith(_NOT_OURS)
 
 
 def translate(connection: Connection, error: psycopg.Error, *, ours: bool = False) -> Exception:
@@ -26,8 +49,10 @@ def translate(connection: Connection, error: psycopg.Error, *, ours: bool = Fals
     if connection.closed:
         return StoreUnavailable(f"the connection to the database broke: {error_text(error)}")
     state = error.sqlstate or ""
-    if state in _CONTENTION:
+    if state in _CONTENTION and error.diag.source_function != _PLPGSQL_RAISE:
         return Contention(f"{state}: {error.diag.message_primary}", cap_groups=state == _OUT_OF_LOCKS)
+    if state == _CANCELLED and _WAITED_FOR_ROW.match(error.diag.context or ""):  # by a statement_timeout (B14)
+        return Contention(f"{state}: {error.diag.message_primary}, {error.diag.context}")
     if state.startswith(_OUR_TROUBLE if ours else _SERVER_TROUBLE):
         return StoreUnavailable(f"{state}: {error.diag.message_primary}")
     if state in _GUARD:
@@ -35,8 +60,43 @@ def translate(connection: Connection, error: psycopg.Error, *, ours: bool = Fals
     return error
 
 
-def broken_under_handler(error: Exception) -> StoreUnavailable:
+def not_durable(error: psycopg.Error) -> str:
+    """What is wrong with the database's settings, and what to write instead."""
+    return f"database: {error.diag.message_primary}; {error.diag.message_hint or 'set it to on'}"
+
+
+def raised_on(connection: Connection, error: psycopg.Error) -> bool:
+    """Whether `error` came from a statement on this connection, and not from another one that a function had (B12).
+
+    The transaction has failed, or the function has rolled back to a savepoint; then the error's traceback tells.
+    """
+    if connection.info.transaction_status == pq.TransactionStatus.INERROR:
+        return True
+    for frame, _ in walk_tb(error.__traceback__):
+        within = frame.f_locals.get("self")
+        if within is connection:
+            return True
+        if isinstance(within, psycopg.AsyncCursor) and within._pgconn is connection.pgconn:  # where psycopg cuts it off
+            return True
+    return False
+
+
+def broken_under_handler(error: Exception) -> ConnectionLost:
     """The error for a connection that broke under a handler. The driver's text is left out, since this is logged."""
-    drivers = (each for each in (error, error.__cause__) if isinstance(each, psycopg.Error))
-    kind = TransactionEnded if _IDLE_TOO_LONG in [each.sqlstate for each in drivers] else StoreUnavailable
+    kind = ConnectionLost
+    if _IDLE_TOO_LONG in [each.sqlstate for each in (error, error.__cause__) if isinstance(each, psycopg.Error)]:
+        kind = TransactionEnded
+    elif any(isinstance(each, psycopg.Error) and each.sqlstate == _CRASHED_BESIDE for each in _behind(error)):
+        kind = CrashedBeside
     return kind(f"the connection broke while the handler ran ({type(error).__name__})")
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """`error`, and those it was raised from or while handling: a function may raise its own error in their place."""
+    seen, behind = set[int](), [error]
+    while behind:
+        each = behind.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            behind += [more for more in (each.__cause__, each.__context__) if more is not None]

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import re
+from asyncio import get_running_loop
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import psycopg
 from psycopg.rows import class_row, dict_row, scalar_row, tuple_row
 
-from idemconsumer.errors import HandlerFault
-from idemconsumer.ports.handler import Params
+from idemconsumer.errors import ConfigurationError, HandlerFault
+from idemconsumer.ports.handler import Params, Tx
 from idemconsumer.stores.connection import Connection
-
-_LEADING: Final = re.compile(r"(?:\s+|--[^\n]*(?:\n|$)|/\*.*?\*/|;)*", re.DOTALL)
-_CONTROL: Final = re.compile(
-    r"(?:commit|end|abort|begin|start\s+transaction|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b",
-    re.IGNORECASE,
-)
-
-
-@lru_cache(maxsize=1024)
-def controls_transaction(query: str) -> bool:
-    """Whether the first keyword begins or ends a transaction (J10). Savepoints do not."""
-    start = _LEADING.match(query)
-    return _CONTROL.match(query, start.end() if start else 0) is not None
+from idemconsumer.stores.lending import Lending
+from idemconsumer.stores.lent import OVER, LentConnection, check_loop
+from idemconsumer.stores.prepared import PreparedStatements
+from idemconsumer.stores.statements import Effect, special, text_of
 
 
 @lru_cache(maxsize=256)
@@ -85,43 +76,81 @@ class NoRows:
 class PostgresTx:
     """The claim's transaction for one handler; refuses use once that handler has returned."""
 
-    __slots__ = ("_connection",)
+    __slots__ = ("__weakref__", "_connection", "_lending", "_lent", "_loop", "_over", "_statements", "sending")
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection: Connection | None = connection
+    def __init__(self, lending: Lending) -> None:
+        self._lending = lending
+        self._connection: Connection | LentConnection = lending.connection
+        self._statements = lending.connection.statements
+        self._lent: LentConnection | None = None
+        self._loop = lending.loop
+        self._over = False
+        self.sending = 0  # statements under way
 
     def end(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.row_factory = tuple_row  # a handler's setting must not outlive it
+        self._over = True
 
     @property
-    def connection(self) -> Connection:
-        connection = self._open()
-        connection.statements.forget()
-        return connection
+    def connection(self) -> LentConnection:
+        self.check()
+        if self._lent is None:
+            self._lending.changed = True  # it is not known what will be done to it
+            self._connection = self._lent = self._lending.lend()
+            self._statements = PreparedStatements(self._lent)  # its types may be other than the session's
+        return self._lent
 
-    def _open(self) -> Connection:
-        if self._connection is None:
-            raise HandlerFault(
-                "tx was used after its handler returned, when its transaction may be over; "
-                "await everything that uses tx before the handler returns"
-            )
+    def borrow(self) -> psycopg.AsyncConnection[Any]:
+        """The connection, for a statement of the engine's own in this transaction."""
+        self.check()
         return self._connection
 
+    def check(self) -> None:
+        """Raise HandlerFault unless it may be used, here and now."""
+        if self._over:
+            raise HandlerFault(OVER.format("tx"))
+        check_loop(self._loop)
+
+    def spoil(self, reason: str) -> None:
+        """Whatever the handler does now, nothing is committed."""
+        if not self._over:
+            self._lending.spoil(reason)
+
     async def execute(self, query: Any, params: Params | None = None, *, into: Any = None) -> PostgresRows | NoRows:
-        connection = self._open()
-        if isinstance(query, str) and controls_transaction(query):
-            raise HandlerFault(
-                f"a handler must not run {query.split()[0].upper()}: the engine commits its writes together with the "
-                "message's record; raise Reject or Retry to undo them, or use a SAVEPOINT for a part of them"
-            )
-        if into is not None:
-            cursor = connection.cursor(row_factory=_factory(into))
-            return PostgresRows(await cursor.execute(query, params))
-        if (written := await connection.statements.run(query, params)) is not None:
-            return NoRows(written)
-        cursor = connection.cursor()
-        await cursor.execute(query, params)
-        connection.statements.learn(cursor, query, params)
-        return PostgresRows(cursor) if cursor.description is not None else NoRows(cursor.rowcount)
+        if self._over or get_running_loop() is not self._loop:
+            self.check()
+        if (known := special(query if type(query) is str else text_of(query, self._connection))) is not None:
+            if known.effect is Effect.REFUSED:
+                raise HandlerFault(known.reason)
+            self._lending.changed |= known.effect is Effect.UNSEEN
+            self._lending.passing |= known.effect is Effect.PASSING
+            if (sent := self._lending.rewritten(query)) is not query:
+                query, params = sent, params or None
+        connection, statements = self._connection, self._statements
+        self.sending += 1
+        try:
+            if into is not None:
+                cursor = connection.cursor(row_factory=_factory(into))
+                return PostgresRows(await cursor.execute(query, params))
+            if (written := await statements.run(query, params)) is not None:
+                return NoRows(written)
+            cursor = connection.cursor()
+            await cursor.execute(query, params)
+            statements.learn(cursor, query, params)
+            return PostgresRows(cursor) if cursor.description is not None else NoRows(cursor.rowcount)
+        except psycopg.Error as error:
+            if self._over:
+                raise HandlerFault(OVER.format("tx")) from error
+            raise
+        finally:
+            self.sending -= 1
+
+
+def connection_of(tx: Tx | psycopg.AsyncConnection[Any]) -> psycopg.AsyncConnection[Any]:
+    """That of a handler's or step's `tx`, or one that is given itself. Raises ConfigurationError for anything else."""
+    connection = tx.borrow() if isinstance(tx, PostgresTx) else getattr(tx, "connection", tx)
+    if not isinstance(connection, psycopg.AsyncConnection):
+        raise ConfigurationError(
+            f"tx= is of type {type(tx).__name__}; pass the Tx of a handler or of a step, or a "
+            "psycopg.AsyncConnection that is in a transaction"
+        )
+    return connection

@@ -1,4 +1,4 @@
-"""What the project's users test with: a throwaway Postgres, crashes at named points, contract suites for adapters.
+"""What the project's users test with: a throwaway Postgres, crashes, replays of sagas, contract suites for adapters.
 
 Public: the names in `__all__`; docs/testing.md shows them at work. Not imported by anything that runs in production.
 The suites need pytest and pytest-asyncio; they are imported when one is used, so a worker that is to crash needs
@@ -11,11 +11,13 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+from idemconsumer.admin.histories import SagaHistory
 from idemconsumer.embedded.binaries import EmbeddedUnavailable
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.testing.crash import CrashAt
+from idemconsumer.testing.replays import Replay, read_histories, replay
 
 if TYPE_CHECKING:
     from idemconsumer.testing.broker_contract import BrokerContract, BrokerHarness
@@ -34,9 +36,13 @@ __all__ = [
     "LeaseStoreContract",
     "LeaseWorker",
     "Point",
+    "Replay",
+    "SagaHistory",
     "SagaPoint",
     "StoreHarness",
     "migrate",
+    "read_histories",
+    "replay",
 ]
 
 _SUITES: Final = {

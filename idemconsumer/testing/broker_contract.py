@@ -22,7 +22,7 @@ import pytest
 
 from idemconsumer.errors import BrokerUnavailable, SessionEnded
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import Bounds, Broker, Delivery, Outgoing, Session
+from idemconsumer.ports.broker import Bounds, Broker, BytesInHand, Delivery, Outgoing, Session
 
 # Seconds allowed for anything expected; a first Kafka join is the slowest.
 PATIENCE = 30.0
@@ -180,6 +180,58 @@ class BrokerContract:
                 await session.settle(held)
         assert await remaining(broker, harness, name) == []
 
+    async def test_no_more_is_taken_than_lanes_can_begin_soon(self, broker: Broker, harness: BrokerHarness) -> None:
+        name = await harness.destination()
+        await broker.publish(name, [Outgoing(b"%02d" % number) for number in range(60)])
+        share = 4
+        bounds = Bounds(lanes=4, group=32, share=lambda source: share)
+        async with consuming(broker, harness, name, bounds) as session:
+            held = await arriving(session, 4)
+            held += await session.fetch()
+            assert len(held) == 4
+            share = 16
+            held += await arriving(session, 8)  # a few less may be left until they are worth a request
+            share = 2
+            while len(held) > 2:  # what was on its way still comes
+                held = held[:2] + await self._settled(session, held[2:])
+                assert len(held) <= 16 + 4 + 2
+            for _ in range(5):
+                held = held[1:] + await self._settled(session, held[:1])
+                assert len(held) <= 2
+
+    async def _settled(self, session: Session, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        await session.settle(deliveries)
+        return list(await session.fetch())
+
+    async def test_bytes_in_hand_stay_within_their_bound(self, broker: Broker, harness: BrokerHarness) -> None:
+        name = await harness.destination()
+        await broker.publish(name, [Outgoing(b"x" * 10_000) for _ in range(30)])
+        bounds = Bounds(lanes=4, group=32, memory=BytesInHand(100_000))
+        seen = 0
+        async with consuming(broker, harness, name, bounds) as session:
+            while seen < 30:
+                held = await arriving(session, 1)
+                while not seen and (more := await session.fetch()):
+                    held += more
+                assert len(held) * 10_000 <= bounds.memory.held <= bounds.memory.bound
+                seen += len(held)
+                await session.settle(held)
+            await until_idle(session)
+        assert bounds.memory.held == 0
+
+    async def test_a_message_above_the_bound_in_bytes_passes_alone(
+        self, broker: Broker, harness: BrokerHarness
+    ) -> None:
+        name = await harness.destination()
+        await broker.publish(name, [Outgoing(b"x" * 10_000) for _ in range(3)])
+        bounds = Bounds(lanes=4, group=32, memory=BytesInHand(1_000))
+        async with consuming(broker, harness, name, bounds) as session:
+            for _ in range(3):
+                alone = await arriving(session, 1)
+                assert len(alone) == 1
+                assert not await session.fetch()
+                await session.settle(alone)
+
     async def test_a_message_arrives_as_it_was_published(self, broker: Broker, harness: BrokerHarness) -> None:
         name = await harness.destination()
         body = bytes(range(256)) * 5
@@ -202,6 +254,8 @@ class BrokerContract:
             await broker.open([harness.subscription("nobody-made-this")], WIDE)
         with pytest.raises(BrokerUnavailable, match="nobody-made-this"):
             await broker.publish("nobody-made-this", [Outgoing(b"lost?")])
+        with pytest.raises(BrokerUnavailable, match="nobody-made-this"):
+            await broker.check_destination("nobody-made-this")
         findings = await broker.check(harness.subscription("nobody-made-this"))
         assert any(found.level == "error" and "nobody-made-this" in found.text for found in findings)
 
@@ -221,7 +275,9 @@ class BrokerContract:
             await session.fetch()
 
     async def test_a_healthy_destination_has_no_errors(self, broker: Broker, harness: BrokerHarness) -> None:
-        findings = await broker.check(harness.subscription(await harness.destination()))
+        name = await harness.destination()
+        await broker.check_destination(name)
+        findings = await broker.check(harness.subscription(name))
         assert findings
         assert [found for found in findings if found.level == "error"] == []
 

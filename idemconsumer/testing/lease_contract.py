@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -205,7 +206,7 @@ class LeaseStoreContract(StepContract, FenceContract):
         mixed = [(left.key, held.token), (held.key, found.token)]
         assert await one.leases.take(APP, [HANDLER], 10, unheld=mixed) == [], "each token belongs to its key"
 
-    async def test_attempts_are_takeovers_without_a_finished_step_in_between(
+    async def test_attempts_are_failures_since_the_last_finished_step_and_the_one_to_come(
         self, one: LeaseWorker, two: LeaseWorker
     ) -> None:
         saga = await begin(one, "a")
@@ -218,7 +219,54 @@ class LeaseStoreContract(StepContract, FenceContract):
             await one.leases.release(saga, 0.0, None, count=True)
             saga = await take_one(one)
             attempts.append(saga.attempt)
-        assert attempts == [2, 3, 1, 2, 1, 2]
+        assert attempts == [2, 3, 2, 3, 2, 3]
+
+    async def test_a_lost_worker_costs_an_attempt_only_where_the_saga_was_counted(
+        self, one: LeaseWorker, two: LeaseWorker
+    ) -> None:
+        """Lost twice without a finished step in between, it is a suspect; what is finished clears it."""
+        saga, found, dying, rising = await begin(one, "a"), list[tuple[int, bool]](), one, two
+        for before in (
+            "",
+            "",
+            "count",
+            "count",
+            "",
+            "count and finish",
+            "",
+            "count and retake",
+            "finish and retake",
+            "",
+        ):
+            if "count" in before:
+                await dying.leases.count(saga)
+                await dying.leases.count(saga)
+            if "finish" in before:
+                await finish_step(dying, saga, f"step {len(found)}")
+            if "retake" in before:
+                retaken = await dying.leases.retake(saga.key, saga.token)
+                assert retaken is not None
+            await dying.expire()
+            saga = await take_one(rising)
+            found.append((saga.attempt, saga.suspect))
+            dying, rising = rising, dying
+        lost = [(1, False), (1, True), (2, True), (3, True), (3, True)]
+        assert found == [*lost, (1, False), (1, True), (2, True), (1, False), (1, True)]
+
+    async def test_a_suspect_that_ran_and_was_released_is_none_any_more(
+        self, one: LeaseWorker, two: LeaseWorker
+    ) -> None:
+        await begin(one, "a")
+        await one.expire()
+        await take_one(two)
+        await two.expire()
+        saga = await take_one(one)
+        await one.leases.release(saga, 0.0, None, count=False)
+        saga = await take_one(one)
+        assert (saga.attempt, saga.suspect, saga.stale) == (1, True, True), "it did not run"
+        await one.leases.count(saga)
+        await one.leases.release(replace(saga, stale=False), 0.0, None, count=False)
+        assert not (await take_one(one)).suspect
 
     async def test_an_undo_that_only_began_is_no_finished_step(self, one: LeaseWorker) -> None:
         saga = await begin(one, "a")

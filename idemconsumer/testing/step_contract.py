@@ -149,7 +149,20 @@ class StepContract(LeaseFixtures):
     ) -> None:
         await finish_step(one, saga, "tx", output)
         await finish_call(one, saga, "call", output)
-        assert [row.output for row in await two.leases.steps(saga.key)] == [output, output]
+        assert [row.output for row in await two.leases.steps(saga.key, 1 << 20)] == [output, output]
+        for row in await two.leases.steps(saga.key):
+            assert row.output == output or (row.output, row.left) == (None, len(output.body if output else b""))
+        if output is not None:
+            assert await two.leases.outputs(saga.key, ["tx", "call"]) == {"tx": output, "call": output}
+
+    async def test_outputs_beyond_the_window_are_left_in_the_store(
+        self, one: LeaseWorker, two: LeaseWorker, saga: LeasedSaga
+    ) -> None:
+        small, large = StoredResult(b"1", "application/json"), StoredResult(b"2" * 1000, "application/json")
+        for name, output in [("first", large), ("second", large), ("third", large), ("last", small)]:
+            await finish_call(one, saga, name, output)
+        rows = await two.leases.steps(saga.key, 2000)
+        assert [(row.output, row.left) for row in rows] == [(large, 0), (large, 0), (None, 1000), (small, 0)]
 
     # ----------------------------------------------------------------------------------------------------------- calls
     async def test_an_intent_is_committed_and_counts_how_often_the_remote_will_have_been_called(

@@ -109,6 +109,14 @@ class JoinedStoreContract:
                 found = await claims.claim([C, B, A])
         assert found == [Mark.BUSY, Record(State.COMPLETED, B.fingerprint), Mark.CLAIMED]
 
+    async def test_a_record_remembers_the_value_beside_the_bytes(self, store: JoinedStore, rival: JoinedStore) -> None:
+        valued = Claim(A.key, A.scope, A.fingerprint, canonical=b"c" * 16)
+        await complete(store, [valued, B])
+        found = [Record(State.COMPLETED, A.fingerprint, None, b"c" * 16), Record(State.COMPLETED, B.fingerprint)]
+        async with rival.transaction(group=2) as claims:
+            assert await claims.claim([valued, B]) == found
+        assert await rival.peek([A.key, B.key]) == found
+
     async def test_a_message_without_a_fingerprint_is_remembered_without_one(self, store: JoinedStore) -> None:
         bare = claim_of("bare", fingerprint=None)
         await complete(store, [bare])
@@ -310,6 +318,49 @@ class JoinedStoreContract:
             claims = [claim_of(f"{n} {each}") for each in range(50)]
             ours, theirs = await asyncio.gather(store.mark_attempts(claims), rival.mark_attempts(claims[::-1]))
             assert (ours | theirs, ours & theirs) == ({claim.key for claim in claims}, set())
+
+    async def test_what_is_being_read_was_not_begun(self, store: JoinedStore, rival: JoinedStore) -> None:
+        async with store.reading([A, B, A], 1) as ours:
+            assert (ours.ours, ours.begun) == ({A.key, B.key}, set())
+            async with rival.reading([C, B], 2) as theirs:
+                assert (theirs.ours, theirs.begun) == ({C.key}, set())
+                await theirs.end()
+            async with rival.reading_alone(A, 3) as alone:
+                assert (alone.ours, alone.attempts) == (set(), 0)
+                await alone.end()
+            await ours.end()
+        async with rival.reading([A, B], 4) as theirs:
+            assert (theirs.ours, theirs.begun) == ({A.key, B.key}, set())
+
+    async def test_what_was_not_read_to_the_end_is_counted_by_one_of_two(
+        self, store: JoinedStore, rival: JoinedStore
+    ) -> None:
+        async with store.reading([A, B], 1):
+            pass
+        async with store.reading([C, A], 2) as ours:
+            assert (ours.ours, ours.begun) == ({C.key}, {A.key})
+        async with store.reading_alone(A, 3) as ours:
+            assert ours.attempts == 1
+            async with rival.reading_alone(A, 4) as theirs:
+                assert theirs.attempts == 0
+        async with rival.reading_alone(A, 5) as theirs:
+            assert theirs.attempts == 2
+            await store.end_reading([A, B], 3)  # which lost its connection, perhaps, and is late
+            async with store.reading([A], 6) as ours:
+                assert (ours.ours, ours.begun) == (set(), set())
+            await theirs.end()
+        await store.end_reading([B], 1)
+        async with store.reading([A, B], 7) as ours:
+            assert (ours.ours, ours.begun) == ({A.key, B.key}, set())
+
+    async def test_a_reading_may_be_begun_again_by_the_same_reader(self, store: JoinedStore) -> None:
+        """Whose first answer was lost, perhaps."""
+        for _ in range(2):
+            async with store.reading([A], 1) as ours:
+                assert (ours.ours, ours.begun) == ({A.key}, set())
+        for _ in range(2):
+            async with store.reading_alone(A, 2) as ours:
+                assert ours.attempts == 1
 
     async def test_an_attempt_of_another_message_is_counted_with_a_commit_or_not_at_all(
         self, store: JoinedStore, rival: JoinedStore

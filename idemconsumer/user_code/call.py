@@ -4,31 +4,69 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from idemconsumer.errors import SelfCancelled
+from idemconsumer.errors import Contention, HandlerFault, IdemConsumerError, OfTheEngine, SelfCancelled
 from idemconsumer.ports.store import OpenTransaction
+from idemconsumer.redaction import typed_text
 from idemconsumer.user_code.cancellation import CancellationWatch, from_cancellation
 from idemconsumer.user_code.time_limit import TimeLimit
 
 T = TypeVar("T")
 R = TypeVar("R")
 
+EXITS: Final = (SystemExit, KeyboardInterrupt)
 
-async def call_user_code(run: Awaitable[T], limit: TimeLimit) -> T:
-    """Await a user's function within `limit`. A late result is returned too: `limit.check` finds it (J14).
+
+class _Question:
+    """Once the time of `limit` is over: asks the server whether the function waits for a lock, while it still does, and
+    then lets `timer` cut it off (B14)."""
+
+    __slots__ = ("_asking", "_handle", "_limit", "_opened", "_timer")
+
+    def __init__(self, opened: OpenTransaction, limit: TimeLimit, timer: asyncio.Timeout) -> None:
+        self._opened = opened
+        self._limit = limit
+        self._timer = timer
+        self._asking: asyncio.Task[None] | None = None
+        self._handle = asyncio.get_running_loop().call_later(limit.seconds, self._begin)
+
+    def _begin(self) -> None:
+        self._asking = asyncio.create_task(self._ask())
+
+    async def _ask(self) -> None:
+        self._limit.locked_out = await self._opened.waits_for_lock()
+        self._timer.reschedule(asyncio.get_running_loop().time())
+
+    def withdraw(self) -> None:
+        self._handle.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
+
+
+async def call_user_code(run: Awaitable[T], limit: TimeLimit, opened: OpenTransaction | None = None) -> T:
+    """Await a user's function within `limit`. A late result is returned too: `limit.check` finds it (J14). `opened` is
+    the transaction that it runs in.
 
     Raises what the function raises, except:
     * CancelledError if this task was cancelled from outside, also if the function made another error of that (J13);
       what swallows the cancellation and returns has returned;
     * the limit's TimeoutError if it was cut off: how far it got is not known then;
-    * SelfCancelled for a CancelledError of its own making.
+    * SelfCancelled for a CancelledError of its own making;
+    * HandlerFault for anything that is no Exception (B18).
+
+    An error of ours that it raises is marked as the function's own (B12).
     """
     outside = CancellationWatch()
-    timer = asyncio.timeout(limit.seconds)
+    timer = asyncio.timeout(limit.seconds if opened is None else None)
+    question = None if opened is None else _Question(opened, limit, timer)
     try:
         async with timer:
-            value = await run
+            try:
+                value = await run
+            finally:
+                if question is not None:
+                    question.withdraw()
     except asyncio.CancelledError as error:
         if outside.requested:
             raise
@@ -40,7 +78,13 @@ async def call_user_code(run: Awaitable[T], limit: TimeLimit) -> T:
         if timer.expired() and (isinstance(error, TimeoutError) or from_cancellation(error)):
             cut = error.__cause__ or error  # its traceback tells where the function was
             raise limit.exceeded().with_traceback(cut.__traceback__) from None
+        _mark(error)
         raise
+    except OfTheEngine:
+        raise
+    except BaseException as error:  # else it would end its lane, and so its worker
+        outside.withdraw()
+        raise _mark(exit_refused(error)) from error
     finally:
         limit.cut_off = timer.expired()
     outside.withdraw()
@@ -52,15 +96,50 @@ async def call_in_transaction(
 ) -> R:
     """`call_user_code`, inside a transaction of the store: returns what `accept` makes of the function's value.
 
-    `accept` checks the transaction (`opened.check()`) and encodes. An error that leaves the function or `accept` is
-    raised as what it really is: StoreUnavailable, Contention, the limit's TimeoutError, or the function's own.
+    `accept` checks the transaction (`opened.check()`) and encodes. An error of either is raised as what it really is:
+    StoreUnavailable, Contention, the limit's TimeoutError, or the function's own. Then the session is made what it was
+    (J21), by the engine: a server that does not answer that is not the function's (B5).
     """
     try:
-        value = await call_user_code(run, limit)
+        value = await call_user_code(run, limit, opened)
         limit.check()
-        return accept(value)
+        accepted = accept(value)
     except Exception as error:
         cause = limit.blame(opened.diagnose(error))
+        if limit.locked_out and limit.caused(cause):
+            raise Contention("its time was over while it waited for a lock") from error
         if cause is error:
+            _mark(error)
             raise
         raise cause from error
+    except (asyncio.CancelledError, OfTheEngine):
+        raise
+    except BaseException as error:  # what encodes its value is the user's code too (B18)
+        raise _mark(exit_refused(error)) from error
+    await opened.restore()
+    return accepted
+
+
+async def without_exit(run: Awaitable[T]) -> T:
+    """As `run`, for a task of its own: there a SystemExit would end the event loop before anybody could catch it."""
+    try:
+        return await run
+    except EXITS as error:
+        raise exit_refused(error) from error
+
+
+def exit_refused(error: BaseException) -> HandlerFault:
+    """A function that ends the process has failed (B18): else it ends each worker, and nothing counts it."""
+    why = (
+        "only its launcher ends a worker"
+        if isinstance(error, EXITS)
+        else "that is no Exception, so it would end a worker"
+    )
+    fault = HandlerFault(f"it raised {typed_text(error)}, and {why}; raise another exception")
+    return fault.with_traceback(error.__traceback__)
+
+
+def _mark(error: Exception) -> Exception:
+    if isinstance(error, IdemConsumerError):
+        error.by_function = True
+    return error

@@ -7,12 +7,14 @@ for good (before Python 3.13 a TaskGroup with a failed child does) or swallow th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
 
 from idemconsumer.errors import SelfCancelled
 
 T = TypeVar("T")
+
+_LEFT_BEHIND: Final[set[asyncio.Task[Any]]] = set()  # else Python would close them, and they would not end then either
 
 
 class CancellationWatch:
@@ -42,8 +44,8 @@ def being_cancelled() -> bool:
     return task is None or task.cancelling() > 0
 
 
-async def uninterrupted(act: Coroutine[Any, Any, T]) -> T:
-    """Run `act` to its end, then let a cancellation pass.
+async def uninterrupted(act: Coroutine[Any, Any, T], *, hurry: Callable[[], None] | None = None) -> T:
+    """Run `act` to its end, then let a cancellation pass. `hurry` is called when a cancellation has to wait.
 
     `asyncio.shield` would return at once while the act goes on. The separate task also serves what begins after the
     cancellation: the store gives no connection to a task that is being cancelled.
@@ -55,33 +57,83 @@ async def uninterrupted(act: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
             cancelled = error
+            if hurry is not None:
+                hurry()
     if cancelled is not None:
         task.exception()
         raise cancelled
     return task.result()
 
 
-async def run_isolated(run: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+async def run_isolated(
+    run: Awaitable[Any], *, leave: asyncio.Future[None] | None = None, cancelling: Callable[[], None] | None = None
+) -> tuple[Any, BaseException | None]:
     """Run user code in a task of its own: what it returned, or what it raised.
 
     What it does to its task ends with it (B10). A cancellation of the caller is passed on, and is raised whatever the
-    user code does with it. A CancelledError that came from inside is returned as SelfCancelled.
+    user code does with it; `cancelling` is called then. A CancelledError that came from inside is returned as
+    SelfCancelled, and so is the end of one that was left behind since `leave` was done.
     """
     task = asyncio.ensure_future(run)
+    waits = [task] if leave is None else [task, leave]
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await asyncio.wait([task])
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError as error:
             cancelled = error
             task.cancel()
+            if cancelling is not None:
+                cancelling()
+        if leave is not None and leave.done():
+            break
     try:
-        raised = task.exception()
+        raised = task.exception() if task.done() else SelfCancelled()
     except asyncio.CancelledError as error:
         raised = SelfCancelled().with_traceback(error.__traceback__)
     if cancelled is not None:
         raise cancelled
     return (None if raised is not None else task.result()), raised
+
+
+def leave_behind(task: asyncio.Future[Any]) -> None:
+    """A task that does not end though it was cancelled: the loop, when it is closed, is not to wait for it either."""
+    if isinstance(task, asyncio.Task):
+        _LEFT_BEHIND.add(task)
+        asyncio.tasks._unregister_task(task)
+
+
+async def run_mortal(run: Awaitable[T], grace: float, left: Callable[[], None]) -> T:
+    """Run user code in a task of its own, which is left behind if it has not ended `grace` seconds after it was
+    cancelled (L34); `left` is told. What swallows its cancellation and returns in time has returned.
+    """
+    task = asyncio.ensure_future(run)
+    cancelled: asyncio.CancelledError | None = None
+    deadline: float | None = None
+    while not task.done():
+        try:
+            async with asyncio.timeout_at(deadline):
+                await asyncio.wait([task])
+        except TimeoutError:
+            assert cancelled is not None
+            leave_behind(task)
+            left()
+            raise cancelled from None
+        except asyncio.CancelledError as error:
+            cancelled = error
+            task.cancel()
+            deadline = deadline or asyncio.get_running_loop().time() + grace
+    return task.result()
+
+
+async def run_on(work: Coroutine[Any, Any, None], what: str) -> None:
+    """Run one part of a worker. A TaskGroup ignores a task that was cancelled, and the other parts would go on without
+    this one (D9)."""
+    _, error = await run_isolated(task := asyncio.create_task(work))
+    if task.cancelled():
+        raise RuntimeError(f"a {what} was cancelled by what it ran, and the worker cannot go on without it") from error
+    if error is not None:
+        raise error
 
 
 async def isolated(run: Awaitable[T]) -> T:

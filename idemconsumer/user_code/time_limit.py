@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from idemconsumer.errors import StoreUnavailable, TransactionEnded
+from idemconsumer.errors import ServerSilent, StoreUnavailable, TransactionEnded
 
 
 class TimeLimit:
@@ -14,7 +14,7 @@ class TimeLimit:
     `lease` is for what runs inside a transaction of a saga: the server ends one that has been idle for that long (L5).
     """
 
-    __slots__ = ("_alone", "_end", "_error", "_lease", "_timeout", "cut_off", "seconds")
+    __slots__ = ("_alone", "_end", "_error", "_lease", "_timeout", "cut_off", "locked_out", "seconds")
 
     def __init__(self, timeout: float, lease: float | None = None) -> None:
         self._timeout = timeout
@@ -22,6 +22,7 @@ class TimeLimit:
         self._lease = math.inf if lease is None else lease
         self.seconds = min(timeout, self._lease)
         self.cut_off = False  # by the loop's timer, which may be a moment ahead of our clock
+        self.locked_out = False  # the server said that the function waited for a lock when its time was over (B14)
         self._end = time.monotonic() + self.seconds  # uvloop's own clock stands still while a function computes
         self._error: TimeoutError | None = None
 
@@ -54,7 +55,9 @@ class TimeLimit:
         """A transaction that is gone because the function took too long is the function's failure, and no outage.
 
         A saga's function has its transaction to itself, so it let it idle. In a group a neighbour may have done so:
-        there a function is blamed only for its own time (G14).
+        there a function is blamed only for its own time (G14). A server that says nothing is nobody's fault (R20).
         """
+        if isinstance(error, ServerSilent):
+            return error
         idle = isinstance(error, TransactionEnded) and self._alone
         return self.exceeded() if idle or (isinstance(error, StoreUnavailable) and self.over) else error

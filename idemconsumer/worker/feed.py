@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from functools import partial
+from itertools import groupby, islice
+from typing import Final
 
 import structlog
 
 from idemconsumer.brokers.due_sagas import SCHEME
 from idemconsumer.engine.work import Work
-from idemconsumer.errors import BrokerUnavailable, SessionEnded, StoreUnavailable
+from idemconsumer.errors import BadMessage, BrokerUnavailable, SessionEnded, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.message.headers import restored
 from idemconsumer.message.message import Subscription
+from idemconsumer.message.origin import pending_of, restored
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, Session
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.ports.store import JoinedStore
+from idemconsumer.worker.intake import Intake
 from idemconsumer.worker.lanes import Lanes
+from idemconsumer.worker.sources import warn_of_sources
 
 log = structlog.get_logger("idemconsumer")
+
+
+_TOGETHER: Final = 64  # new deliveries that are decoded before the lanes go on
+
+
+class _Kind(Enum):
+    NEW = "new"
+    SUSPECT = "suspect"  # it may have killed a worker, perhaps while that read it
+    TAKE_OVER = "take over"
+
+
+def _kind(delivery: Delivery) -> _Kind:
+    unread = delivery.epoch.next_is_unread()
+    if delivery.take_over:
+        return _Kind.TAKE_OVER
+    return _Kind.SUSPECT if delivery.suspect or unread else _Kind.NEW
 
 
 class Feed:
@@ -40,6 +62,7 @@ class Feed:
         observer: Observer,
     ) -> None:
         self.task: asyncio.Task[None] | None = None
+        self.opened = asyncio.Event()
         self._name = name
         self._broker = broker
         self._subscriptions = subscriptions
@@ -47,19 +70,25 @@ class Feed:
         self._handlers = {sub.source: by_name[sub.handler] for sub in subscriptions}
         self._lanes = lanes
         self._in_hand = lanes.in_hand
+        self._company = lanes.in_hand.engine.company
         self._store = store
         self._bounds = bounds
         self._draining = draining
+        self._observer = observer
         self._at = observer.at
         self._session: Session | None = None
+        self._dispatching = asyncio.Lock()
 
     async def run(self) -> None:
         failures = 0
+        # What the next session that opens is announced with. Of the app's own queues nobody asks.
+        news = "consuming" if self._given else None
         while not self._draining.is_set():
             try:
                 session = self._session = await self._broker.open(self._subscriptions, self._bounds())
             except BrokerUnavailable as error:
                 if failures == 0:
+                    news = news or "consuming again"
                     log.error("broker unavailable, waiting", feed=self._name, error=str(error))
                 failures += 1
                 await pause(self._draining, failures)
@@ -67,8 +96,10 @@ class Feed:
             if self._draining.is_set():  # the drain began while the session was being opened
                 await session.close()
                 return
-            if failures == 0:
-                log.info("consuming", feed=self._name, sources=[sub.source for sub in self._subscriptions])
+            self.opened.set()
+            if news is not None:
+                log.info(news, feed=self._name, sources=[each.source for each in self._given])
+                news = None
             try:
                 await self._consume(session)
             except SessionEnded as error:
@@ -78,6 +109,7 @@ class Feed:
                 # costs every message in it a delivery, and a quorum queue deletes what was delivered too often.
                 failures = 0 if self._in_hand.settled(session) else failures + 1
                 if failures <= 1:
+                    news = "consuming again"
                     log.warning("broker session lost, reconnecting", feed=self._name, error=str(error))
                 self._session = None  # a drain has nothing to close now, and must end the reconnecting instead
                 await session.close()
@@ -85,32 +117,76 @@ class Feed:
 
     async def _consume(self, session: Session) -> None:
         """Until SessionEnded. Never cancelled in a drain: some clients lose messages when a fetch is."""
-        at = self._at
+        intake = Intake(
+            self._store,
+            self._company,
+            self._in_hand.outage,
+            self._handler_of,
+            partial(self._dispatch, session),
+            draining=self._draining,
+            observer=self._observer,
+        )
         while True:
-            for number, delivery in enumerate(await session.fetch()):
-                at(Point.FETCHED, self._name, ())
-                if number % 64 == 63:
-                    await asyncio.sleep(0)  # decoding a large batch must not stop the lanes
-                await self._dispatch(delivery, session)
-                at(Point.DISPATCHED, self._name, ())
+            fetched = await session.fetch()
+            for _ in fetched:
+                self._at(Point.FETCHED, self._name, ())
+            async with self._dispatching:
+                for kind, deliveries in groupby(fetched, key=_kind):
+                    await self._dispatch_all(kind, deliveries, session, intake)
 
-    async def _dispatch(self, delivery: Delivery, session: Session) -> None:
-        message, suspect = delivery.message, delivery.suspect
-        if isinstance(delivery.handle, LeasedSaga):
-            handler = self._handlers[f"{SCHEME}:{delivery.handle.handler}"]
-            self._lanes.dispatch(Work.of(handler, message, leased=delivery.handle), delivery, session)
-            return
-        handler = self._handlers[message.source]
-        if delivery.take_over:
-            await self._take_over(delivery, session, handler)
-            return
-        if message.source == handler.own_source:
-            message, suspect = restored(message) or message, True
-        self._lanes.dispatch(Work.of(handler, message, suspect=suspect), delivery, session)
+    async def _dispatch_all(
+        self, kind: _Kind, deliveries: Iterable[Delivery], session: Session, intake: Intake
+    ) -> None:
+        match kind:
+            case _Kind.SUSPECT:
+                if given_up := await intake.admit(list(deliveries)):
+                    await session.release(given_up)
+            case _Kind.TAKE_OVER:
+                for delivery in deliveries:
+                    await self._take_over(delivery, session, self._handler_of(delivery))
+            case _Kind.NEW:
+                while part := list(islice(deliveries, _TOGETHER)):
+                    async with self._company.shared():
+                        for delivery in part:
+                            self._dispatch(session, delivery, None)
+                    await asyncio.sleep(0)  # decoding a large batch must not stop the lanes
+
+    def _handler_of(self, delivery: Delivery) -> BoundHandler:
+        if isinstance(saga := delivery.handle, LeasedSaga):
+            return self._handlers[f"{SCHEME}:{saga.handler}"]
+        return self._handlers[delivery.source or delivery.message.source]
+
+    def _dispatch(self, session: Session, delivery: Delivery, refusal: BadMessage | None) -> None:
+        """Decode it, unless it is refused, and give it to its lane."""
+        handler, message, suspect = self._handler_of(delivery), delivery.message, delivery.suspect
+        refusal = refusal or delivery.refusal
+        leased = delivery.handle if isinstance(delivery.handle, LeasedSaga) else None
+        pending, row, own_id = None, None, delivery.own_id
+        if leased is None:
+            if message.source in (handler.own_source, handler.retry_source):
+                suspect = suspect or message.source == handler.own_source
+                message, pending = restored(message) or message, pending_of(message)
+            if pending is not None:
+                row, own_id = delivery.handle, pending.own_id
+        elif leased.suspect and leased.attempt > handler.options.max_attempts:  # not decoded: its message may kill
+            refusal = BadMessage("killed_worker", "no attempt is left")
+        work = Work.of(
+            handler,
+            message,
+            suspect=suspect,
+            leased=leased,
+            refusal=refusal,
+            own_id=own_id,
+            first=not delivery.suspect,
+            pending=pending,
+            row=row,
+        )
+        self._lanes.dispatch(work, delivery, session)
+        self._at(Point.DISPATCHED, self._name, ())
 
     async def _take_over(self, delivery: Delivery, session: Session, handler: BoundHandler) -> None:
         """Commit here first, then settle: a crash in between leaves a duplicate, which is recognised as one."""
-        while not delivery.epoch.retiring:
+        while not (delivery.epoch.retiring or self._draining.is_set()):
             try:
                 await self._store.take_over(handler.own_source.partition(":")[2], delivery.message)
             except StoreUnavailable as error:
@@ -120,15 +196,36 @@ class Feed:
                 await session.settle([delivery])
                 return
 
+    async def warn(self) -> None:
+        """Log what its sources would lose, once it has a session (D16)."""
+        await self.opened.wait()
+        handlers = {each.name: each for each in self._handlers.values()}
+        await warn_of_sources(handlers, self._given, self._broker)
+
+    @property
+    def _given(self) -> list[Subscription]:
+        """Those that handlers name."""
+        return [each for each in self._subscriptions if not self._is_own(each)]
+
+    def _is_own(self, subscription: Subscription) -> bool:
+        handler = self._handlers[subscription.source]
+        return subscription.source in (handler.own_source, handler.retry_source)
+
     async def idle(self) -> bool:
         try:
-            return self._session is not None and await self._session.idle()
+            # What waits to be read is in nobody's hand yet, and was taken out of its queue.
+            return self._session is not None and await self._session.idle() and not self._dispatching.locked()
         except (SessionEnded, BrokerUnavailable):
             return False
 
     async def stop_fetching(self) -> None:
         if self._session is not None:
             await self._session.stop_fetching()
+
+    async def quiet(self) -> None:
+        """Wait until what was fetched has a lane or was given back. In a drain, once the lanes have finished."""
+        async with self._dispatching:
+            return
 
     async def close(self) -> None:
         session, self._session = self._session, None

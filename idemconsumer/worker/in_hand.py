@@ -27,13 +27,15 @@ log = structlog.get_logger("idemconsumer")
 class Held:
     """A delivery that this process has in hand.
 
-    `due` is when it may run, on the loop's clock. `settled`: the broker knows that the message is stored here.
+    `due` is when it may run, on the loop's clock. `ordered`: it has a lane, and what is behind it there waits for it.
+    `settled`: the broker knows that the message is stored here.
     """
 
     work: Work
     delivery: Delivery
     session: Session
     due: float = 0.0
+    ordered: bool = False
     settled: bool = False
 
     @property
@@ -43,7 +45,7 @@ class Held:
 
 
 class Place(Protocol):
-    """Where deliveries wait and run: a lane, or the waiting room."""
+    """Where deliveries wait: a lane, what is spread over lanes, or the waiting room."""
 
     def add(self, held: Held) -> None: ...
     def clear(self) -> list[Held]:
@@ -52,10 +54,6 @@ class Place(Protocol):
 
     def drain(self) -> None:
         """Wake up, since `InHand.draining` is set."""
-        ...
-
-    async def work(self) -> None:
-        """Returns when drained."""
         ...
 
 
@@ -70,6 +68,10 @@ class Outage:
         if self._failures == 1:
             log.error("store unreachable, waiting", error=str(error))
         await asyncio.sleep(min(3.0, 0.1 * 2 ** min(self._failures, 6)) * random.uniform(0.75, 1.0))
+
+    @property
+    def lasts(self) -> bool:
+        return self._failures > 0
 
     def over(self) -> None:
         if self._failures:
@@ -108,8 +110,13 @@ class InHand:
 
     def moved(self, held: Held, place: Place) -> None:
         """It is in `place` now, and later deliveries of its key go there too."""
-        _, count = self._places[held.work.key]
-        self._places[held.work.key] = (place, count)
+        if key := held.work.key:
+            _, count = self._places[key]
+            self._places[key] = (place, count)
+
+    def deliveries(self, held: Held) -> int:
+        """How many of its key are in hand."""
+        return self._places[held.work.key][1] if held.work.key else 1
 
     def forget(self, deliveries: Iterable[Held]) -> None:
         """These are settled, given back, or no longer ours."""

@@ -1,15 +1,19 @@
-"""A lane: one group at a time, in order of arrival (D3)."""
+"""A lane: one group at a time, and what has an order in order of arrival (D3)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.rules.failing import Health
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import Settlement, settle
+from idemconsumer.stores.sharing import PARTY
 from idemconsumer.worker.in_hand import Held, InHand
+from idemconsumer.worker.spread import Spread
 from idemconsumer.worker.turns import Turns
 from idemconsumer.worker.waiting_room import WaitingRoom
 
@@ -17,15 +21,32 @@ _LOOK_UP: Final = 1.0  # seconds after which a lane that holds a delivery checks
 
 
 class Lane:
-    """`index` is the number under which an epoch counts what this lane ran."""
+    """One of a handler's. Its own queue holds what has an order; what has none it takes from `spread`.
 
-    def __init__(self, index: int, in_hand: InHand, waiting_room: WaitingRoom, turns: Turns) -> None:
+    `index` is the number under which an epoch counts what this lane ran. `probe` is held by the lane that runs the only
+    message of a handler that fails (D17).
+    """
+
+    def __init__(
+        self,
+        index: int,
+        handler: BoundHandler,
+        in_hand: InHand,
+        spread: Spread,
+        waiting_room: WaitingRoom,
+        turns: Turns,
+        probe: asyncio.Lock,
+    ) -> None:
         self._index = index
+        self._handler = handler
         self._in_hand = in_hand
+        self._spread = spread
         self._waiting_room = waiting_room
         self._turns = turns
+        self._probe = probe
         self._queue: deque[Held] = deque()
         self._running = 0
+        self._own_next = True
         self._wake = asyncio.Event()
 
     @property
@@ -34,12 +55,25 @@ class Lane:
         return self._running + len(self._queue)
 
     @property
+    def free(self) -> bool:
+        """Whether it runs nothing. What waits in its own queue does not count while it is kept for a saga."""
+        return not self._running and (not self._queue or self._spread.kept)
+
+    @property
     def held_up(self) -> int:
         """How many deliveries it has if the first one is not due yet, else none."""
-        return len(self._queue) if self._queue and self._queue[0].due > asyncio.get_running_loop().time() else 0
+        return len(self._queue) if self._own_pause() > 0 else 0
+
+    @property
+    def ready(self) -> Iterable[Held]:
+        """What waits to run, if the first one is due."""
+        return () if self._own_pause() > 0 else self._queue
 
     def add(self, held: Held) -> None:
         self._queue.append(held)
+        self._wake.set()
+
+    def wake(self) -> None:
         self._wake.set()
 
     def drain(self) -> None:
@@ -51,27 +85,52 @@ class Lane:
         return deliveries
 
     async def work(self) -> None:
-        loop = asyncio.get_running_loop()
+        """Returns when drained."""
+        PARTY.set(self._handler.name)
         while not self._in_hand.draining:
             self._drop_abandoned()
-            if not self._queue:
-                self._wake.clear()
-                await self._wake.wait()
-            elif (pause := self._queue[0].due - loop.time()) > 0:
-                await self._pause(min(pause, _LOOK_UP))
-            else:
+            if self._spread.keeps:
+                await self._pause(_LOOK_UP)
+            elif self._something_to_run():
                 await self._conclude(*await self._run_group())
+            else:
+                await self._pause(min(self._own_pause(), _LOOK_UP) if self._queue else None)
+
+    def _own_pause(self) -> float:
+        """Seconds until the head is due: what is behind it waits for it (D3)."""
+        return self._queue[0].due - asyncio.get_running_loop().time() if self._queue else 0.0
+
+    def _something_to_run(self) -> bool:
+        return bool(self._spread.ready) or (bool(self._queue) and self._own_pause() <= 0)
 
     async def _run_group(self) -> tuple[list[Held], list[Outcome]]:
-        if self._in_hand.engine.group_size(self._queue[0].work.handler) == 1:
-            return await self._run_next()
-        async with self._turns:
+        if self._health.probing:
+            async with self._probe:
+                while (health := self._health).probing and not self._in_hand.draining:
+                    if (pause := health.next_run - asyncio.get_running_loop().time()) > 0:
+                        await self._pause(pause)
+                        continue
+                    self._drop_abandoned()
+                    return await self._run_next(1)
+        if self._in_hand.engine.group_size(self._handler) == 1:
+            return await self._run_next(1)
+        async with self._turns.of(self._handler.name):
             self._drop_abandoned()
-            return ([], []) if self._in_hand.draining or not self._queue else await self._run_next()
+            if self._health.probing:  # it was not yet, when the turn was asked for
+                return [], []
+            return await self._run_next(self._in_hand.engine.group_size(self._handler))
 
-    async def _run_next(self) -> tuple[list[Held], list[Outcome]]:
-        group = self._take()
+    @property
+    def _health(self) -> Health:
+        return self._in_hand.engine.health(self._handler)
+
+    async def _run_next(self, size: int) -> tuple[list[Held], list[Outcome]]:
+        group = [] if self._in_hand.draining else self._take(size)
+        self._spread.call()  # the lane that was woken for what is left may be this one
+        if not group:
+            return [], []
         self._running = len(group)
+        self._spread.running += 1
         try:
             return group, await self._in_hand.run(group)
         except asyncio.CancelledError:
@@ -79,50 +138,74 @@ class Lane:
             raise
         finally:
             self._running = 0
+            self._spread.running -= 1
 
-    async def _pause(self, seconds: float) -> None:
-        """Hold the head (order is kept); a drain ends the pause at once, an arrival does not."""
+    async def _pause(self, seconds: float | None) -> None:
+        """Until something arrives, or for so long."""
         self._wake.clear()
-        deadline = asyncio.get_running_loop().time() + seconds
+        self._spread.idle(self)
         try:
-            async with asyncio.timeout_at(deadline):
-                while not self._in_hand.draining:
-                    await self._wake.wait()
-                    self._wake.clear()
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
         except TimeoutError:
             return
+        finally:
+            self._spread.busy(self)
 
     def _drop_abandoned(self) -> None:
         while self._queue and self._queue[0].abandoned:
             self._in_hand.forget([self._queue.popleft()])
 
-    def _take(self) -> list[Held]:
-        """What is already waiting for one handler, up to its group size. Nothing waits for a group to fill."""
-        handler = self._queue[0].work.handler
-        size = self._in_hand.engine.group_size(handler)
+    def _take(self, size: int) -> list[Held]:
+        """What is already waiting, up to `size`. Nothing waits for a group to fill."""
+        own = bool(self._queue) and self._own_pause() <= 0 and (self._own_next or not self._spread.ready)
+        self._own_next = not own
+        group = self._take_own(size) if own else self._spread.take(self, size, self._turns.free)
+        for held in group:
+            if held.work.call is not None and held.delivery.epoch.on_probation(*self._budget(held)):
+                held.work.suspect()
+        return group
+
+    def _take_own(self, size: int) -> list[Held]:
         group: list[Held] = []
         while self._queue and len(group) < size:
-            held = self._queue[0]
-            if held.work.handler is not handler or held.abandoned or (group and held.due):
+            if self._queue[0].abandoned or (group and self._queue[0].due):
                 break
-            if held.work.call is not None and held.delivery.epoch.on_probation(self._index):
-                held.work.suspect()
             group.append(self._queue.popleft())
         return group
 
+    def _budget(self, held: Held) -> tuple[int, int]:
+        """Under which number an epoch counts it, and for how many lanes: its own, or all that take from `spread`."""
+        return (self._index, 1) if held.ordered else (self._spread.index, self._spread.lanes)
+
     async def _conclude(self, group: Sequence[Held], outcomes: Sequence[Outcome]) -> None:
-        """Put back what was not decided, and what is held until it is due; send what is busy to the waiting room."""
+        """Put back what was not decided; what is to run again is held at the head until it is due (D3), or steps aside
+        if it has no order (D15). What is busy goes to the waiting room."""
         back = list(group[len(outcomes) :])
         busy: list[Held] = []
+        again: list[Held] = []
         for held, outcome in zip(group, outcomes, strict=False):
             match settle(outcome):
                 case Settlement.HOLD:
                     held.due = asyncio.get_running_loop().time() + outcome.due
-                    back.insert(0, held)
+                    if held.ordered:
+                        back.insert(0, held)
+                    else:
+                        again.append(held)
                 case Settlement.WAITING_ROOM:
                     busy.append(held)
                 case _ if outcome.kind is not OutcomeKind.DUPLICATE:
-                    held.delivery.epoch.passed(self._index)
+                    held.delivery.epoch.passed(*self._budget(held))
         self._queue.extendleft(reversed(back))
+        for held in again:
+            await self._spread.step_aside(held, self._behind(held))
         for held in busy:
             await self._waiting_room.admit(held)
+
+    def _behind(self, held: Held) -> list[Held]:
+        """Later deliveries of its key, taken out of the queue: they must not run before it."""
+        if self._in_hand.deliveries(held) == 1:
+            return []
+        behind = [later for later in self._queue if later.work.key == held.work.key]
+        self._queue = deque(later for later in self._queue if later.work.key != held.work.key)
+        return behind

@@ -1,87 +1,162 @@
-"""All lanes of a worker and the waiting room: which delivery goes where, and how they end.
+"""All lanes of a worker and the waiting rooms: which delivery goes where, and how they end.
 
-A delivery is decoded and keyed before it has a lane (D1). If its key is in flight in this process, it follows that
-delivery; else its lane is a hash of its order key (D2). So two deliveries of one key never become rivals here,
-and what belongs to one order key runs in order.
+Each handler has lanes of its own (D13). A delivery is decoded and keyed before it has one (D1). If its key is in flight
+in this process, it follows that delivery; else its lane is a hash of its order key (D2), or whichever is free if it has
+none (D14). So two deliveries of one key never become rivals here, and what belongs to one order key runs in order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import zlib
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Final
 
 from idemconsumer.engine.work import Work
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.ports.broker import Delivery, Session
-from idemconsumer.user_code.cancellation import run_isolated
+from idemconsumer.settings import Settings
+from idemconsumer.user_code.cancellation import run_on
+from idemconsumer.worker.capacity import lanes_of
 from idemconsumer.worker.in_hand import Held, InHand, Place
 from idemconsumer.worker.lane import Lane
+from idemconsumer.worker.spread import Spread
 from idemconsumer.worker.turns import Turns
 from idemconsumer.worker.waiting_room import WaitingRoom
 
+_LOOK: Final = 0.02  # seconds, in a drain
 
-class Lanes:
-    """`count` lanes, and a waiting room for `room` deliveries of each source."""
 
-    def __init__(self, in_hand: InHand, *, count: int, room: int) -> None:
-        self.in_hand = in_hand
-        self.waiting_room = WaitingRoom(in_hand, room)
-        turns = Turns(count)
-        self._lanes = [Lane(index, in_hand, self.waiting_room, turns) for index in range(count)]
-        self._places: list[Place] = [*self._lanes, self.waiting_room]
-        self._tasks: list[asyncio.Task[None]] = []
-        self.finished = asyncio.Event()
+class HandlerLanes:
+    """The lanes of one handler, what is spread over them, and its waiting room for `room` deliveries of each source.
 
-    def dispatch(self, work: Work, delivery: Delivery, session: Session) -> None:
-        held, in_hand = Held(work, delivery, session), self.in_hand
-        work.abandoned = lambda: held.abandoned or in_hand.draining
-        order = work.message.position if work.call is None else work.call.order
-        place = in_hand.add(held, self._lane_of(work.message.source, order))
-        if work.leased is not None:
-            # Ours already, and outside the order: what waits here for its end, or shares its lane, must not delay it.
-            place = min(self._lanes, key=lambda lane: lane.load)
-        place.add(held)
+    `first`: an epoch counts what ran under numbers from here on, one for each lane and one for what is spread.
+    """
 
-    def _lane_of(self, source: str, order: str | bytes) -> Lane:
+    def __init__(
+        self, handler: BoundHandler, in_hand: InHand, turns: Turns, *, lanes: int, room: int, first: int
+    ) -> None:
+        self._handler = handler
+        self._in_hand = in_hand
+        self.waiting_room = WaitingRoom(handler, in_hand, room)
+        self.spread = Spread(in_hand, room, index=first + lanes, lanes=lanes)
+        probe = asyncio.Lock()
+        self.lanes = [
+            Lane(index, handler, in_hand, self.spread, self.waiting_room, turns, probe)
+            for index in range(first, first + lanes)
+        ]
+        self.places: list[Place] = [*self.lanes, self.spread, self.waiting_room]
+        self.at_work: list[Lane | WaitingRoom] = [*self.lanes, self.waiting_room]
+
+    def lane_of(self, source: str, order: str | bytes) -> Lane:
         order = order.encode("utf-8", "surrogatepass") if isinstance(order, str) else order
-        return self._lanes[zlib.crc32(order, zlib.crc32(source.encode())) % len(self._lanes)]
+        return self.lanes[zlib.crc32(order, zlib.crc32(source.encode())) % len(self.lanes)]
 
     @property
     def idle(self) -> int:
         """How many lanes have nothing to do."""
-        return sum(lane.load == 0 for lane in self._lanes)
+        return self.spread.unused(sum(lane.free for lane in self.lanes))
 
     @property
     def held_up(self) -> int:
         """How many deliveries wait behind one that is retried later: they must not stop fetching for other lanes."""
-        return sum(lane.held_up for lane in self._lanes)
+        return sum(lane.held_up for lane in self.lanes)
+
+    @property
+    def to_begin(self) -> bool:
+        """Whether something is about to begin whose broker counts what is given back as delivered. A saga would not end
+        soon, and a handler all of whose messages fail gets nothing done."""
+        in_hand, handler = self._in_hand, self._handler
+        if handler.leased or in_hand.outage.lasts or in_hand.engine.health(handler).probing:
+            return False
+        ready = chain(self.spread.ready, *(lane.ready for lane in self.lanes))
+        return any(held.delivery.epoch.returns_count and not held.abandoned for held in ready)
+
+    def beyond(self, each: int) -> int:
+        """How many deliveries lie in lanes that have more than `each`, beyond that; without those of `held_up`."""
+        return sum(max(0, lane.load - each) for lane in self.lanes if not lane.held_up)
+
+
+class Lanes:
+    """Those of all handlers of a worker."""
+
+    def __init__(self, in_hand: InHand, handlers: Sequence[BoundHandler], settings: Settings) -> None:
+        self.in_hand = in_hand
+        counts = [lanes_of(handler, settings) for handler in handlers]
+        turns = Turns(sum(counts))
+        self._of: dict[str, HandlerLanes] = {}
+        first = 0
+        for handler, count in zip(handlers, counts, strict=True):
+            self._of[handler.name] = HandlerLanes(handler, in_hand, turns, lanes=count, room=settings.room, first=first)
+            first += count + 1
+        self.freed = asyncio.Event()
+        for lanes in self._of.values():
+            lanes.spread.freed = self.freed
+        self._places: list[Place] = [place for lanes in self._of.values() for place in lanes.places]
+        self._tasks: list[asyncio.Task[None]] = []
+        self.finished = asyncio.Event()
+
+    def of(self, handler: str) -> HandlerLanes:
+        """Those of the handler with this name."""
+        return self._of[handler]
+
+    def dispatch(self, work: Work, delivery: Delivery, session: Session) -> None:
+        in_hand, lanes = self.in_hand, self._of[work.handler.name]
+        order = None if work.call is None else work.call.order
+        held = Held(work, delivery, session, ordered=order is not None)
+        work.abandoned = lambda: held.abandoned or in_hand.draining
+        chosen = lanes.spread if order is None else lanes.lane_of(work.message.source, order)
+        place = in_hand.add(held, chosen)
+        if (
+            work.leased is not None
+        ):  # ours already, and outside the order: what waits here for its end must not delay it
+            place = lanes.spread
+        place.add(held)
+
+    def idle(self, handler: str) -> int:
+        """How many lanes of a handler have nothing to do."""
+        return self._of[handler].idle
+
+    def keep(self, handler: str, kept: bool) -> None:
+        """Whether the next lane of a handler that is free is kept for a saga."""
+        self._of[handler].spread.keep(kept)
+
+    @property
+    def closed(self) -> bool:
+        """Whether one that may kill this worker is alone, or waits to be (L23)."""
+        return self.in_hand.engine.company.closed
 
     @property
     def keys(self) -> list[bytes]:
         """The keys in hand, without those that only wait in the waiting room for the owner of their key: after a lost
         answer the owner may be this process, and then nothing here would go on with the saga."""
-        return self.in_hand.keys(self.waiting_room.waiting)
+        return self.in_hand.keys(sum((lanes.waiting_room.waiting for lanes in self._of.values()), Counter()))
 
     # --------------------------------------------------------------------------------------------------------- working
     async def work(self) -> None:
         """Run until drained. A bug in one lane ends them all: better a restart than a lane that silently stopped."""
         try:
             async with asyncio.TaskGroup() as group:
-                self._tasks = [group.create_task(self._work_in(place)) for place in self._places]
+                self._tasks = [
+                    group.create_task(run_on(each.work(), "lane")) for of in self._of.values() for each in of.at_work
+                ]
         finally:
             self.finished.set()
-
-    async def _work_in(self, place: Place) -> None:
-        """A TaskGroup ignores a task that was cancelled, and the other lanes would go on without this one (D9)."""
-        _, error = await run_isolated(lane := asyncio.create_task(place.work()))
-        if lane.cancelled():
-            raise RuntimeError("a lane was cancelled by what it ran, and the worker cannot go on without it") from error
-        if error is not None:
-            raise error
 
     def cancel(self) -> None:
         """What still runs is rolled back, costs no attempt and is not settled."""
         for task in self._tasks:
             task.cancel()
+
+    async def run_out(self, within: float) -> None:
+        """Wait until nothing is about to begin that would count as delivered if it was given back (D11)."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                while any(lanes.to_begin for lanes in self._of.values()):
+                    await asyncio.sleep(_LOOK)
 
     def drain(self) -> None:
         """Start nothing new; `work` returns when what runs has been settled. Sagas are released at once."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import count
+from typing import Any
 
 import psycopg
 import structlog
 
 from idemconsumer.redaction import error_text
-from idemconsumer.sql.connecting import own_session
-from idemconsumer.sql.queries import load
+from idemconsumer.sql.connecting import connect_async
+from idemconsumer.sql.queries import Queries, load
 
 log = structlog.get_logger("idemconsumer")
 
@@ -22,7 +24,12 @@ log = structlog.get_logger("idemconsumer")
 _BLOCKS = 64
 # A pass reads the whole table. Resting nine times as long keeps it below a tenth of one connection's time.
 _REST = 9.0
-_LOCK = "select pg_try_advisory_lock(hashtextextended('idemconsumer.prune.' || %s, 0))"
+_PATIENCE = 600.0  # seconds: one statement reads a whole table, and nothing waits for this but the next pass
+_LOCK_TIMEOUT = "10s"
+# Of a transaction, so that it works behind a pooler (R18). A pass begins where nobody else prunes; once begun it waits
+# for a turn, so that of two that began between each other's transactions neither is given up. A turn takes 0.1 s.
+_TRY = "select pg_try_advisory_xact_lock(hashtextextended('idemconsumer.prune.' || %s, 0))"
+_WAIT = "select pg_advisory_xact_lock(hashtextextended('idemconsumer.prune.' || %s, 0))"
 
 Progress = Callable[[int, int], None]
 
@@ -33,36 +40,48 @@ async def prune_once(dsn: str, schema: str, *, dry_run: bool = False, progress: 
     Returns how many records were deleted (with `dry_run`: would be), or None when another process is pruning
     this schema. Dead records stay for a person. Each range of blocks is one short transaction, so a
     cancellation leaves whole ranges done. `progress` is called with the number of blocks done and of all blocks.
-    Raises psycopg.Error. Needs a session of its own: a transaction pooler does not give it one.
+    Raises psycopg.Error.
     """
     queries = load(schema)
-    connection = await psycopg.AsyncConnection.connect(
-        **own_session(dsn), application_name="idemconsumer upkeep", connect_timeout=10
-    )
-    async with connection:
-        # A lock of the session, since a pass is many transactions: two at once would only walk the same blocks.
-        if not await _number(await connection.execute(_LOCK, [schema])):
-            return None
-        blocks = await _number(await connection.execute(queries["blocks"]))
-        total = 0
-        for low in range(0, blocks, _BLOCKS):
-            high = min(low + _BLOCKS, blocks)
-            bounds = {"low": f"({low},0)", "high": f"({high},0)"}
-            if dry_run:
-                total += await _number(await connection.execute(queries["prunable"], bounds))
-            else:
-                async with connection.transaction():
-                    rows = await (await connection.execute(queries["prune"], bounds)).fetchall()
-                    if rows:
-                        keys = {"keys": [key for (key,) in rows]}
-                        await connection.execute(queries["prune_results"], keys)
-                        await connection.execute(queries["prune_steps"], keys)
-                total += len(rows)
+    async with await connect_async(
+        dsn, {"lock_timeout": _LOCK_TIMEOUT}, application_name="idemconsumer upkeep", connect_timeout=10
+    ) as connection:
+        connection.patience = _PATIENCE
+        blocks, total = 1, 0
+        for low in count(0, _BLOCKS):
+            async with connection.transaction():
+                if low == 0:
+                    if not await _number(await connection.execute(_TRY, [schema])):
+                        return None
+                    blocks = await _number(await connection.execute(queries["blocks"]))
+                else:
+                    await connection.execute(_WAIT, [schema])
+                if low >= blocks:
+                    break
+                high = min(low + _BLOCKS, blocks)
+                total += await _prune(connection, queries, low, high, dry_run=dry_run)
             if progress is not None:
                 progress(high, blocks)
         if not dry_run:
-            await connection.execute(queries["prune_attempts"])
+            async with connection.transaction():
+                await connection.execute(queries["prune_attempts"])
+                await connection.execute(queries["prune_signals"])
+                await connection.execute(queries["prune_schedules"])
         return total
+
+
+async def _prune(
+    connection: psycopg.AsyncConnection[Any], queries: Queries, low: int, high: int, *, dry_run: bool
+) -> int:
+    bounds = {"low": f"({low},0)", "high": f"({high},0)"}
+    if dry_run:
+        return await _number(await connection.execute(queries["prunable"], bounds))
+    rows = await (await connection.execute(queries["prune"], bounds)).fetchall()
+    if rows:
+        keys = {"keys": [key for (key,) in rows]}
+        await connection.execute(queries["prune_results"], keys)
+        await connection.execute(queries["prune_steps"], keys)
+    return len(rows)
 
 
 class Retention:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 from idemconsumer.engine.engine import Engine
+from idemconsumer.ports.leases import Runs
 from idemconsumer.ports.observer import Observer
 from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.stores.heartbeat import Heartbeat
@@ -32,14 +35,27 @@ class SagaLease:
         connections: int,
         lease: float,
         longest_run: float,
+        runs: Sequence[Runs] = (),
+        require_standby: bool = False,
+        parties: Iterable[str] = (),
+        stuck: Callable[[str], None] = lambda _: None,
     ) -> SagaLease:
-        """Register the lease and begin to renew it. Raises StoreUnavailable."""
-        store = await PostgresStore.open(dsn, schema, connections=connections, longest_run=longest_run, lease=lease)
+        """Register the lease and begin to renew it. `runs`: what this process runs; it takes no due saga of another
+        version of these handlers, unless that is gone (L28). `stuck` is that of Heartbeat. Raises StoreUnavailable."""
+        store = await PostgresStore.open(
+            dsn,
+            schema,
+            connections=connections,
+            longest_run=longest_run,
+            lease=lease,
+            require_standby=require_standby,
+            parties=parties,
+        )
         try:
-            heartbeat = Heartbeat(dsn, schema, lease=lease, patience=longest_run)
-            leases = PostgresLeases(store.pool, heartbeat)
+            heartbeat = Heartbeat(dsn, schema, lease=lease, patience=longest_run, runs=runs, stuck=stuck)
+            leases = PostgresLeases(store.pool, heartbeat, {each.handler: each.version for each in runs})
             sagas = LeasedEngine(engine, leases, observer, lease=lease)
-            await heartbeat.start(sagas.lose)
+            await heartbeat.start(sagas.lose, sagas.standing, sagas.patience)
         except BaseException:
             await store.close()
             raise

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from idemconsumer.rules.group_size import open_groups
@@ -14,48 +16,78 @@ _LOOK: Final = 0.05  # seconds between two looks at the CPU
 _PATIENCE: Final = 0.5  # seconds
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    handler: str
+    since: float
+    turn: asyncio.Future[None]
+
+
 class Turns:
-    """`async with turns:` around a group. First come, first served, and within half a second in any case: a group that
-    has its turn may wait long for a rival's key or for a row, while something else keeps the CPU busy.
+    """A handler with no group open has its turn at once. Of those that wait, the handler with the fewest open comes
+    first, then who came first; and any within half a second: a group that has its turn may wait long for a rival's key
+    or for a row, while something else keeps the CPU busy.
     """
 
     def __init__(
         self, lanes: int, *, clock: Callable[[], float] = time.monotonic, cpu: Callable[[], float] = time.thread_time
     ) -> None:
         self._lanes = self._limit = lanes
-        self._open = 0
-        self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
+        self._open: Counter[str] = Counter()
+        self._waiting: list[_Waiting] = []
         self._clock = clock
         self._cpu = cpu
         self._seen = (clock(), cpu())
         self._timer: asyncio.TimerHandle | None = None
 
-    async def __aenter__(self) -> None:
+    @asynccontextmanager
+    async def of(self, handler: str) -> AsyncIterator[None]:
+        """A turn for a group of this handler."""
+        await self._enter(handler)
+        try:
+            yield
+        finally:
+            self._leave(handler)
+
+    async def _enter(self, handler: str) -> None:
         self._look()
-        if self._open < self._limit:
-            self._open += 1
+        if self._is_free(handler):
+            self._open[handler] += 1
             return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((turn, self._clock()))
+        waiting = _Waiting(handler, self._clock(), asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
         self._watch()
         try:
-            await turn
+            await waiting.turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # given at the same moment
-                await self.__aexit__()
+            if not waiting.turn.cancelled():  # given at the same moment
+                self._leave(handler)
             raise
 
-    async def __aexit__(self, *raised: object) -> None:
-        self._open -= 1
+    def _leave(self, handler: str) -> None:
+        self._open[handler] -= 1
         self._admit()
 
+    @property
+    def free(self) -> int:
+        """How many more groups may be open now."""
+        return max(0, self._limit - self._open.total())
+
+    def _is_free(self, handler: str) -> bool:
+        return not self._open[handler] or self.free > 0
+
     def _admit(self) -> None:
-        """Called whenever a turn may be free, so a group that finds one free has none waiting before it."""
-        while self._waiting and (self._open < self._limit or self._clock() - self._waiting[0][1] >= _PATIENCE):
-            turn, _ = self._waiting.popleft()
-            if not turn.cancelled():
-                turn.set_result(None)
-                self._open += 1
+        """Called whenever a turn may be free, so a group that finds one free has none of its handler before it."""
+        self._waiting = [waiting for waiting in self._waiting if not waiting.turn.cancelled()]
+        while self._waiting:
+            first = min(self._waiting, key=lambda waiting: self._open[waiting.handler])
+            if not self._is_free(first.handler):
+                first = self._waiting[0]
+                if self._clock() - first.since < _PATIENCE:
+                    break
+            self._waiting.remove(first)
+            first.turn.set_result(None)
+            self._open[first.handler] += 1
 
     def _look(self) -> None:
         now, cpu = self._clock(), self._cpu()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import structlog
 
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.rules.values import Outcome
 from idemconsumer.rules.verdicts import Settlement, settle
+from idemconsumer.stores.sharing import PARTY
 from idemconsumer.worker.in_hand import Held, InHand
 
 log = structlog.get_logger("idemconsumer")
@@ -19,9 +21,11 @@ _FIRST, _LAST = 0.05, 1.0  # seconds between two rounds; they double while no de
 
 
 class WaitingRoom:
-    """Unsettled deliveries, up to `size` of each source. They are claimed again in rounds, and give up their order."""
+    """Unsettled deliveries of a handler, up to `size` of each source. They are claimed again in rounds, and give up
+    their order."""
 
-    def __init__(self, in_hand: InHand, size: int) -> None:
+    def __init__(self, handler: BoundHandler, in_hand: InHand, size: int) -> None:
+        self._handler = handler
         self._in_hand = in_hand
         self._size = size
         self._deliveries: dict[Held, None] = {}
@@ -66,6 +70,7 @@ class WaitingRoom:
         return deliveries
 
     async def work(self) -> None:
+        PARTY.set(self._handler.name)
         pause = _FIRST
         while not self._in_hand.draining:
             if not self._deliveries:
@@ -85,23 +90,22 @@ class WaitingRoom:
         """One round over all deliveries here; whether any of them left."""
         self._dismiss([held for held in self._deliveries if held.abandoned])
         now = asyncio.get_running_loop().time()
-        by_handler: defaultdict[str, list[Held]] = defaultdict(list)
-        for held in self._deliveries:
-            if held.due <= now:
-                by_handler[held.work.handler.name].append(held)
+        deliveries = [held for held in self._deliveries if held.due <= now]
         before = len(self._deliveries)
-        for deliveries in by_handler.values():
+        if deliveries:
             self._conclude(await self._in_hand.replay_committed(deliveries))
-            waiting = [held for held in deliveries if held in self._deliveries and held.due <= now]
-            size = self._in_hand.engine.group_size(deliveries[0].work.handler)
-            for start in range(0, len(waiting), size):
-                if self._in_hand.draining:
-                    return True
-                if group := [held for held in waiting[start : start + size] if not held.abandoned]:
-                    self._running = group
-                    outcomes = await self._in_hand.run(group, defer=True)
-                    self._running = ()
-                    self._conclude(zip(group, outcomes, strict=False))
+        waiting = [held for held in deliveries if held in self._deliveries and held.due <= now]
+        if self._in_hand.engine.health(self._handler).probing:
+            waiting = waiting[:1]
+        size = self._in_hand.engine.group_size(self._handler)
+        for start in range(0, len(waiting), size):
+            if self._in_hand.draining:
+                return True
+            if group := [held for held in waiting[start : start + size] if not held.abandoned]:
+                self._running = group
+                outcomes = await self._in_hand.run(group, defer=True)
+                self._running = ()
+                self._conclude(zip(group, outcomes, strict=False))
         return len(self._deliveries) < before
 
     def _conclude(self, outcomes: Iterable[tuple[Held, Outcome]]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Final, TypeVar
 
 import structlog
@@ -16,24 +18,43 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import Bounds, Broker
-from idemconsumer.ports.leases import LeaseStore
+from idemconsumer.ports.broker import BesideSagas, Bounds, Broker, BytesInHand
+from idemconsumer.ports.leases import Runs
 from idemconsumer.ports.observer import NullObserver, Observer
+from idemconsumer.ports.positions import KeepsPositions
+from idemconsumer.process.child import WORKER, leave_as_killed
+from idemconsumer.process.pulse import PULSE
+from idemconsumer.rules.fetching import in_lanes, per_lane
+from idemconsumer.rules.schedules import Schedule
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.positions import PostgresPositions
+from idemconsumer.user_code.cancellation import run_on
 from idemconsumer.user_code.resources import Resources
+from idemconsumer.worker.capacity import by_mode, lanes_of, most_at_once, pool_size
 from idemconsumer.worker.feed import Feed, pause
 from idemconsumer.worker.in_hand import InHand
 from idemconsumer.worker.lanes import Lanes
+from idemconsumer.worker.orphans import warn_of_orphans
 from idemconsumer.worker.retention import Retention
 from idemconsumer.worker.saga_lease import SagaLease
+from idemconsumer.worker.schedules import Schedules
 
 log = structlog.get_logger("idemconsumer")
 
 T = TypeVar("T")
+_SPARE: Final = 60.0  # seconds that a worker without sagas may stand still beyond its longest `timeout`
 Planned = tuple[str, Broker, list[Subscription]]  # of one feed
 
-_SPARE_CONNECTIONS: Final = 2  # for the waiting room and the feeds, beside one per lane
+
+def longest_run(handlers: Sequence[BoundHandler]) -> float:
+    """What bounds the sessions that these handlers run in."""
+    return max((handler.options.timeout for handler in handlers), default=30.0)
+
+
+def shortest_lease(leased: Sequence[BoundHandler]) -> float:
+    """The lease of a worker with these handlers of sagas, one at least."""
+    return min(handler.options.lease for handler in leased)
 
 
 class Worker:
@@ -45,8 +66,15 @@ class Worker:
         settings: Settings,
         observer: Observer | None = None,
         resources: Resources | None = None,
+        *,
+        sagas: Mapping[str, str | None] | None = None,
+        schedules: Sequence[Schedule] = (),
     ) -> None:
+        """`sagas`: the versions of all handlers of sagas that the app has, by name, also of those not run here."""
         self.handlers = handlers
+        self._sagas = sagas
+        self._schedules = schedules
+        self._joined, self._leased = by_mode(handlers)
         self._resources = resources or Resources(())
         self._settings = settings
         self._observer = observer or NullObserver()
@@ -92,6 +120,8 @@ class Worker:
             subscriptions = list(handler.subscriptions)
             if handler.leased or any(broker.hands_over for broker in brokers):
                 subscriptions.append(Subscription(handler.own_source, handler.name, handler.app))
+            if not handler.leased:
+                subscriptions.append(Subscription(handler.retry_source, handler.name, handler.app))
             for subscription in subscriptions:
                 scheme = subscription.scheme
                 feeds[scheme, self._broker(scheme).feed(subscription)].append(subscription)
@@ -107,9 +137,10 @@ class Worker:
             if (store := await self._reached(lambda: self._open_store(dsn))) is None:
                 return
             stack.push_async_callback(store.close)
-            engine = Engine(store, self._observer, lanes=self._settings.concurrency * self._settings.workers)
+            at_once = most_at_once(self._joined, self._settings) * self._settings.workers
+            engine = Engine(store, self._observer, lanes=at_once, watched=True)
             saga_lease = None
-            if any(handler.leased for handler in self.handlers):
+            if self._leased:
                 if (saga_lease := await self._reached(lambda: self._open_saga_lease(dsn, engine))) is None:
                     return
                 stack.push_async_callback(saga_lease.close)
@@ -132,31 +163,44 @@ class Worker:
         return await PostgresStore.open(
             dsn,
             self._settings.schema,
-            connections=self._settings.concurrency + _SPARE_CONNECTIONS,
-            longest_run=max((handler.options.timeout for handler in self.handlers), default=30.0),
+            connections=pool_size(self._joined, self._settings),
+            longest_run=longest_run(self.handlers),
+            require_standby=self._settings.require_synchronous_standby,
+            parties=[handler.name for handler in self._joined],
         )
 
     async def _open_saga_lease(self, dsn: str, engine: Engine) -> SagaLease:
-        settings, leased = self._settings, [handler.options for handler in self.handlers if handler.leased]
+        settings, leased = self._settings, self._leased
         return await SagaLease.open(
             dsn,
             settings.schema,
             engine,
             self._observer,
-            connections=settings.concurrency + _SPARE_CONNECTIONS,
-            lease=min(options.lease for options in leased),
-            longest_run=max(options.timeout for options in leased),
+            connections=pool_size(leased, settings),
+            lease=shortest_lease(leased),
+            longest_run=longest_run(leased),
+            require_standby=settings.require_synchronous_standby,
+            runs=[Runs(handler.app, handler.name, handler.options.version) for handler in leased],
+            parties=[handler.name for handler in leased],
+            stuck=_leave,
         )
 
     async def _consume(
         self, dsn: str, planned: Sequence[Planned], store: PostgresStore, engine: Engine, saga_lease: SagaLease | None
     ) -> None:
         settings = self._settings
+        for broker in self._brokers.values():
+            if isinstance(broker, KeepsPositions):
+                broker.keep_positions_in(PostgresPositions(store.pool))
         sagas = None if saga_lease is None else saga_lease.engine
         in_hand = InHand(engine, self._observer, sagas=sagas)
-        lanes = self._lanes = Lanes(in_hand, count=settings.concurrency, room=settings.room)
+        lanes = self._lanes = Lanes(in_hand, self.handlers, settings)
         if saga_lease is not None:
-            planned = [*planned, self._due_sagas(saga_lease.leases, lanes)]
+            beside = [broker for broker in self._brokers.values() if isinstance(broker, BesideSagas)]
+            planned = [*planned, self._due_sagas(saga_lease, lanes, beside)]
+            for each in beside:
+                each.wake_sagas_by(lanes.freed.set)
+        memory = BytesInHand(settings.max_bytes_in_hand)
         feeds = [
             Feed(
                 name,
@@ -165,18 +209,27 @@ class Worker:
                 self.handlers,
                 lanes,
                 store,
-                bounds=lambda: self._bounds(lanes),
+                bounds=partial(self._bounds, lanes, subscriptions, memory),
                 draining=self._drain,
                 observer=self._observer,
             )
             for name, broker, subscriptions in planned
         ]
-        retention = asyncio.create_task(Retention(dsn, settings.schema, settings.prune_every).run())
+        upkeep = [asyncio.create_task(Retention(dsn, settings.schema, settings.prune_every).run())]
+        if os.environ.get(WORKER, "0") == "0":  # one process of a program says it
+            upkeep += [asyncio.create_task(feed.warn()) for feed in feeds]
+            app = self.handlers[0].app
+            if self._schedules:
+                upkeep.append(asyncio.create_task(Schedules(dsn, settings.schema, app, self._schedules).run()))
+            if self._sagas is not None:
+                upkeep.append(asyncio.create_task(warn_of_orphans(dsn, settings.schema, app, self._sagas)))
+        # Where there are sagas their lease's thread ends this process, which knows of steps that may take longer (L37).
+        PULSE.begin(self._most_silence(), (lambda _: None) if self._leased else _leave)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(lanes.work())
                 for feed in feeds:
-                    feed.task = group.create_task(feed.run())
+                    feed.task = group.create_task(run_on(feed.run(), "feed"))
                 watch = group.create_task(self._watch_empty(feeds, in_hand)) if settings.until_empty else None
                 await self._drain.wait()
                 if watch is not None:
@@ -185,34 +238,46 @@ class Worker:
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         finally:
-            retention.cancel()
-            await asyncio.gather(retention, return_exceptions=True)
+            PULSE.end()
+            for task in upkeep:
+                task.cancel()
+            await asyncio.gather(*upkeep, return_exceptions=True)
             for feed in feeds:  # for an abort: a member that does not leave would hold up its whole group
                 await feed.close()
             for broker in self._brokers.values():
                 await broker.close()
             log.info("worker stopped", **self.counts)
 
-    def _due_sagas(self, leases: LeaseStore, lanes: Lanes) -> Planned:
-        leased = [handler for handler in self.handlers if handler.leased]
-        resuming = [Subscription(f"{SCHEME}:{handler.name}", handler.name, handler.app) for handler in leased]
-        return SCHEME, DueSagas(leases, lambda: lanes.keys, lambda: lanes.idle), resuming
+    def _most_silence(self) -> float:
+        """For how many seconds this process may run no Python: longer than an event loop may stand still (L37)."""
+        longest = longest_run(self.handlers)
+        return longest + (1.5 * shortest_lease(self._leased) + 1.0 if self._leased else _SPARE)
 
-    def _bounds(self, lanes: Lanes) -> Bounds:
-        """What one session may have outstanding, as of now."""
+    def _due_sagas(self, saga_lease: SagaLease, lanes: Lanes, beside: Sequence[BesideSagas]) -> Planned:
+        resuming = [Subscription(f"{SCHEME}:{handler.name}", handler.name, handler.app) for handler in self._leased]
+        return SCHEME, DueSagas(saga_lease.leases, lanes, saga_lease.engine.cancel, beside), resuming
+
+    def _bounds(self, lanes: Lanes, subscriptions: Sequence[Subscription], memory: BytesInHand) -> Bounds:
+        """What one session may have outstanding, as of now: enough for all lanes of its handlers."""
         settings, engine = self._settings, lanes.in_hand.engine
+        by_name = {handler.name: handler for handler in self.handlers}
+        handlers = {subscription.source: by_name[subscription.handler] for subscription in subscriptions}
+        distinct = {handler.name: handler for handler in handlers.values()}.values()
 
-        def share() -> int:
-            size = max(map(engine.group_size, self.handlers), default=1)
-            return 4 * settings.concurrency * size + lanes.held_up
+        def share(source: str) -> int:
+            handler = handlers[source]
+            its = lanes.of(handler.name)
+            each = per_lane(engine.group_size(handler), engine.seconds(handler))
+            return in_lanes(len(its.lanes) * each, its.beyond(each)) + its.held_up
 
         return Bounds(
-            lanes=settings.concurrency,
-            group=max(map(engine.max_group_size, self.handlers), default=1),
+            lanes=sum(lanes_of(handler, settings) for handler in distinct),
+            group=max(map(engine.max_group_size, distinct)),
             room=settings.room,
             max_uncommitted=settings.max_uncommitted,
             drain=settings.drain_timeout,
             share=share,
+            memory=memory,
         )
 
     async def _watch_empty(self, feeds: Sequence[Feed], in_hand: InHand) -> None:
@@ -226,17 +291,25 @@ class Worker:
     async def _leave(self, feeds: Sequence[Feed], lanes: Lanes) -> None:
         log.info("draining", in_flight=lanes.in_hand.in_flight)
         await asyncio.gather(*(feed.stop_fetching() for feed in feeds))
+        deadline = asyncio.get_running_loop().time() + self._settings.drain_timeout
+        await lanes.run_out(self._settings.drain_timeout / 2)  # what begins later may not end in time
         lanes.drain()
         try:
-            async with asyncio.timeout(self._settings.drain_timeout):
+            async with asyncio.timeout_at(deadline):
                 await lanes.finished.wait()
         except TimeoutError:
             log.warning("drain timed out, rolling back what still runs", seconds=self._settings.drain_timeout)
             lanes.cancel()
             await lanes.finished.wait()
+        await asyncio.gather(*(feed.quiet() for feed in feeds))
         await lanes.release()
         for feed in feeds:
             await feed.close()
+
+
+def _leave(place: str) -> None:
+    """L37: only its end counts what ran, and lets the launcher start another worker."""
+    leave_as_killed("the event loop stands still, leaving as if killed", where=place)
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -13,6 +13,7 @@ import pytest
 from aiobotocore.session import get_session
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
+from idemconsumer.brokers import postgres
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.postgres import PostgresBroker
@@ -145,7 +146,8 @@ class TestMemory(BrokerContract):
 
 class TestPostgres(BrokerContract):
     @pytest.fixture
-    def harness(self, database: str) -> BrokerHarness:
+    def harness(self, database: str, monkeypatch: pytest.MonkeyPatch) -> BrokerHarness:
+        monkeypatch.setattr(postgres, "VISIBILITY", 4.0)  # what a session took and did not return comes again sooner
         return PostgresHarness(database)
 
 

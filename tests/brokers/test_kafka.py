@@ -3,184 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import math
-import subprocess
 import time
-import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import NewPartitions
+from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.errors import KafkaError
+from aiokafka.protocol.group import JoinGroupRequest
 from structlog.testing import LogCapture
 
 from idemconsumer.brokers.kafka import broker as kafka
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka import health as kafka_health
 from idemconsumer.brokers.kafka import session as kafka_session
-from idemconsumer.brokers.kafka.broker import KafkaBroker
+from idemconsumer.brokers.kafka.broker import METADATA_MAX_AGE_MS, KafkaBroker
 from idemconsumer.brokers.kafka.session import KafkaSession
-from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
+from idemconsumer.brokers.last_will import WILL
+from idemconsumer.errors import BrokerUnavailable, SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
+from tests.support.kafka import (
+    BOUNDS,
+    MortalWorld,
+    World,
+    joined,
+    offset_of,
+    partition_of,
+    positions,
+    take,
+    take_any,
+)
 from tests.support.logs import entries
-from tests.support.servers.kafka import Kafka
-from tests.support.servers.made import PrivateKafka, Server
 from tests.support.waiting import PATIENCE, until
-
-BOUNDS = Bounds(lanes=4, group=8)
-
-
-# ------------------------------------------------------------------------------------------- the test's world
-@dataclass
-class World:
-    """A Kafka, one fresh topic, and sessions of one group on it; all are closed at the end of the test."""
-
-    server: Server
-    admin: AIOKafkaAdminClient
-    topic: str = field(default_factory=lambda: f"orders.{uuid.uuid4().hex[:8]}")
-    brokers: list[KafkaBroker] = field(default_factory=list)
-    sessions: list[KafkaSession] = field(default_factory=list)
-
-    @property
-    def group(self) -> str:
-        return f"group.{self.topic}"
-
-    @property
-    def broker(self) -> KafkaBroker:
-        if not self.brokers:
-            self.brokers.append(KafkaBroker(Settings(kafka=self.server.address)))
-        return self.brokers[0]
-
-    def subscription(self, topic: str | None = None) -> Subscription:
-        return Subscription(f"kafka:{topic or self.topic}", "handler", self.group)
-
-    async def create(
-        self, topic: str | None = None, partitions: int = 1, configs: Mapping[str, str] | None = None
-    ) -> None:
-        topic = topic or self.topic
-        answer = await self.admin.create_topics([NewTopic(topic, partitions, 1, topic_configs=configs)])
-        assert answer.topic_errors[0][1] == 0, answer
-        await until(lambda: self._led(topic, partitions))
-
-    async def _led(self, topic: str, partitions: int) -> bool:
-        [found] = await self.admin.describe_topics([topic])
-        return len(found["partitions"]) == partitions and all(p["leader"] >= 0 for p in found["partitions"])
-
-    async def delete(self, topic: str) -> None:
-        await self.admin.delete_topics([topic])
-
-    async def produce(self, count: int, *, start: int = 0, partition: int | None = None) -> None:
-        async with AIOKafkaProducer(bootstrap_servers=self.server.address) as producer:
-            sent = [
-                await producer.send(self.topic, b"%d" % number, partition=partition)
-                for number in range(start, start + count)
-            ]
-            await asyncio.gather(*sent)
-
-    async def open(self, bounds: Bounds = BOUNDS, *topics: str) -> KafkaSession:
-        subscriptions = [self.subscription(topic) for topic in topics] or [self.subscription()]
-        session = await self.broker.open(subscriptions, bounds)
-        self.sessions.append(session)
-        return session
-
-    async def committed(self, partition: int = 0) -> int | None:
-        found = await self.admin.list_consumer_group_offsets(self.group)
-        at = TopicPartition(self.topic, partition)
-        return found[at].offset if at in found else None
-
-    async def commits(self, offset: int, partition: int = 0) -> None:
-        """Wait until the group's offset is `offset`; fails with what it is instead."""
-        await until(lambda: self._is(offset, partition))
-
-    async def _is(self, offset: int, partition: int) -> bool:
-        return await self.committed(partition) == offset
-
-    async def close(self) -> None:
-        for session in self.sessions:
-            await session.close()
-        for broker in self.brokers:
-            await broker.close()
-        with contextlib.suppress(KafkaError):
-            await self.admin.close()
-
-
-@contextlib.asynccontextmanager
-async def world_of(server: Server) -> AsyncIterator[World]:
-    admin = AIOKafkaAdminClient(bootstrap_servers=server.address)
-    await admin.start()
-    world = World(server, admin)
-    try:
-        yield world
-    finally:
-        await world.close()
-
-
-@pytest.fixture
-async def world(kafka: Server) -> AsyncIterator[World]:
-    async with world_of(kafka) as world:
-        yield world
-
-
-@contextlib.contextmanager
-def killing(server: Kafka) -> Iterator[Kafka]:
-    """Free its memory after the last test that needs it, not after the module."""
-    try:
-        yield server
-    finally:
-        server.kill()
-
-
-@dataclass
-class MortalWorld(World):
-    """A world whose Kafka may be killed."""
-
-    own: Kafka = field(kw_only=True)
-
-
-@pytest.fixture
-async def mortal(private_kafka: PrivateKafka) -> AsyncIterator[MortalWorld]:
-    with killing(private_kafka()) as server:
-        async with world_of(server) as world:
-            mortal = MortalWorld(server, world.admin, world.topic, world.brokers, world.sessions, own=server)
-            yield mortal
-
-
-async def take(session: KafkaSession, count: int) -> list[Delivery]:
-    """Fetch until `count` deliveries have come, and no more than that."""
-    taken: list[Delivery] = []
-    async with asyncio.timeout(PATIENCE):
-        while len(taken) < count:
-            taken += await session.fetch()
-    assert len(taken) == count, positions(taken)
-    return taken
-
-
-async def joined(session: KafkaSession) -> None:
-    """Fetch nothing until the group has assigned."""
-    async with asyncio.timeout(PATIENCE):
-        while not await session.idle():
-            assert not await session.fetch()
-
-
-def positions(deliveries: Sequence[Delivery]) -> list[str]:
-    return sorted(delivery.message.position.split("-", 1)[1] for delivery in deliveries)
-
-
-def offset_of(delivery: Delivery) -> int:
-    return int(delivery.message.position.rsplit("-", 1)[1])
-
-
-def partition_of(delivery: Delivery) -> int:
-    return int(delivery.message.position.rsplit("-", 2)[1])
 
 
 # ------------------------------------------------------------------------------------------ what is delivered
@@ -197,9 +56,23 @@ async def test_a_record_becomes_a_message_that_says_where_it_came_from(world: Wo
     assert message.headers == {"text": "\u00e9", "raw": b"\xff\xfe", "none": ""}
     assert message.position == f"{world.topic}-0-0"
     assert (first.suspect, first.count) == (False, 1)
+    assert (message.partition, message.offset, message.record_key, message.tombstone) == (0, 0, b"key", False)
+    assert message.timestamp is not None
+    assert abs(message.timestamp.timestamp() - time.time()) < 60
+    assert message.repeated_headers == ()
     assert (tombstone.message.body, tombstone.message.order_hint) == (b"", b"gone")
+    assert tombstone.message.tombstone
     assert first.epoch is tombstone.epoch
     assert first.epoch.on_probation(lane=0)
+
+
+@pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
+async def test_each_codec_of_kafka_can_be_read(world: World, codec: str) -> None:
+    await world.create()
+    async with AIOKafkaProducer(bootstrap_servers=world.server.address, compression_type=codec) as producer:
+        await asyncio.gather(*[await producer.send(world.topic, b"%d" % number * 50) for number in range(10)])
+    taken = await take(await world.open(), 10)
+    assert sorted(each.message.body for each in taken) == [b"%d" % number * 50 for number in range(10)]
 
 
 async def test_subscriptions_of_one_group_share_a_feed(world: World) -> None:
@@ -316,6 +189,30 @@ async def test_a_failed_fetch_ends_the_session_and_its_position_is_not_trusted(w
 
 
 # ------------------------------------------------------------------------------------------------- rebalances
+async def test_the_launcher_knows_a_member_before_its_group_counts_on_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is killed while its group still agrees would be waited for (K15)."""
+    known: list[tuple[str, str | None]] = []
+    real = GroupCoordinator._send_req
+
+    async def sending(coordinator: Any, request: Any) -> Any:
+        if isinstance(request, JoinGroupRequest):
+            known.append((coordinator.member_id, WILL._members.get(world.group)))
+        return await real(coordinator, request)
+
+    monkeypatch.setattr(GroupCoordinator, "_send_req", sending)
+    await world.create()
+    session = await world.open()
+    await joined(session)
+    assert [member for member, _ in known][:1] == [""]
+    members = [(member, told) for member, told in known if member]
+    assert members
+    assert all(member == told for member, told in members)
+    await session.close()
+    assert world.group not in WILL._members
+
+
 async def test_a_rebalance_waits_for_what_runs_and_the_next_owner_starts_exactly_behind_it(
     world: World,
 ) -> None:
@@ -366,12 +263,7 @@ async def test_what_finishes_after_its_partition_was_revoked_is_forgotten(world:
 
 def owners(*sessions: KafkaSession) -> list[int]:
     """Which sessions have taken something over."""
-    return [id(each) for each in sessions if any(p.tracker.outstanding for p in each._partitions.values())]
-
-
-async def take_any(session: KafkaSession) -> None:
-    while True:
-        await session.fetch()
+    return [id(each) for each in sessions if any(p.tracker.outstanding for p in each._reading.partitions.values())]
 
 
 async def test_a_late_mark_of_a_former_epoch_does_not_count_for_the_present_one(world: World) -> None:
@@ -508,46 +400,67 @@ async def gone(world: World) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------- bounds
-async def test_at_the_bound_everything_pauses_and_resumes_below_half_with_nothing_dropped(
-    world: World, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
+async def test_at_the_bound_it_goes_on_polling_and_nothing_is_dropped(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_session, "PATIENCE", 0.1)
     monkeypatch.setattr(kafka_session, "POLL", 0.2)
     await world.create()
     await world.produce(40)
     session = await world.open(Bounds(lanes=1, group=2, room=8))
     taken = await take(session, 10)
-    async with asyncio.timeout(PATIENCE):
-        while not session._consumer.paused():
-            assert not await session.fetch()
     for _ in range(3):
-        assert not await session.fetch()  # it goes on polling, which keeps the membership
-    assert session._consumer._subscription.fetcher_idle_time < 1.0
-    await session.settle(taken[:4])
-    assert not await session.fetch()
-    assert session._consumer.paused()  # six are outstanding: more than half
-    await session.settle(taken[4:])
+        assert not await session.fetch()
+    assert session._consumer._subscription.fetcher_idle_time < 1.0, "it is still a member"
+    assert not session._consumer.paused(), "what the client has fetched is kept"
+    await session.settle(taken)
     while len(taken) < 40:
         more = await session.fetch()
         assert len(more) <= 10
         await session.settle(more)
         taken += more
     assert [offset_of(each) for each in taken] == list(range(40))
-    assert len(entries(logged, "kafka paused")) == len(entries(logged, "kafka resumed")) == 1
 
 
-async def test_room_that_comes_back_in_time_spares_the_pause(
+async def test_a_topic_at_its_bound_does_not_stop_another(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_session, "POLL", 0.2)
+    other = world.topic + ".fast"
+    await world.create()
+    await world.create(other)
+    await world.broker.publish(world.topic, [Outgoing(b"slow")] * 30)
+    session = await world.open(Bounds(lanes=2, group=2, share=lambda source: 4), world.topic, other)
+    held = await take(session, 4)
+    await world.broker.publish(other, [Outgoing(b"fast")] * 30)
+    seen = 0
+    while seen < 30:
+        fast = await fetched(session)
+        assert {each.message.body for each in fast} == {b"fast"}
+        assert len(fast) <= 4
+        await session.settle(fast)
+        seen += len(fast)
+    await session.settle(held)
+    assert {each.message.body for each in await fetched(session)} == {b"slow"}
+
+
+async def fetched(session: KafkaSession) -> Sequence[Delivery]:
+    """What the first fetch brings that brings something."""
+    async with asyncio.timeout(PATIENCE):
+        while not (deliveries := await session.fetch()):
+            pass
+    return deliveries
+
+
+async def test_a_topic_that_is_not_asked_for_is_not_said_to_be_stalled(
     world: World, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_session, "POLL", 0.2)
+    monkeypatch.setattr(kafka_session, "POLL", 0.1)
     await world.create()
     await world.produce(20)
-    session = await world.open(Bounds(lanes=1, group=2, room=8))
-    taken = await take(session, 10)
-    assert not await session.fetch()
-    await session.settle(taken)
-    assert len(await take(session, 10)) == 10
-    assert not entries(logged, "kafka paused")
+    session = await world.open(Bounds(lanes=1, group=2, room=2))
+    await take(session, 4)
+    for _ in range(3):
+        assert not await session.fetch()
+        await session._probe()
+    assert not entries(logged, "kafka fetch stalled")
 
 
 async def test_a_pause_is_made_again_after_a_rebalance(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -670,8 +583,13 @@ async def test_a_fetch_that_brings_nothing_is_said_once(
 
 
 @pytest.mark.kill
+@pytest.mark.parametrize("fault", ["killed", "silent"])
 async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
-    mortal: MortalWorld, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mortal: MortalWorld,
+    logged: LogCapture,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
 ) -> None:
     monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.2)
     monkeypatch.setattr(kafka_client, "PROBE_TIMEOUT", 0.5)
@@ -681,10 +599,12 @@ async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
     taken = await take(session, 5)
     await session.settle(taken[:2])
     await mortal.commits(2)
-    mortal.own.kill()
+    own = mortal.own
+    leave, back = (own.kill, own.start) if fault == "killed" else (own.freeze, own.thaw)
+    leave()
     await session.settle(taken[2:])
     await until(lambda: bool(entries(logged, "kafka unreachable")))
-    await asyncio.to_thread(mortal.own.start)
+    await asyncio.to_thread(back)
     rest = {offset_of(each) for each in taken}
     async with asyncio.timeout(40):
         while rest != set(range(10)):
@@ -697,6 +617,7 @@ async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
     assert [record for record in caplog.records if record.name.startswith("aiokafka")] == []
 
 
+@pytest.mark.long
 @pytest.mark.kill
 async def test_a_broker_that_stays_away_ends_the_session_and_closing_is_bounded_and_leaves_no_task(
     mortal: MortalWorld, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
@@ -776,38 +697,7 @@ async def test_check_reports_a_missing_topic_and_a_missing_broker_without_raisin
     assert await nobody.retention_seconds(world.subscription()) is None
 
 
-# ----------------------------------------------------------------------------------------- settings, security
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (Settings(), "IDEMCONSUMER_KAFKA=host:9092"),
-        (Settings(kafka="x:1", kafka_security_protocol="TLS"), "write one of PLAINTEXT, SSL"),
-        (Settings(kafka="x:1", kafka_security_protocol="SASL_SSL"), "IDEMCONSUMER_KAFKA_SASL_PASSWORD"),
-        (
-            Settings(kafka="x:1", kafka_security_protocol="SASL_SSL", kafka_sasl_mechanism="GSSAPI"),
-            "SCRAM-SHA-512",
-        ),
-        (Settings(kafka="x:1", kafka_security_protocol="SSL", kafka_ca_file="/nowhere"), "_CA_FILE"),
-    ],
-)
-async def test_settings_that_cannot_work_are_refused_at_once(settings: Settings, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        KafkaBroker(settings)
-
-
-async def test_aiokafka_is_silent_unless_its_logger_was_given_a_level(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logger = logging.getLogger("aiokafka")
-    monkeypatch.setattr(logger, "level", logging.NOTSET)
-    KafkaBroker(Settings(kafka="x:1"))
-    assert logger.level == logging.CRITICAL
-    logger.setLevel(logging.INFO)
-    KafkaBroker(Settings(kafka="x:1"))
-    assert logger.level == logging.INFO
-    logger.setLevel(logging.CRITICAL)
-
-
+# --------------------------------------------------------------------------------------------- static membership
 async def test_a_static_member_that_restarts_causes_no_rebalance_and_keeps_its_partition(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -825,90 +715,14 @@ async def test_a_static_member_that_restarts_causes_no_rebalance_and_keeps_its_p
     assert again._consumer._coordinator.generation == generation
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, and for each of `server` and `client` a key and a certificate that it has signed."""
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], check=True, capture_output=True, cwd=folder)
-
-    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
-    openssl(*made, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
-    for name in ("server", "client"):
-        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=critical,CA:FALSE")
-        names = ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1")
-        openssl(*made, "-keyout", f"{name}.key", "-out", f"{name}.pem", *signed, *names)
-    (folder / "both.pem").write_text((folder / "server.key").read_text() + (folder / "server.pem").read_text())
-    return folder
-
-
-@pytest.fixture(scope="module")
-def guarded(private_kafka: PrivateKafka, certificates: Path) -> Iterator[Kafka]:
-    """A Kafka with a listener that asks for a password and one that asks for a certificate."""
-    plain = 'org.apache.kafka.common.security.plain.PlainLoginModule required user_app="secret";'
-    server = private_kafka(
-        listeners={"SASL": "SASL_PLAINTEXT", "TLS": "SSL"},
-        properties={
-            "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512",
-            "listener.name.sasl.plain.sasl.jaas.config": plain,
-            "listener.name.sasl.scram-sha-256.sasl.jaas.config": SCRAM,
-            "listener.name.sasl.scram-sha-512.sasl.jaas.config": SCRAM,
-            "ssl.keystore.type": "PEM",
-            "ssl.keystore.location": str(certificates / "both.pem"),
-            "ssl.truststore.type": "PEM",
-            "ssl.truststore.location": str(certificates / "ca.pem"),
-            "ssl.client.auth": "required",
-        },
-    )
-    with killing(server):
-        tool = [*server._java(), "kafka.admin.ConfigCommand", "--bootstrap-server", server.address]
-        for mechanism in ("SCRAM-SHA-256", "SCRAM-SHA-512"):
-            user = ("--entity-type", "users", "--entity-name", "app", "--alter")
-            password = ("--add-config", f"{mechanism}=[password=secret]")
-            subprocess.run([*tool, *user, *password], check=True, capture_output=True)
-        yield server
-
-
-SCRAM = "org.apache.kafka.common.security.scram.ScramLoginModule required;"
-
-
-async def round_trip(world: World, settings: Settings) -> None:
+async def test_a_partition_that_is_added_is_consumed_within_seconds(world: World) -> None:
     await world.create()
-    world.brokers.append(KafkaBroker(settings))
-    assert [each.level for each in await world.broker.check(world.subscription())] == ["ok", "ok"]
-    await world.broker.publish(world.topic, [Outgoing(b"secret")])
-    [delivery] = await take(await world.open(), 1)
-    assert delivery.message.body == b"secret"
-
-
-@pytest.mark.parametrize("mechanism", kafka.MECHANISMS)
-async def test_a_password_is_enough_to_publish_check_and_consume(guarded: Kafka, mechanism: str) -> None:
-    settings = Settings(
-        kafka=guarded.address_of("SASL"),
-        kafka_security_protocol="SASL_PLAINTEXT",
-        kafka_sasl_mechanism=mechanism,
-        kafka_sasl_username="app",
-        kafka_sasl_password="secret",
-    )
-    async with world_of(guarded) as world:
-        await round_trip(world, settings)
-        stranger = KafkaBroker(msgspec.structs.replace(settings, kafka_sasl_password="wrong"))
-        with pytest.raises(BrokerUnavailable, match=r"cannot be used.*and the credentials"):
-            await stranger.open([world.subscription()], BOUNDS)
-
-
-async def test_a_certificate_is_enough_and_a_stranger_is_refused(guarded: Kafka, certificates: Path) -> None:
-    settings = Settings(
-        kafka=guarded.address_of("TLS"),
-        kafka_security_protocol="SSL",
-        kafka_ca_file=str(certificates / "ca.pem"),
-        kafka_cert_file=str(certificates / "client.pem"),
-        kafka_key_file=str(certificates / "client.key"),
-    )
-    async with world_of(guarded) as world:
-        await round_trip(world, settings)
-        for wrong in ({"kafka_cert_file": None, "kafka_key_file": None}, {"kafka_ca_file": None}):
-            stranger = KafkaBroker(msgspec.structs.replace(settings, **wrong))
-            with pytest.raises(BrokerUnavailable, match="cannot be used"):
-                await stranger.open([world.subscription()], BOUNDS)
+    await world.produce(1)
+    session = await world.open()
+    await session.settle(await take(session, 1))
+    await world.admin.create_partitions({world.topic: NewPartitions(total_count=2)})
+    await until(lambda: world._led(world.topic, 2))
+    await world.produce(1, partition=1)
+    async with asyncio.timeout(METADATA_MAX_AGE_MS / 1000 + 15):  # the rest is for a rebalance on a slow machine
+        assert [delivery.message.position for delivery in await take(session, 1)] == [f"{world.topic}-1-0"]
+    assert METADATA_MAX_AGE_MS < 5_000

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, closing
+from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from idemconsumer.brokers import postgres
+from idemconsumer.brokers import listening, postgres
 from idemconsumer.brokers.postgres import PostgresBroker, PostgresSession
+from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from tests.support.ledger import Ledger
+from tests.support.servers.proxy import Proxy
+from tests.support.waiting import until
 
 Opens = Callable[[], Awaitable[PostgresSession]]
 
@@ -48,7 +53,7 @@ async def publish(broker: PostgresBroker, *bodies: bytes) -> None:
 
 
 async def taken(session: PostgresSession) -> list[Delivery]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not (deliveries := await session.fetch()):
             pass
     return list(deliveries)
@@ -82,8 +87,162 @@ async def test_what_another_is_taking_is_passed_over_and_not_waited_for(
     session = await opened()
     with psycopg.connect(ledger.dsn) as other:
         other.execute("select 1 from idemconsumer.queue order by id limit 1 for update")
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(4):
             assert [delivery.message.body for delivery in await taken(session)] == [b"2"]
+
+
+@pytest.mark.parametrize("query", ["take", "finish", "extend"])
+async def test_a_session_whose_server_says_nothing_ends(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, query: str
+) -> None:
+    monkeypatch.setattr(postgres, "_PATIENCE", 0.3)
+    monkeypatch.setattr(postgres, "VISIBILITY", 0.9 if query == "extend" else 10.0)
+    async with Proxy(int(str(conninfo_to_dict(ledger.dsn)["port"]))) as proxy:
+        broker = PostgresBroker(Settings(dsn=make_conninfo(ledger.dsn, host="127.0.0.1", port=proxy.port)))
+        session = await broker.open([Subscription("postgres:emails", "send", "shop")], Bounds(lanes=1, group=1, room=9))
+        await publish(broker, b"1")
+        (delivery,) = await taken(session)
+        proxy.freeze()
+        async with asyncio.timeout(5):
+            if query == "finish":
+                await session.settle([delivery])
+            elif query == "extend":
+                await until(lambda: delivery.epoch.ended)
+            with pytest.raises(SessionEnded, match="no answer from the server"):
+                await session.fetch()
+            await session.close()
+        assert waiting(ledger) == 1
+
+
+@pytest.fixture
+def looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its beginning; what a session finds later it has been told of."""
+    monkeypatch.setattr(postgres, "_LOOK", 3_600.0)
+
+
+async def at_rest(session: PostgresSession) -> asyncio.Task[list[Delivery]]:
+    """It has found nothing, and waits."""
+    fetching = asyncio.create_task(taken(session))
+    await until(lambda: bool(session._woken._waiters))
+    return fetching
+
+
+def counted(session: PostgresSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the statements that it sends from now on."""
+    sent, do = list[str](), session._do
+
+    async def send(query: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        sent.append(query)
+        return await do(query, params)
+
+    monkeypatch.setattr(session, "_do", send)
+    return sent
+
+
+def unannounced(ledger: Ledger) -> None:
+    ledger.run("insert into idemconsumer.queue (name, body) values ('emails', 'quiet')")
+
+
+async def test_a_lost_listener_is_replaced_and_what_it_missed_is_looked_for(
+    ledger: Ledger, broker: PostgresBroker, opened: Opens, looks_once: None
+) -> None:
+    woken: list[str] = []
+    broker.wake_sagas_by(lambda: woken.append("look"))
+    await publish(broker, b"held")
+    session = await opened()
+    (held,) = await taken(session)
+    fetching = await at_rest(session)
+    unannounced(ledger)
+    ledger.run("select pg_terminate_backend(pid) from pg_stat_activity where query like 'listen %'")
+    assert [delivery.message.body for delivery in await fetching] == [b"quiet"]
+    assert woken, "a signal may have been missed, too"
+    assert not held.epoch.ended, "what is in hand goes on"
+    fetching = await at_rest(session)
+    await publish(broker, b"announced")
+    assert [delivery.message.body for delivery in await fetching] == [b"announced"]
+
+
+async def test_a_listener_that_is_silent_is_replaced(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, looks_once: None
+) -> None:
+    monkeypatch.setattr(postgres, "_PATIENCE", 0.3)
+    monkeypatch.setattr(listening, "PROBE", 0.1)
+    async with Proxy(int(str(conninfo_to_dict(ledger.dsn)["port"]))) as proxy:
+        listen_dsn = make_conninfo(ledger.dsn, host="127.0.0.1", port=proxy.port)
+        broker = PostgresBroker(Settings(dsn=ledger.dsn, listen_dsn=listen_dsn))
+        session = await broker.open([Subscription("postgres:emails", "send", "shop")], Bounds(lanes=1, group=1, room=9))
+        fetching = await at_rest(session)
+        proxy.freeze()
+        unannounced(ledger)
+        assert session._listening is not None
+        silent = session._listening._connection
+        await until(lambda: session._listening is not None and session._listening._connection is not silent)
+        proxy.thaw()
+        assert [delivery.message.body for delivery in await fetching] == [b"quiet"]
+        await session.close()
+
+
+async def test_an_idle_session_sends_one_statement_a_look(opened: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres, "_LOOK", 0.0)
+    session = await opened()
+    assert not await session.fetch()
+    sent = counted(session, monkeypatch)
+    for _ in range(3):
+        assert not await session.fetch()
+    assert sent == ["look_for_messages"] * 3
+
+
+async def test_a_look_of_the_sagas_serves_its_queues_as_well(
+    ledger: Ledger, broker: PostgresBroker, opened: Opens, monkeypatch: pytest.MonkeyPatch, looks_once: None
+) -> None:
+    session = await opened()
+    fetching = await at_rest(session)
+    sent = counted(session, monkeypatch)
+    unannounced(ledger)
+    assert broker.queues == ["emails"]
+    broker.looked({"emails": -1.0})
+    assert [delivery.message.body for delivery in await fetching] == [b"quiet"]
+    assert "look_for_messages" not in sent
+    await session.close()
+    assert broker.queues == []
+
+
+async def test_what_falls_due_between_two_looks_is_taken_then(ledger: Ledger, opened: Opens, looks_once: None) -> None:
+    ledger.run("select idemconsumer.publish_bytes('emails', 'later', delay => interval '0.3 seconds')")
+    assert [delivery.message.body for delivery in await taken(await opened())] == [b"later"]
+
+
+async def test_what_is_announced_during_a_take_that_did_not_see_it_is_taken_next(
+    ledger: Ledger, opened: Opens, monkeypatch: pytest.MonkeyPatch, looks_once: None
+) -> None:
+    session = await opened()
+    do, late = session._do, ["emails"]
+
+    async def announced_late(query: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        rows = await do(query, params)
+        if query == "take" and late:
+            unannounced(ledger)
+            session._heard(late.pop())
+        return rows
+
+    monkeypatch.setattr(session, "_do", announced_late)
+    assert [delivery.message.body for delivery in await taken(session)] == [b"quiet"]
+
+
+async def test_a_queue_without_room_keeps_no_other_waiting(broker: PostgresBroker, looks_once: None) -> None:
+    names = ["emails", "orders"]
+    session = await broker.open(
+        [Subscription(f"postgres:{name}", name, "shop") for name in names], Bounds(1, 1, room=0)
+    )
+    await publish(broker, b"1", b"2")
+    (first,) = await taken(session)
+    fetching = await at_rest(session)
+    await broker.publish("orders", [Outgoing(b"other")])
+    assert [delivery.message.source for delivery in await fetching] == ["postgres:orders"]
+    fetching = await at_rest(session)
+    await session.settle([first])
+    assert [delivery.message.body for delivery in await fetching] == [b"2"]
+    await session.close()
 
 
 async def test_what_is_held_stays_hidden_from_others(
@@ -114,3 +273,30 @@ async def test_a_message_that_nothing_announced_is_found_within_seconds(ledger: 
     assert not await session.fetch()
     ledger.run("insert into idemconsumer.queue (name, body) values ('emails', 'quiet')")
     assert [delivery.message.body for delivery in await taken(session)] == [b"quiet"]
+
+
+async def test_an_opening_that_is_cut_off_closes_the_connection_that_it_makes(
+    broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connecting, answer, closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Made:
+        async def close(self) -> None:
+            closed.set()
+
+    async def connect(*_: object, **__: object) -> Made:
+        connecting.set()
+        await answer.wait()
+        return Made()
+
+    monkeypatch.setattr(postgres, "connect_async", connect)
+    opening = asyncio.create_task(
+        broker.open([Subscription("postgres:emails", "send", "shop")], Bounds(lanes=1, group=1))
+    )
+    await connecting.wait()
+    opening.cancel()
+    await asyncio.sleep(0)
+    answer.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert closed.is_set()

@@ -22,11 +22,11 @@ class Channel:
 
 
 def send_all(tags: AckTags, channel: Channel) -> list[Ack]:
-    acks = []
-    while (ack := tags.due()) is not None:
+    acks = tags.due()
+    for ack in acks:
         channel.take(ack)
-        tags.sent(ack)
-        acks.append(ack)
+    tags.sent(acks)
+    assert tags.due() == []
     return acks
 
 
@@ -85,9 +85,10 @@ def test_whatever_the_order_only_finished_tags_are_acked_and_each_once(
         finished.update(now)
         tags.finish([*now, *(tag for tag in repeats if tag in finished)])
         for _ in range(sends.pop() if sends else 1):
-            if (ack := tags.due()) is not None:
+            due = tags.due()
+            for ack in due:
                 acked |= channel.take(ack)
-                tags.sent(ack)
+            tags.sent(due)
         assert acked <= finished
     send_all(tags, channel)
     assert channel.outstanding == set()

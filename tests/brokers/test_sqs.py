@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,10 +14,12 @@ from uuid import uuid4
 
 import pytest
 from aiobotocore.session import get_session
+from aiohttp import web
 from click.testing import CliRunner
 
 from idemconsumer import App, Tx
 from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.sqs import client as sqs_client
 from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.brokers.sqs.session import SqsSession
 from idemconsumer.cli.inspect import findings
@@ -28,7 +31,9 @@ from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies, until_idle
 from tests.support.logs import times
 from tests.support.servers.made import PrivateElasticMQ, Server
-from tests.support.workers import Bench, Item, note, prepare
+from tests.support.servers.proxy import Proxy
+from tests.support.servers.sqs_double import SqsDouble
+from tests.support.workers import Bench, Item, body, note, prepare
 
 
 @asynccontextmanager
@@ -149,14 +154,41 @@ async def test_a_lost_server_is_said_once_and_used_again_when_it_is_back(
         server.kill()
         await running.until(lambda: times(logged, "broker session lost, reconnecting") == 1)
         server.start()
-        async with client_of(server.address) as client:
-            await client.create_queue(QueueName=name)
+        async with client_of(
+            server.address
+        ) as client:  # a message of a poll whose answer is lost stays hidden for so long
+            await client.create_queue(QueueName=name, Attributes={"VisibilityTimeout": "10"})
         await broker.publish(name, [order("before"), order("after")])
         await running.until_count(applied=2, duplicate=1)
     await broker.close()
     assert times(logged, "broker session lost, reconnecting") == 1
     assert times(logged, "broker unavailable, waiting") <= 1
     assert sorted(bench.effects()) == ["after", "before"]
+
+
+@pytest.mark.parametrize("fault", ["cut", "silent"])
+async def test_an_endpoint_that_is_lost_ends_the_session_and_loses_nothing(
+    sqs: Server, broker: SqsBroker, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(sqs_client, "READ_TIMEOUT", 2.0)
+    monkeypatch.setattr(sqs_client, "CALLS", 1)
+    monkeypatch.setattr(sqs_client, "LEAST_VISIBILITY", 3)  # what is held then comes again soon
+    name = await queue(sqs.address, VisibilityTimeout="1")
+    await broker.publish(name, [Outgoing(b"held")])
+    async with Proxy(int(sqs.address.rpartition(":")[2])) as proxy:
+        away = SqsBroker(Settings(sqs=f"http://127.0.0.1:{proxy.port}"))
+        # ElasticMQ's own URLs name its own port; a queue that is named by its URL is asked there.
+        at = f"http://127.0.0.1:{proxy.port}/000000000000/{name}"
+        async with consuming(away, at) as session:
+            held = await arriving(session, 1)
+            proxy.freeze() if fault == "silent" else proxy.cut()
+            with pytest.raises(SessionEnded, match=r"correct the queue's URL"):
+                await arriving(session, 1)
+            assert held[0].epoch.ended
+            await session.settle(held)
+        await away.close()
+    async with consuming(broker, name) as session:
+        assert bodies(await arriving(session, 1)) == [b"held"]
 
 
 async def test_a_drain_waits_no_longer_than_its_poll(sqs: Server, broker: SqsBroker) -> None:
@@ -198,13 +230,34 @@ async def test_a_key_is_dropped_by_a_fifo_queue_when_it_is_published_again(sqs: 
 
 
 # -------------------------------------------------------------------------------------------------------- configuration
-async def test_an_unreachable_endpoint_is_named(broker: SqsBroker) -> None:
-    away = SqsBroker(Settings(sqs="http://127.0.0.1:1"))
-    with pytest.raises(BrokerUnavailable, match=r"SQS at http://127\.0\.0\.1:1: queue 'orders' cannot be used"):
+@pytest.mark.parametrize(
+    ("endpoint", "cause"),
+    [
+        ("http://127.0.0.1:1", "nothing listens at 127.0.0.1:1; start the server, or correct IDEMCONSUMER_SQS"),
+        ("http://no-such-host.invalid:1", "the name of no-such-host.invalid:1 cannot be resolved; correct"),
+    ],
+)
+async def test_an_endpoint_that_cannot_be_reached_is_named_with_the_cause(
+    sqs: Server, endpoint: str, cause: str
+) -> None:
+    away = SqsBroker(Settings(sqs=endpoint))
+    with pytest.raises(BrokerUnavailable, match=rf"queue 'orders' cannot be used: {re.escape(cause)}"):
         await away.open([subscribed("orders")], WIDE)
     (finding,) = await away.check(subscribed("orders"))
-    assert finding.level == "error"
+    assert (finding.level, cause in finding.text) == ("error", True)
     await away.close()
+
+
+async def test_a_queue_whose_own_url_leads_nowhere_says_so(broker: SqsBroker) -> None:
+    with pytest.raises(BrokerUnavailable, match=r"nothing listens at 127\.0\.0\.1:1; .* or correct the queue's URL"):
+        await broker.open([subscribed("http://127.0.0.1:1/000000000000/orders")], WIDE)
+
+
+async def test_an_endpoint_that_is_no_sqs_says_what_to_correct(sqs: Server, kafka: Server) -> None:
+    other = SqsBroker(Settings(sqs=f"http://{kafka.address}"))
+    with pytest.raises(BrokerUnavailable, match="see that SQS answers there, or correct IDEMCONSUMER_SQS"):
+        await other.open([subscribed("orders")], WIDE)
+    await other.close()
 
 
 async def test_missing_credentials_and_region_are_said(sqs: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,3 +328,48 @@ def test_the_command_line_publishes_and_checks(sqs: Server, database: str, tmp_p
     checked = said("check", "sqs_shop:app")
     assert f"has the FIFO queue '{name}'" in checked
     assert "visibility timeout" in checked
+
+
+# ----------------------------------------------------------------------------------- other accounts, regions, endpoints
+@pytest.mark.parametrize("form", ["arn:aws:sqs:eu-west-3:000000000000:{name}", "{address}/000000000000/{name}"])
+async def test_a_queue_may_be_named_by_its_arn_or_its_url(bench: Bench, sqs: Server, form: str) -> None:
+    name = await queue(sqs.address)
+    given = form.format(name=name, address=sqs.address)
+    app = shop(given)
+    settings = bench.settings(sqs=None if given.startswith("http") else sqs.address)
+    found = [finding async for finding in findings(app, settings) if finding.subject == f"sqs:{given}"]
+    assert found
+    assert {finding.level for finding in found} == {"ok"}
+    broker = SqsBroker(settings)
+    await broker.publish(given, [Outgoing(body(Item("1")))])
+    await broker.close()
+    await bench.until_empty(app, sqs=settings.sqs)
+    assert bench.effects() == ["1"]
+
+
+async def test_an_arn_asks_in_its_region_for_the_queue_of_its_account(sqs: Server) -> None:
+    asked = []
+
+    class Double(SqsDouble):
+        async def _answer(self, request: web.Request) -> web.Response:
+            region = request.headers["Authorization"].split("/")[2]
+            asked.append((region, json.loads(await request.read())))
+            return await super()._answer(request)
+
+    async with Double().serving() as double:
+        broker = SqsBroker(Settings(sqs=double.address))
+        await broker.publish("arn:aws:sqs:ap-south-1:123456789012:orders", [Outgoing(b"x")])
+        await broker.publish("orders", [Outgoing(b"x")])
+        await broker.close()
+    assert {region for region, _ in asked[:3]} == {"ap-south-1"}
+    assert asked[0][1] == {"QueueName": "orders", "QueueOwnerAWSAccountId": "123456789012"}
+    assert {region for region, _ in asked[3:]} == {"eu-west-1"}
+    assert asked[3][1] == {"QueueName": "orders"}
+
+
+async def test_a_queue_that_is_missing_elsewhere_is_named_with_its_place(sqs: Server) -> None:
+    broker = SqsBroker(Settings(sqs=sqs.address))
+    arn = f"arn:aws:sqs:eu-west-3:000000000000:none-{uuid4().hex}"
+    with pytest.raises(BrokerUnavailable, match=r"in account 000000000000 and region eu-west-3; .* --region eu-west-3"):
+        await broker.publish(arn, [Outgoing(b"x")])
+    await broker.close()

@@ -368,7 +368,7 @@ async def test_no_more_than_a_few_groups_are_taken_ahead_of_the_other_workers(do
     for number in range(100):
         double.put(str(number))
     share = 16
-    async with consuming(double, bounds=Bounds(lanes=2, group=32, share=lambda: share)) as session:
+    async with consuming(double, bounds=Bounds(lanes=2, group=32, share=lambda source: share)) as session:
         held = await arriving(session, 16)
         held += await session.fetch()
         assert len(held) == 16

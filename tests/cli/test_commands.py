@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 
 import psycopg
@@ -17,9 +19,14 @@ import pytest
 from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 
+from idemconsumer.brokers.connecting import connect
 from idemconsumer.cli.main import main
 from idemconsumer.cli.options import printable
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.message.delivered import encode_delivered
+from idemconsumer.message.message import Message
 from idemconsumer.process.child import Exit
+from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import files, migrate
 from tests.support.waiting import eventually
 
@@ -218,7 +225,10 @@ def test_dev_brings_a_migrated_database_and_leaves_at_an_interrupt(empty: Shop) 
         ("broken:app", "ZeroDivisionError: division by zero"),
         ("broken:app", "broken.py:3, in price"),
         ("unparsable:app", "unparsable.py:1"),
-        ("needy:app", "No module named 'absent'"),
+        ("needy:app", "there is no module 'absent' ("),
+        ("needy:app", "needy.py:1, in <module>); install the package that has it, for "),
+        ("driven:app", "there is no module 'aiokafka.absent' ("),
+        ("driven:app", "; pip install 'idemconsumer[kafka]', for "),
         ("wrong:app", "wrong.py:5"),
         ("leaving:app", "'leaving' ends the process when it is imported ("),
         ("leaving:app", "leaving.py:3, in <module>); move that code under if __name__"),
@@ -229,6 +239,7 @@ def test_an_app_that_cannot_be_loaded_is_one_line_that_says_where(empty: Shop, t
     (empty.folder / "unparsable.py").write_text("def\n")
     (empty.folder / "leaving.py").write_text("import sys\n\nsys.exit(0)\n")
     (empty.folder / "needy.py").write_text("import absent\n")
+    (empty.folder / "driven.py").write_text("import aiokafka.absent\n")
     (empty.folder / "wrong.py").write_text(
         "from idemconsumer import App, Tx\napp = App('x')\n\n\n"
         "@app.idempotent_handler('postgres:q', key='id', colour='red')\nasync def f(a: dict, tx: Tx): ...\n"
@@ -239,6 +250,40 @@ def test_an_app_that_cannot_be_loaded_is_one_line_that_says_where(empty: Shop, t
     assert said.startswith("error: ")
     assert says in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_workers_that_lack_a_dependency_are_not_started_again(empty: Shop, form: str) -> None:
+    """It is said once, and the code is 2: a restart would not help."""
+    (empty.folder / "lib").mkdir()
+    (empty.folder / "lib" / "cronsim.py").write_text("import absent\n")
+    says, path = "cronsim.py:1); install the package that has it", str(empty.folder / "lib")
+
+    empty("run", "shop:app", "--workers", "2", "--log-format", form, code=Exit.USAGE, PYTHONPATH=path)
+
+    assert [empty.stderr.count(each) for each in (says, "worker started", "Traceback")] == [1, 2, 0]
+    assert says in empty("check", "shop:app", code=Exit.USAGE, PYTHONPATH=path)
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [
+        (ModuleNotFoundError("No module", name="aiokafka"), "aiokafka is not installed; pip install"),
+        (
+            ImportError("cannot import name 'x'", name="aiokafka"),
+            "aiokafka cannot be imported (cannot import name 'x')",
+        ),
+    ],
+)
+def test_a_driver_that_cannot_be_imported_is_a_mistake_of_configuration(
+    monkeypatch: pytest.MonkeyPatch, missing: ImportError, says: str
+) -> None:
+    def failing(name: str) -> None:
+        raise missing
+
+    monkeypatch.setattr("idemconsumer.brokers.connecting.import_module", failing)
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        connect("kafka", Settings())
 
 
 def test_a_setting_that_makes_no_sense_names_itself(empty: Shop) -> None:
@@ -372,6 +417,27 @@ def test_check_is_content_with_a_good_setup(shop: Shop) -> None:
 
     assert {each["level"] for each in findings} <= {"ok", "warning"}
     assert any(each["subject"] == "handler take_order" and "kept for 3d" in each["text"] for each in findings)
+    assert any("each worker process opens at most 14 connections" in each["text"] for each in findings)
+
+
+PUBLISHES = """
+from idemconsumer import App
+
+app = App("shop", publishes=["postgres:mails", "rabbitmq:no-such-exchange/key"])
+
+@app.idempotent_handler("postgres:orders", key="id")
+async def take(order: dict) -> None: ...
+"""
+
+
+def test_check_looks_at_the_destinations_that_the_app_names(shop: Shop) -> None:
+    (shop.folder / "publishes.py").write_text(PUBLISHES)
+    nowhere = {"IDEMCONSUMER_RABBITMQ": "amqp://guest:guest@127.0.0.1:1/"}
+    findings = json.loads(shop("check", "publishes:app", "--json", code=Exit.ERROR, **nowhere))
+    found = {each["subject"]: (each["level"], each["text"]) for each in findings}
+    assert found["postgres:mails"] == ("ok", "can be published to")
+    level, text = found["rabbitmq:no-such-exchange/key"]
+    assert (level, "nothing listens at 127.0.0.1:1" in text) == ("error", True)
 
 
 SAGAS = """
@@ -407,6 +473,14 @@ def test_check_fails_where_something_would_go_wrong(empty: Shop, database: str) 
     migrate(database, "idemconsumer")
     empty.dsn = f"{database} options='-c synchronous_commit=off'"
     assert "synchronous_commit is off" in empty("check", "shop:app", code=Exit.ERROR)
+
+
+def test_a_worker_that_requires_a_synchronous_standby_does_not_run_without_one(shop: Shop) -> None:
+    required = {"IDEMCONSUMER_REQUIRE_SYNCHRONOUS_STANDBY": "yes"}
+    for command, code in (("run", Exit.USAGE), ("check", Exit.ERROR)):
+        said = shop(command, "shop:app", code=code, **required)
+        assert "require_synchronous_standby is set, and COMMIT waits for no synchronous standby" in said
+        assert "ALTER SYSTEM SET synchronous_standby_names" in said
 
 
 def test_lines_of_a_file_are_published_with_their_headers(shop: Shop) -> None:
@@ -458,8 +532,53 @@ def test_dead_letters_are_listed_and_shown_without_steering_the_terminal(shop: S
     assert "\\x1b[31m" in shown
     assert "\x1b" not in shown
     assert "what to do  The body does not fit" in shown
+    assert "header      trace: \\x1b]0;x" in shown
     binary = json.loads(shop("dead", "show", str(letters[0]["id"]), "--json"))
     assert (binary["body_encoding"], binary["body"]) == ("base64", "/wA=")
+    assert json.loads(shop("dead", "show", str(letters[1]["id"]), "--json"))["headers"] == [
+        {"name": "trace", "text": "\x1b]0;x"}
+    ]
+
+
+def test_a_dead_letter_is_shown_with_all_that_its_broker_gave(shop: Shop) -> None:
+    shop("publish", "postgres:orders", "{")
+    shop("run", "shop:app", "--until-empty")
+    message = Message(
+        "kafka:t",
+        b"",
+        message_id="m-1",
+        record_key=b"\xff\x1b",
+        timestamp=datetime(2024, 1, 2, tzinfo=UTC),
+        properties={"type": "a\x1b"},
+        repeated_headers=(("n", "1"), ("n", b"\xff")),
+    )
+    assert shop.dsn is not None
+    with psycopg.connect(shop.dsn) as connection:
+        changes = (
+            "update idemconsumer.dead_letter set delivered = %s, body = '{', body_size = 5000000, body_sha256 = %s"
+        )
+        connection.execute(changes, [encode_delivered(message), b"\x01" * 32])
+
+    shown = shop("dead", "show", "1")
+    for line in (
+        "message_id  m-1",
+        "record_key  base64 /xs=",
+        "timestamp   2024-01-02 00:00:00+00:00",
+        "property    type: a\\x1b",
+        "header      n: 1\nheader      n: base64 /w==",
+        f"body        the first 1 of 5000000 bytes, utf-8, SHA-256 {'01' * 32}\n{{",
+    ):
+        assert line in shown
+    found = json.loads(shop("dead", "show", "1", "--json"))
+    assert found["headers"] == [{"name": "n", "text": "1"}, {"name": "n", "base64": "/w=="}]
+    assert (found["record_key"], found["timestamp"]) == ({"base64": "/xs="}, "2024-01-02T00:00:00Z")
+    assert (found["properties"], found["body_size"], found["body_sha256"]) == ({"type": "a\x1b"}, 5000000, "01" * 32)
+
+    with psycopg.connect(shop.dsn) as connection:
+        # As an older version writes it.
+        connection.execute("update idemconsumer.dead_letter set delivered = null, body_size = null, body_sha256 = null")
+    old = json.loads(shop("dead", "show", "1", "--json"))
+    assert (old["body_size"], old["record_key"], old["body_sha256"]) == (1, None, sha256(b"{").hexdigest())
     assert "there is no dead letter 999" in shop("dead", "show", "999", code=Exit.USAGE)
 
 

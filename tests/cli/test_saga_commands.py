@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -17,8 +18,10 @@ from idemconsumer.cli.main import main
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.keys import digest
 from idemconsumer.process.child import Exit
+from idemconsumer.sagas.step import step_key
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
+from idemconsumer.testing import Replay, read_histories, replay
 from tests.support.waiting import until
 
 Act = Callable[[], None]
@@ -189,7 +192,7 @@ def test_one_saga_is_shown_with_its_steps_in_time(parked: Travel) -> None:
     assert detail["open_intents"] == ["charged"]
     assert [(step["name"], step["attempts"], step["output"]) for step in detail["steps"]] == [
         ("reserved", 1, "7"),
-        ("charged", 2, None),
+        ("charged", 1, None),
     ]
 
 
@@ -199,15 +202,15 @@ def test_what_happened_to_a_saga_is_shown_in_time(parked: Travel) -> None:
     whats = [event["what"] for event in timeline]
     assert whats[:2] == ["begun", "step reserved done"]
     assert "step charged called, outcome unknown" in whats
-    assert [what for what in whats if not what.startswith("step")][-3:] == ["taken", "parked", "resumed"]
-    (released,) = [event for event in timeline if event["what"] == "released"]
-    assert released["detail"].startswith("step 'charged': ValueError: gateway on fire")
-    assert (released["token"], released["attempt"]) == (timeline[0]["token"], 1)
+    assert [what for what in whats if not what.startswith("step")][-3:] == ["begun", "parked", "resumed"]
+    (put_aside,) = [event for event in timeline if event["what"] == "parked"]
+    assert put_aside["detail"].startswith("unknown_effect: step 'charged': ValueError: gateway on fire")
+    assert (put_aside["token"], put_aside["attempt"]) == (timeline[0]["token"], 1)
 
     text = parked("show", by_prefix("a"))
     assert "AT" in text
     assert "gateway on fire" in text
-    order = [text.index(what) for what in ("begun  ", "released", "taken", "parked", "resumed")]
+    order = [text.index(what) for what in ("begun  ", "parked", "resumed")]
     assert order == sorted(order)
 
 
@@ -240,6 +243,42 @@ def test_a_beginning_that_fits_two_keys_names_them(travel: Travel) -> None:
     assert "'ab' matches several records: abab" in travel("show", "ab", code=Exit.USAGE)
 
 
+# ------------------------------------------------------------------------------------------------------------ exporting
+def test_what_is_exported_can_be_replayed_with_the_handler_as_it_is_now(parked: Travel, tmp_path: Path) -> None:
+    file = tmp_path / "histories.jsonl"
+    file.write_text(parked("export"))
+    (history,) = read_histories(file)
+    assert (history.key, history.handler, history.version) == (key_of("a").hex(), "book", "1")
+    assert (history.state, history.parked) == ("processing", "unknown_effect")
+    assert history.message.body == '{"id": "a"}'
+    assert [(step.name, step.kind, step.state, step.has_undo, step.output) for step in history.steps] == [
+        ("reserved", "tx", "done", True, "7"),
+        ("charged", "call", "intent", False, None),
+    ]
+    assert asyncio.run(replay(parked.app(), history)) == Replay(True, "step 'charged'")
+    changed = asyncio.run(replay(parked.app(renamed=True), history))
+    assert (changed.then, str(changed.why)[:28]) == ("saga_changed", "step 'reserved' is recorded,")
+    parked("resume", by_prefix("a"))
+    parked.run(renamed=True)
+    ((error,),) = parked.sql("select error from idemconsumer.saga")
+    assert error == changed.why
+
+
+def test_what_is_exported_can_be_narrowed_and_is_said_to_be_personal(parked: Travel) -> None:
+    parked.remote = raising(ValueError("again"))
+    parked.run("b")
+    newest, oldest = (json.loads(line) for line in parked("export").splitlines())
+    assert (newest["key"], oldest["key"]) == (key_of("b").hex(), key_of("a").hex())
+    assert json.loads(parked("export", "--limit", "1")) == newest
+    parked.sql("update idemconsumer.saga set started_at = now() - interval '2h' where key = %s", key_of("a"))
+    assert json.loads(parked("export", "--since", "1h", "--state", "dead", "--handler", "book")) == newest
+    for narrower in (["--state", "undoing"], ["--state", "processing"], ["--handler", "other"], ["--since", "0s"]):
+        assert parked("export", *narrower) == ""
+    result = CliRunner().invoke(main, ["sagas", "export"], env={"IDEMCONSUMER_DSN": parked.dsn})
+    assert "holds payloads and outputs" in result.stderr
+    assert "'x' is not a duration" in parked("export", "--since", "x", code=Exit.USAGE)
+
+
 # ------------------------------------------------------------------------------------------------------------- deciding
 def test_a_resumed_saga_goes_on_at_its_recovery_point(parked: Travel) -> None:
     assert parked("resume", by_prefix("a")) == f"resumed: {key_of('a').hex()[:12]} is processing\n"
@@ -258,6 +297,8 @@ def test_a_resumed_saga_has_all_its_attempts_again(parked: Travel) -> None:
 
 def test_a_changed_saga_goes_on_only_once_a_person_accepts_it(parked: Travel) -> None:
     parked("resume", by_prefix("a"))
+    for table, column in (("saga", "due"), ("worker", "until")):  # L28: its version has been gone for a while
+        parked.sql(f"update idemconsumer.{table} set {column} = {column} - interval '1 hour'")
     parked.run(version="2", renamed=True)
     assert parked.json("show", by_prefix("a"))["running"]["parked"] == "saga_changed"
     parked("resume", by_prefix("a"))
@@ -354,3 +395,37 @@ def test_without_tables_the_error_says_how_to_make_them(database: str) -> None:
     assert "run `idemconsumer migrate up` first" in result.stderr
     with pytest.raises(ConfigurationError, match="run `idemconsumer migrate up` first"):
         asyncio.run(SagaAdmin(database, "idemconsumer").resume(key_of("a")))
+
+
+@pytest.mark.parametrize("undo", [True, False])
+def test_a_saga_is_cancelled_by_whichever_worker_comes_next(parked: Travel, undo: bool) -> None:
+    """It was put aside with a call of unknown outcome, which is made again, with its key, first."""
+    said = parked("cancel", by_prefix("a"), *(["--undo"] if undo else []))
+    how = "its finished steps are undone first" if undo else "its effects stand"
+    assert said == f"cancelled: {key_of('a').hex()[:12]}, which was dead; {how}\n"
+    assert f"cancel      requested, {'to be undone' if undo else 'its effects stand'}" in parked("show", by_prefix("a"))
+    parked.run()
+    assert parked.done("a") == (["reserve", "unreserve"] if undo else ["reserve"])
+    assert parked.record("a") == (4, '{"code":"cancelled","body":null}')
+    answer = parked.json("cancel", by_prefix("a"))
+    assert answer == {"key": key_of("a").hex(), "accepted": True, "state": "failed", "undo": False}
+
+
+def test_whoever_cancels_too_late_is_told(travel: Travel) -> None:
+    travel.run("a")
+    assert f"{by_prefix('a')}" in (said := travel("cancel", by_prefix("a"), code=Exit.ERROR))
+    assert said.endswith("is not cancelled: it is completed already\n")
+
+
+def test_a_person_says_how_a_call_ended(parked: Travel) -> None:
+    (key,) = [step["key"] for step in parked.json("show", by_prefix("a"))["steps"] if step["name"] == "charged"]
+    assert key == str(step_key("travel/-/book", key_of("a"), "charged"))
+    assert key in parked("show", by_prefix("a"))
+    for words in ([], ["--not-done", "--done", "1"]):
+        said = parked("decide", by_prefix("a"), "charged", *words, code=Exit.USAGE)
+        assert "give either --done JSON or --not-done" in said
+    assert "--done is not JSON" in parked("decide", by_prefix("a"), "charged", "--done", "{", code=Exit.USAGE)
+    said = parked("decide", by_prefix("a"), "charged", "--done", '"ch_17"')
+    assert said == f"decided: {key_of('a').hex()[:12]} is processing\n"
+    parked.run()
+    assert parked.record("a") == (3, '"ch_17"')

@@ -19,6 +19,7 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.rules.group_size import Gate
 from idemconsumer.stores.claims import PostgresClaims
 from idemconsumer.stores.joined import PostgresStore
+from tests.support.collisions import a_lock_is_taken, collide
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 from tests.support.points import Points
 from tests.support.waiting import PATIENCE, until
@@ -145,7 +146,7 @@ async def test_groups_that_collide_take_turns_and_do_not_collide_again(
     assert (ledger.attempts, ledger.letters) == ([], [])
 
 
-async def test_the_gate_is_asked_for_by_a_contended_handler_alone(store: PostgresStore) -> None:
+async def test_the_gate_is_asked_for_by_a_contended_handler_alone(ledger: Ledger, store: PostgresStore) -> None:
     asked: list[tuple[int, str | None]] = []
     transaction = store.transaction
 
@@ -158,13 +159,14 @@ async def test_the_gate_is_asked_for_by_a_contended_handler_alone(store: Postgre
     @idempotent_handler(SOURCE, key="id", group_size=8)
     async def contended(order: dict[str, Any], tx: Tx) -> None:
         if order["id"] == 1 and next(collisions, None) is not None:
-            await tx.execute("do $$ begin raise 'too late' using errcode = '55P03'; end $$")
+            await collide(tx)
 
     @idempotent_handler(SOURCE, key="id", group_size=8)
     async def calm(order: dict[str, Any], tx: Tx) -> None: ...
 
     collisions, engine = iter(range(1)), Engine(store)
-    await engine.run(works(contended, 0, 1, 2))
+    with a_lock_is_taken(ledger.dsn):
+        await engine.run(works(contended, 0, 1, 2))
     await engine.run(works(contended, 3))
     await engine.run(works(calm, 0, 1))
     assert asked == [(3, None), (3, "shop"), (1, "shop"), (2, None)]
@@ -175,14 +177,52 @@ async def test_a_collision_behind_the_gate_lets_what_comes_before_it_through(led
     async def held_up(order: dict[str, Any], tx: Tx) -> None:
         await write(tx, order["id"])
         if order["id"] == 3:
-            await tx.execute("do $$ begin raise 'too late' using errcode = '55P03'; end $$")
+            await collide(tx)
 
-    assert kinds(await engine.run(works(held_up, 3))) == ["retrying"]
-    keep_turns(engine, held_up.plan.bind("shop"))
-    async with asyncio.timeout(PATIENCE):
+    with a_lock_is_taken(ledger.dsn):
+        assert kinds(await engine.run(works(held_up, 3))) == ["retrying"]
+        keep_turns(engine, held_up.plan.bind("shop"))
         assert kinds(await engine.run(works(held_up, 1, 2, 3, 4))) == ["applied", "applied"]
         assert kinds(await engine.run(works(held_up, 3, 4))) == ["retrying"]
     assert (ledger.effects, ledger.attempts) == (["1", "2"], [])
+
+
+# ------------------------------------------------------------------------------------------------ duplicates in a row
+async def test_duplicates_in_a_row_are_answered_from_one_read(ledger: Ledger, store: PostgresStore) -> None:
+    @idempotent_handler(SOURCE, key="id")
+    async def insert(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+
+    points = Points()
+    engine, bound = Engine(store, points), insert.plan.bind("shop")
+    ids = range(100)
+    await to_the_end(engine, works(insert, *ids))
+    for _ in range(3):
+        assert set(kinds(await to_the_end(engine, works(insert, *ids)))) == {"duplicate"}
+    assert engine.group_size(bound) > 100 > engine._sizes.of(bound).to_claim
+    points.seen.clear()
+
+    conflicting = work(bound, message(7, amount=1))
+    assert kinds(await engine.run([*works(insert, 1, 2), conflicting, *works(insert, 3)])) == [
+        "duplicate", "duplicate", "conflict", "duplicate",
+    ]  # fmt: skip
+    assert points.count(Point.CLAIMED) == 0, "a transaction for what a read can tell"
+    assert kinds(await engine.run(works(insert, 1, 2, "new", 3))) == ["duplicate", "duplicate"]
+    assert engine.group_size(bound) == engine._sizes.of(bound).to_claim, "something was new"
+    assert kinds(await engine.run(works(insert, "new", 3))) == ["applied", "duplicate"]
+    assert len(ledger.effects) == 101
+
+
+async def test_no_more_is_claimed_together_where_duplicates_came_before(ledger: Ledger, engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id")
+    async def slow(order: dict[str, Any], tx: Tx) -> None:
+        await asyncio.sleep(0.06)  # its work
+
+    await to_the_end(engine, works(slow, *range(2)))
+    for _ in range(100):
+        await engine.run(works(slow, 0, 1))
+    assert engine.group_size(slow.plan.bind("shop")) > 50
+    assert kinds(await engine.run(works(slow, *range(10, 20)))) == ["applied"]
 
 
 # ------------------------------------------------------------------------------------------------- sizes by themselves

@@ -81,7 +81,8 @@ async def test_bad_input_becomes_a_dead_letter_with_its_reason(ledger: Ledger, a
     assert [(str(outcome.kind), outcome.reason) for outcome in outcomes] == [("dead", reason)] * 2
     assert after.kind == "applied"
     assert (ledger.letters, ledger.effects) == ([(reason, 2)], ["the next one"])
-    assert ledger.run("select body = %s, position from idemconsumer.dead_letter", [body]) == [(True, "orders-7")]
+    kept = "select body = %s, body_size, body_sha256 = sha256(%s), position from idemconsumer.dead_letter"
+    assert ledger.run(kept, [body[: 4 << 20], body]) == [(True, len(body), True, "orders-7")]
     assert ledger.states == [State.COMPLETED]
     assert_silent_about(body, logs)
     assert SECRET not in str(outcomes)

@@ -23,6 +23,7 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.rules.group_size import GroupSize
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
+from tests.support.collisions import a_lock_is_taken, collide
 from tests.support.ledger import SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 from tests.support.points import Points
 from tests.support.waiting import PATIENCE
@@ -430,10 +431,11 @@ async def test_a_constraint_that_fails_at_commit_is_blamed_on_the_item_that_brok
 async def test_contention_costs_a_batch_no_attempt(ledger: Ledger, engine: Engine) -> None:
     async def act(orders: Orders, tx: Tx) -> None:
         if next(collisions, None) is not None:
-            await tx.execute("do $$ begin raise 'collision' using errcode = '40P01'; end $$")
+            await collide(tx)
 
     collisions = iter(range(3))
-    assert kinds(await to_the_end(engine, Calls(act, max_attempts=1).group(*range(4)))) == ["applied"] * 4
+    with a_lock_is_taken(ledger.dsn):
+        assert kinds(await to_the_end(engine, Calls(act, max_attempts=1).group(*range(4)))) == ["applied"] * 4
     assert (ledger.effects, ledger.letters) == (["0", "1", "2", "3"], [])
 
 

@@ -12,12 +12,22 @@ from typing import Any, LiteralString
 import psycopg
 import pytest
 
-from idemconsumer import Reject, Retry, Tx, idempotent_handler
+from idemconsumer import App, Batch, Reject, Retry, Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
-from idemconsumer.errors import StoreUnavailable
+from idemconsumer.errors import (
+    CommitUnknown,
+    ConfigurationError,
+    Contention,
+    Fenced,
+    SessionEnded,
+    StoreUnavailable,
+    TransactionEnded,
+)
 from idemconsumer.handlers.decorator import Handler
+from idemconsumer.message.message import Message
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.stores.joined import PostgresStore
+from tests.support.collisions import a_lock_is_taken, collide
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, to_the_end, works, write
 from tests.support.waiting import PATIENCE, eventually
 
@@ -81,6 +91,78 @@ async def test_another_database_that_does_not_answer_is_the_failure_of_whoever_a
     assert ledger.letters == [("attempts_exhausted", 1)]
 
 
+OTHERS = [StoreUnavailable, TransactionEnded, CommitUnknown, Contention, ConfigurationError, Fenced, SessionEnded]
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["one", "a batch"])
+@pytest.mark.parametrize("kind", OTHERS)
+async def test_an_error_of_ours_that_another_app_raised_is_the_failure_of_whoever_asked_it(
+    ledger: Ledger, engine: Engine, kind: type[Exception], batch: bool
+) -> None:
+    async def act(id: str, tx: Tx) -> None:
+        raise kind("of another app")
+
+    @idempotent_handler(SOURCE, key="id", max_attempts=2, group_size=8)
+    async def store_all(orders: Batch[dict[str, Any]], tx: Tx) -> None:
+        for order in orders:
+            await write(tx, order["id"])
+            if order["id"] == "bad":
+                raise kind("of another app")
+
+    async with asyncio.timeout(PATIENCE):
+        outcomes = await to_the_end(engine, works(store_all if batch else guilty(act), "good", "bad", "behind"))
+    assert kinds(outcomes) == ["applied", "dead", "applied"]
+    assert (ledger.effects, ledger.letters) == (["behind", "good"], [("attempts_exhausted", 1)])
+    assert f"{kind.__name__}: of another app" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
+
+
+async def test_another_app_whose_database_is_away_is_the_failure_of_whoever_asked_it(
+    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IDEMCONSUMER_DSN", "postgresql://127.0.0.1:1/nowhere")
+    other = App("other")
+
+    @other.idempotent_handler("memory:bills", key="id")
+    async def bill(order: dict[str, Any]) -> None: ...
+
+    async def act(id: str, tx: Tx) -> None:
+        await other.process(Message("memory:bills", b'{"id": 1}'))
+
+    outcomes = await to_the_end(engine, works(guilty(act), "good", "bad", "behind"))
+    assert (kinds(outcomes), ledger.letters) == (["applied", "dead", "applied"], [("attempts_exhausted", 1)])
+
+
+async def test_a_collision_on_another_connection_is_the_failure_of_whoever_opened_it(
+    ledger: Ledger, engine: Engine
+) -> None:
+    async def act(id: str, tx: Tx) -> None:
+        async with await psycopg.AsyncConnection.connect(ledger.dsn) as elsewhere:
+            await elsewhere.execute("set local lock_timeout = '1ms'")
+            await elsewhere.execute("lock table held_elsewhere")
+
+    ledger.run("create table if not exists held_elsewhere ()")
+    with psycopg.connect(ledger.dsn) as other:
+        other.execute("lock table held_elsewhere")
+        async with asyncio.timeout(PATIENCE):
+            outcomes = await to_the_end(engine, works(guilty(act), "good", "bad", "behind"))
+    assert (kinds(outcomes), ledger.letters) == (["applied", "dead", "applied"], [("attempts_exhausted", 1)])
+
+
+async def test_a_collision_inside_a_savepoint_is_one(ledger: Ledger, engine: Engine) -> None:
+    async def act(id: str, tx: Tx) -> None:
+        await tx.execute("savepoint part")
+        try:
+            await collide(tx)
+        except psycopg.Error:
+            await tx.execute("rollback to savepoint part")
+            raise
+
+    (given,) = works(guilty(act), "bad")
+    with a_lock_is_taken(ledger.dsn):
+        assert [(await engine.process(given)).reason for _ in range(3)] == ["contention"] * 3
+    assert ledger.attempts == []
+
+
 async def test_a_handler_that_turns_durability_off_for_itself_has_failed(ledger: Ledger, engine: Engine) -> None:
     async def act(id: str, tx: Tx) -> None:
         await tx.execute("set local synchronous_commit = off")
@@ -92,30 +174,33 @@ async def test_a_handler_that_turns_durability_off_for_itself_has_failed(ledger:
     assert "synchronous_commit is off" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
 
 
-# --------------------------------------------------------------------------------------- looks like contention for ever
-@pytest.mark.parametrize("state", ["55P03", "40001"])
-async def test_a_handler_that_collides_for_ever_runs_out_of_free_retries_and_then_of_attempts(
-    ledger: Ledger, engine: Engine, state: str
+# ------------------------------------------------------------------------------- looks like contention, and is none
+async def in_sql(tx: Tx, state: str) -> None:
+    await tx.execute(raising(state))
+
+
+async def in_python(tx: Tx, state: str) -> None:
+    raise psycopg.errors.lookup(state)("as it happens")
+
+
+async def in_python_for_a_reason(tx: Tx, state: str) -> None:
+    raise RuntimeError("the ORM's own") from psycopg.errors.lookup(state)("as it happens")
+
+
+@pytest.mark.parametrize("state", ["40001", "40P01", "55P03", "53200"])
+@pytest.mark.parametrize("raises", [in_sql, in_python, in_python_for_a_reason])
+async def test_a_function_that_raises_a_collision_by_itself_has_failed(
+    ledger: Ledger, engine: Engine, raises: Callable[[Tx, str], Awaitable[None]], state: str
 ) -> None:
     async def act(id: str, tx: Tx) -> None:
-        await tx.execute(raising(state))
+        await raises(tx, state)
 
     async with asyncio.timeout(PATIENCE):
-        outcomes = await to_the_end(engine, works(guilty(act), "good", "bad", "behind"), rounds=500)
+        outcomes = await to_the_end(engine, works(guilty(act), "good", "bad", "behind"))
 
     assert kinds(outcomes) == ["applied", "dead", "applied"]
     assert ledger.letters == [("attempts_exhausted", 1)]
     assert (ledger.effects, ledger.attempts) == (["behind", "good"], [])
-
-
-async def test_pauses_grow_while_a_message_collides(engine: Engine) -> None:
-    async def act(id: str, tx: Tx) -> None:
-        await tx.execute(raising("55P03"))
-
-    (given,) = works(guilty(act), "bad")
-    due = [(await engine.process(given)).due for _ in range(40)]
-    assert max(due[:3]) < min(due[-3:]), "rivals that met ten times are not helped by meeting at once"
-    assert max(due) < 2
 
 
 # --------------------------------------------------------------------------------------------- idle in the transaction

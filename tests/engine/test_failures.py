@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
+import pydantic
 import pytest
 from structlog.testing import capture_logs
 
@@ -17,8 +21,11 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import Interrupted, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.broker import Outgoing
+from idemconsumer.rules import group_size
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.user_code import time_limit
+from tests.support.collisions import a_lock_is_taken, collide
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 from tests.support.points import Killed
 from tests.support.waiting import PATIENCE, until
@@ -80,7 +87,7 @@ async def test_pauses_between_attempts_follow_the_backoff(store: PostgresStore) 
 
 
 @pytest.mark.parametrize(
-    ("after", "due"), [(0.25, 0.25), ("250ms", 0.25), ("2h", 30.0), ("soon", 0.0), (-1, 0.0)], ids=str
+    ("after", "due"), [(0.25, 0.25), ("250ms", 0.25), ("2h", 7_200.0), ("soon", 0.0), (-1, 0.0)], ids=str
 )
 async def test_a_retry_says_when_and_a_bad_when_does_not_stop_the_worker(
     engine: Engine, after: Any, due: float
@@ -92,6 +99,11 @@ async def test_a_retry_says_when_and_a_bad_when_does_not_stop_the_worker(
 async def test_a_retry_that_is_asked_for_for_ever_ends_as_a_dead_letter(ledger: Ledger, engine: Engine) -> None:
     outcomes = await to_the_end(engine, works(failing(Retry(), max_attempts=3, retry_on=(OSError,)), 1))
     assert (kinds(outcomes), ledger.letters) == (["dead"], [("attempts_exhausted", 1)])
+
+
+async def test_a_retry_is_tried_again_whatever_fail_on_names(ledger: Ledger, engine: Engine) -> None:
+    outcome = await engine.process(*works(failing(Retry(), fail_on=(Exception,)), 1))
+    assert (outcome.kind, ledger.states, len(ledger.attempts)) == ("retrying", [], 1)
 
 
 async def test_what_is_not_in_retry_on_is_dead_at_once(ledger: Ledger, engine: Engine) -> None:
@@ -166,6 +178,32 @@ async def test_a_handler_that_is_too_slow_is_stopped_and_counted(ledger: Ledger,
     assert ledger.effects == []
 
 
+async def test_a_handler_that_computes_past_its_time_out_is_late(ledger: Ledger, engine: Engine) -> None:
+    """The loop had no moment to cut it off."""
+
+    @idempotent_handler(SOURCE, key="id", timeout="50ms", max_attempts=1)
+    async def compute(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        time.sleep(0.1)  # noqa: ASYNC251 - it computes, and never lets the loop cut it off
+
+    assert kinds(await engine.run(works(compute, 1))) == ["dead"]
+    assert (ledger.effects, ledger.letters) == ([], [("attempts_exhausted", 1)])
+
+
+async def test_a_handler_that_was_cut_off_has_failed_even_if_our_clock_is_behind_the_loops(
+    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @idempotent_handler(SOURCE, key="id", timeout="50ms", max_attempts=1)
+    async def deaf(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(PATIENCE)
+
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    assert kinds(await engine.run(works(deaf, 1))) == ["dead"]
+    assert (ledger.effects, ledger.letters) == ([], [("attempts_exhausted", 1)])
+
+
 async def test_a_handler_that_swallows_its_time_out_is_stopped_all_the_same(ledger: Ledger, engine: Engine) -> None:
     @idempotent_handler(SOURCE, key="id", timeout="50ms", max_attempts=1)
     async def deaf(order: dict[str, Any], tx: Tx) -> str:
@@ -220,44 +258,47 @@ async def test_a_cancellation_is_no_failure_even_if_the_handler_makes_it_one(
 
 
 # ----------------------------------------------------------------------------------------------------------- contention
-@pytest.mark.parametrize("state", ["40001", "40P01", "55P03", "53200"])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["as it is", "wrapped"])
-async def test_contention_costs_no_attempt(ledger: Ledger, engine: Engine, state: str, wrapped: bool) -> None:
+async def test_contention_costs_no_attempt(ledger: Ledger, engine: Engine, wrapped: bool) -> None:
     @idempotent_handler(SOURCE, key="id", max_attempts=1)
     async def contended(order: dict[str, Any], tx: Tx, message: Message) -> None:
         await write(tx, order["id"])
         if next(collisions, None) is None:
             return
         try:
-            await tx.connection.execute(f"do $$ begin raise 'collision' using errcode = '{state}'; end $$")
+            await collide(tx)
         except psycopg.Error as error:
             if wrapped:
                 raise RuntimeError("the ORM's own") from error
             raise
 
     collisions = iter(range(5))
-    outcomes = [await engine.process(*works(contended, 1)) for _ in range(6)]
+    with a_lock_is_taken(ledger.dsn):
+        outcomes = [await engine.process(*works(contended, 1)) for _ in range(6)]
     assert kinds(outcomes) == ["retrying"] * 5 + ["applied"]
     assert all(0 < outcome.due < 1 and outcome.reason == "contention" for outcome in outcomes[:5])
     assert (ledger.effects, ledger.attempts) == (["1"], [])
 
 
-async def test_a_rejection_for_the_sake_of_a_database_error_is_a_rejection(engine: Engine) -> None:
+async def test_a_rejection_for_the_sake_of_a_database_error_is_a_rejection(ledger: Ledger, engine: Engine) -> None:
     @idempotent_handler(SOURCE, key="id")
     async def refuse(order: dict[str, Any], tx: Tx) -> None:
         try:
-            await tx.execute("do $$ begin raise 'collision' using errcode = '40001'; end $$")
+            await collide(tx)
         except psycopg.Error as error:
             raise Reject("taken") from error
 
-    assert (await engine.process(*works(refuse, 1))).kind == "failed"
+    with a_lock_is_taken(ledger.dsn):
+        assert (await engine.process(*works(refuse, 1))).kind == "failed"
 
 
-async def test_running_out_of_locks_halves_what_groups_may_hold(engine: Engine) -> None:
+async def test_running_out_of_locks_halves_what_groups_may_hold_for_a_while(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @idempotent_handler(SOURCE, key="id", group_size=32)
     async def exhausting(order: dict[str, Any], tx: Tx) -> None:
         if next(collisions, None) is not None:
-            await tx.execute("do $$ begin raise 'no memory' using errcode = '53200'; end $$")
+            await tx.execute("select pg_advisory_xact_lock(n) from generate_series(1, 1000000) as n")
 
     collisions = iter(range(1))
     given = works(exhausting, *range(32))
@@ -265,6 +306,12 @@ async def test_running_out_of_locks_halves_what_groups_may_hold(engine: Engine) 
     assert engine.group_size(given[0].handler) == 16
     for n in range(16):
         await engine.run(works(exhausting, f"more {n}"))
+    assert engine.group_size(given[0].handler) == 16
+    monkeypatch.setattr(group_size, "_SCARCE", 0.0)
+    collisions = iter(range(1))
+    assert len(await engine.run(works(exhausting, *range(100, 116)))) == 8
+    for n in range(64 + 64):  # the first ones double what is allowed, the others make use of it
+        await engine.run(works(exhausting, f"later {n}"))
     assert engine.group_size(given[0].handler) == 16
 
 
@@ -285,6 +332,18 @@ async def test_a_row_that_somebody_holds_is_waited_for_shortly_in_a_group(ledger
         assert ledger.attempts == []
     assert kinds(await to_the_end(engine, works(hit, 1, 2, 3))) == ["duplicate", "applied", "applied"]
     assert ledger.effects == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(("together", "seconds"), [(1, "10s"), (2, "50ms")])
+async def test_how_long_a_row_is_waited_for(engine: Engine, together: int, seconds: str) -> None:
+    seen: list[str] = []
+
+    @idempotent_handler(SOURCE, key="id", group_size=2)
+    async def look(order: dict[str, Any], tx: Tx) -> None:
+        seen.append(await (await tx.execute("select current_setting('lock_timeout')", into=str)).one())
+
+    await engine.run(works(look, *range(together)))
+    assert seen == [seconds] * together
 
 
 # ------------------------------------------------------------------------------------------------- duplicates of finals
@@ -323,21 +382,25 @@ def suspect(handler: Handler[..., Any], id: object) -> Work:
     return works(handler, id, suspect=True)[0]
 
 
-async def test_a_suspect_is_counted_before_it_runs(ledger: Ledger, engine: Engine) -> None:
-    counted: list[list[int]] = []
+async def test_a_suspect_is_on_record_before_it_runs_and_counted_if_it_was_begun_before(
+    ledger: Ledger, store: PostgresStore, engine: Engine
+) -> None:
+    recorded: list[list[int]] = []
 
     @idempotent_handler(SOURCE, key="id")
     async def look(order: dict[str, Any], tx: Tx) -> None:
-        counted.append(ledger.attempts)
+        recorded.append(ledger.attempts)
         await write(tx, order["id"])
 
     assert (await engine.process(suspect(look, 1))).kind == "applied"
-    assert (counted, ledger.attempts, ledger.effects) == ([[1]], [], ["1"])
+    await store.mark_attempts([suspect(look, 2).claim])
+    assert (await engine.process(suspect(look, 2))).kind == "applied"
+    assert (recorded, ledger.attempts, ledger.effects) == ([[0], [1]], [], ["1", "2"])
 
 
 async def test_a_message_that_kills_its_worker_ends_as_a_dead_letter(ledger: Ledger, engine: Engine) -> None:
     handler = failing(Killed(), max_attempts=3)
-    for _ in range(3):
+    for _ in range(1 + 3):
         with pytest.raises(Killed):
             await engine.process(suspect(handler, 1))
     assert ledger.attempts == [3]
@@ -364,7 +427,7 @@ async def test_suspects_that_were_applied_are_answered_together_and_not_counted(
     assert ledger.attempts == []
 
 
-async def test_a_suspect_that_failed_runs_alone(ledger: Ledger, engine: Engine) -> None:
+async def test_a_suspect_that_failed_has_ended_so_it_runs_with_others_again(ledger: Ledger, engine: Engine) -> None:
     @idempotent_handler(SOURCE, key="id")
     async def fail_first(order: dict[str, Any], tx: Tx, message: Message) -> None:
         await write(tx, order["id"])
@@ -373,11 +436,12 @@ async def test_a_suspect_that_failed_runs_alone(ledger: Ledger, engine: Engine) 
 
     group = [*works(fail_first, 1), suspect(fail_first, 2), *works(fail_first, 3)]
     assert kinds(await engine.run(group)) == ["applied", "retrying"]
-    assert kinds(await engine.run(group[1:])) == ["applied"]
-    assert (ledger.effects, ledger.attempts) == (["1", "2"], [])
+    assert ledger.attempts == [1], "a worker that dies of its next run leaves this"
+    assert kinds(await engine.run(group[1:])) == ["applied"] * 2
+    assert (ledger.effects, ledger.attempts) == (["1", "2", "3"], [])
 
 
-async def test_a_cancelled_suspect_gets_its_count_back(ledger: Ledger, engine: Engine) -> None:
+async def test_a_cancelled_suspect_gets_its_count_back(ledger: Ledger, store: PostgresStore, engine: Engine) -> None:
     running = asyncio.Event()
 
     @idempotent_handler(SOURCE, key="id", max_attempts=1)
@@ -385,6 +449,7 @@ async def test_a_cancelled_suspect_gets_its_count_back(ledger: Ledger, engine: E
         running.set()
         await asyncio.Event().wait()
 
+    await store.mark_attempts([suspect(held, 1).claim])
     for _ in range(3):
         running.clear()
         task = asyncio.create_task(engine.process(suspect(held, 1)))
@@ -396,7 +461,7 @@ async def test_a_cancelled_suspect_gets_its_count_back(ledger: Ledger, engine: E
 
 
 @pytest.mark.parametrize("end", ["the wait is over", "cancelled while waiting"])
-async def test_a_suspect_that_only_waited_for_a_rival_is_not_counted(
+async def test_a_suspect_that_only_waited_for_a_rival_is_not_on_record(
     ledger: Ledger, store: PostgresStore, end: str
 ) -> None:
     wait = "100ms" if end == "the wait is over" else "20s"
@@ -413,11 +478,11 @@ async def test_a_suspect_that_only_waited_for_a_rival_is_not_counted(
         if end == "the wait is over":
             assert (await task).kind == "busy"
         else:
-            await until(lambda: ledger.attempts == [1])
+            await until(lambda: ledger.attempts == [0])
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-    assert ledger.attempts == [0]
+    assert ledger.attempts == []
 
 
 # -------------------------------------------------------------------------------------------------------------- outages
@@ -459,13 +524,61 @@ async def test_a_frozen_worker_cannot_hold_a_key_for_ever(ledger: Ledger, after:
     async with store.transaction(group=1) as frozen:
         await frozen.claim([given.call.claim])
         if after == "publishing":
-            await enqueue(frozen.tx().connection, SCHEMA, "emails", [Outgoing(b"lost with the rest")])
+            await enqueue(frozen.tx().borrow(), SCHEMA, "emails", [Outgoing(b"lost with the rest")])
         async with asyncio.timeout(PATIENCE):
             assert (await Engine(store).process(given)).kind == "applied"
         with pytest.raises(Interrupted):
             await frozen.complete([], [])
     assert (ledger.effects, ledger.run("select 1 from idemconsumer.queue")) == (["1"], [])
     await store.close()
+
+
+class Panic(BaseException):
+    """As an extension in Rust raises it (`pyo3_runtime.PanicException`)."""
+
+
+NO_EXCEPTIONS = [SystemExit(1), KeyboardInterrupt(), Panic("x"), GeneratorExit(), BaseExceptionGroup("x", [Panic("x")])]
+
+
+@pytest.mark.parametrize("suspected", [True, False])
+@pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=repr)
+async def test_a_handler_that_would_end_the_process_has_failed(
+    ledger: Ledger, engine: Engine, error: BaseException, suspected: bool
+) -> None:
+    given = works(failing(error, max_attempts=2), 1, suspect=suspected)
+    assert kinds(await to_the_end(engine, given)) == ["dead"]
+    assert (ledger.letters, ledger.effects) == ([("attempts_exhausted", 1)], [])
+    ((text,),) = ledger.run("select error from idemconsumer.dead_letter")
+    assert f"it raised {type(error).__qualname__}" in text.replace(f"{__name__}.", "")
+    assert "test_failures.py" in text, "where it was"
+
+
+class Panics(pydantic.BaseModel):
+    paid: int = 1
+
+    @pydantic.field_serializer("paid")
+    def serialize(self, paid: int) -> int:
+        raise Panic(paid)
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+async def test_nor_does_it_end_when_a_result_is_encoded_or_an_error_is_written_down(
+    ledger: Ledger, engine: Engine
+) -> None:
+    @idempotent_handler(SOURCE, key="id", max_attempts=1)
+    async def handler(order: dict[str, Any], tx: Tx) -> Panics:
+        if order["id"] == 1:
+            raise Unspeakable
+        return Panics()
+
+    assert kinds(await to_the_end(engine, works(handler, 1, 2))) == ["dead"] * 2
+    errors = [str(error) for (error,) in ledger.run("select error from idemconsumer.dead_letter order by id")]
+    assert "its text cannot be shown" in errors[0]
+    assert "Panic" in errors[1]
 
 
 async def test_what_the_log_says_of_a_failure_holds_no_payload(engine: Engine) -> None:

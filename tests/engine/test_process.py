@@ -50,7 +50,7 @@ async def test_outcomes_are_given_back_with_their_results(ledger: Ledger, app: A
     assert (await outcome("a", amount=1))[0] == "conflict"
     assert await outcome("refused") == ("failed", State.FAILED, b'{"code":"no_funds","body":null}')
     assert await outcome("refused") == ("duplicate", State.FAILED, b'{"code":"no_funds","body":null}')
-    assert (await app.process(message("later"))).due == 30.0
+    assert (await app.process(message("later"))).due == 60.0
     assert [(await outcome("broken"))[0] for _ in range(3)] == ["retrying", "dead", "dead"]
     assert ledger.effects == ["a"]
 

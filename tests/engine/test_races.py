@@ -229,7 +229,8 @@ async def test_who_waits_in_vain_stops_when_its_delivery_is_taken_away(store: Po
         winner = asyncio.create_task(engine.process(*works(held, 1)))
         await meeting.running.wait()
         (rival,) = works(held, 1)
-        rival.abandoned = lambda: True
+        before_it_waits = iter([False])
+        rival.abandoned = lambda: next(before_it_waits, True)
         assert (await engine.process(rival)).kind == "busy"
         meeting.go_on.set()
         await winner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from idemconsumer.rules.values import OutcomeKind
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 from tests.support.points import Killed, Points
+from tests.support.waiting import until
 
 MARK = Point.SUSPECTS_MARKED
 
@@ -93,6 +95,7 @@ async def test_suspects_take_one_commit_to_be_marked_and_one_to_be_applied(
 
     async def look(tx: Tx) -> None:
         meanwhile.append(ledger.attempts)
+        assert ledger.run("select count(distinct xmin::text) from idemconsumer.attempt") == [(1,)]
 
     points, pay = Points(), Pay({31: look})
     assert kinds(await Engine(store, points).run(pay.suspects(*range(32)))) == ["applied"] * 32
@@ -140,6 +143,40 @@ async def test_what_another_process_had_begun_runs_alone(ledger: Ledger, store: 
     assert (ledger.effects, ledger.attempts) == ([str(n) for n in range(6)], [])
 
 
+async def test_what_was_begun_before_waits_until_other_lanes_are_quiet(ledger: Ledger, store: PostgresStore) -> None:
+    running, go = asyncio.Event(), asyncio.Event()
+
+    async def hold(tx: Tx) -> None:
+        running.set()
+        await go.wait()
+
+    pay, engine = Pay({"other": hold}), Engine(store)
+    await store.mark_attempts([work.claim for work in pay.suspects("begun")])
+    other = asyncio.create_task(engine.run(pay.suspects("other")))
+    await running.wait()
+    begun = asyncio.create_task(engine.run(pay.suspects("begun")))
+    await until(lambda: len(engine.company._waiting) == 1)
+    behind = asyncio.create_task(engine.run(works(pay.handler, "behind")))
+    await until(lambda: len(engine.company._waiting) == 2)
+    assert (pay.seen, ledger.attempts) == (["other"], [0, 0]), "it is not counted either"
+    go.set()
+    assert [kinds(await task) for task in (other, begun, behind)] == [["applied"]] * 3
+    assert pay.seen == ["other", "begun", "behind"]
+
+
+async def test_what_is_taken_back_while_it_waits_for_its_turn_does_not_run(store: PostgresStore) -> None:
+    pay, engine = Pay(), Engine(store)
+    await store.mark_attempts([work.claim for work in pay.suspects("begun")])
+    waiting = [works(pay.handler, "new"), pay.suspects("begun")]
+    outside = copy_context()
+    async with engine.company.alone():
+        tasks = [asyncio.create_task(engine.run(group), context=outside) for group in waiting]
+        await until(lambda: len(engine.company._waiting) == 2)
+        for (work,) in waiting:
+            work.abandoned = lambda: True
+    assert (await asyncio.gather(*tasks), pay.seen) == ([[], []], [])
+
+
 async def test_what_waits_behind_one_that_was_begun_before_is_not_on_record_while_that_runs(
     ledger: Ledger, store: PostgresStore
 ) -> None:
@@ -165,8 +202,8 @@ async def test_a_failure_among_suspects_is_one_failure(ledger: Ledger, store: Po
     engine, group = Engine(store, points), pay.suspects(1, "bad", 2, 3)
     first = await engine.run(group)
     assert (kinds(first), ledger.attempts) == (["applied", "retrying"], [1]), "2 and 3 are not on record any more"
-    assert kinds(await engine.run(group[1:])) == ["dead"], "it failed before, so it is alone"
-    assert (points.count(MARK), points.count(Point.SUSPECT_COUNTED)) == (1, 1)
+    assert kinds(await engine.run(group[1:])) == ["dead"]
+    assert (points.count(MARK), points.count(Point.SUSPECT_COUNTED)) == (2, 0), "it ended, so it killed nobody"
     assert kinds(await engine.run(group[2:])) == ["applied"] * 2
     assert pay.attempts == [1, 1, 1, 2, 1, 1]
     assert (ledger.effects, ledger.attempts, ledger.letters) == (["1", "2", "3"], [], [("attempts_exhausted", 1)])

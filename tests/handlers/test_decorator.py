@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
-from typing import Any, cast
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Protocol, Union, cast
 
 import msgspec
 import pytest
@@ -15,12 +18,13 @@ import pytest
 from idemconsumer.app.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.handlers.decorator import Handler, idempotent_handler
-from idemconsumer.handlers.durations import Backoff, Duration, parse_duration
+from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message import keys
 from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message, Subscription
-from idemconsumer.ports.handler import Batch, Saga, Tx
+from idemconsumer.ports.handler import Batch, Duration, Saga, Tx
+from idemconsumer.rules.backoff import Backoff
 
 TX = cast(Tx, object())
 
@@ -30,6 +34,9 @@ class Order(msgspec.Struct):
     qty: int = 1
     shop: str | None = None
     note: str = ""
+
+
+OLD_STYLE = Union[Order, None]  # noqa: UP007 - typing.Union is another class
 
 
 async def reserve(order: Order, tx: Tx) -> int:
@@ -228,6 +235,45 @@ def test_a_return_type_that_only_type_checkers_know_is_no_error() -> None:
 
 
 # ------------------------------------------------------------------------------------------- names, sources
+class Unstorable:
+    """Cannot be stored."""
+
+
+class Base:
+    """Says nothing of what it is stored as."""
+
+
+@dataclass
+class Stored(Base):
+    number: int
+
+
+class Shape(Protocol):
+    number: int
+
+
+@pytest.mark.parametrize(
+    "annotation", [Unstorable, list[Unstorable], Unstorable | None, dict[str, tuple[Unstorable, ...]], Path]
+)
+@pytest.mark.parametrize("mode", [Tx, Saga])
+def test_a_result_that_cannot_be_stored_is_refused_at_import(annotation: Any, mode: type) -> None:
+    async def returns(order: Order, given: Any) -> Any: ...
+
+    returns.__annotations__ |= {"given": mode, "return": annotation}
+    name = "Path" if annotation is Path else "Unstorable"
+    assert f"it returns {name}, which cannot be stored as JSON; return a Struct, dataclass" in refusal(returns)
+
+
+@pytest.mark.parametrize(
+    "annotation", [Stored, Base, Shape, Any, object, NoReturn, None, set[int], Awaitable[Unstorable]]
+)
+def test_a_result_whose_values_decide_is_no_error(annotation: Any) -> None:
+    async def returns(order: Order) -> Any: ...
+
+    returns.__annotations__["return"] = annotation
+    assert handler(returns).name == "returns"
+
+
 def test_a_name_is_the_functions_unless_given() -> None:
     assert handler().name == "reserve"
     assert handler(name="reserve_stock").name == "reserve_stock"
@@ -246,13 +292,19 @@ def test_a_name_is_the_functions_unless_given() -> None:
         ("kafka", 'has no known scheme; write "kafka:name"'),
         ("kafka:", "has no valid name"),
         ("kafka: orders", "has no valid name"),
+        ("kafka:my orders", "write a topic's name: letters, digits"),
+        ("kafka:orders/0", "write a topic's name"),
+        ("kafka:..", "write a topic's name"),
+        ("kafka:/orders", "regular expression between slashes"),
+        ("kafka://", "regular expression between slashes"),
+        ("kafka:/orders(/", "is no regular expression (missing )"),
         ("postgres:~due", "reserved"),
         (
-            "sqs:https://sqs.eu-west-1.amazonaws.com/1/orders",
-            "is not a queue name; write the queue's name, e.g. sqs:orders",
+            "sqs:https://sqs.eu-west-1.amazonaws.com/1/or ders",
+            "is not a queue; write its name, as sqs:orders, its ARN, or its URL without credentials",
         ),
-        ("sqs:arn:aws:sqs:eu-west-1:1:orders", "is not a queue name"),
-        ("sqs:1/orders", "is not a queue name"),
+        ("sqs:arn:aws:sqs:eu-west-1:1:orders", "is not a queue"),
+        ("sqs:1/orders", "is not a queue"),
     ],
 )
 def test_a_source_that_cannot_be_consumed_is_an_error(source: str, says: str) -> None:
@@ -278,12 +330,13 @@ def test_the_key_rule_is_told_in_words() -> None:
 # -------------------------------------------------------------------------------------------------- options
 def test_an_unknown_option_names_the_nearest_and_all() -> None:
     text = refusal(retian="1d")
-    assert "there is no option `retian`; did you mean `retain`? the options are name, group_size," in text
+    assert "there is no option `retian`; did you mean `retain`? the options are name, group_size, concurrency," in text
 
 
 def test_options_are_resolved_to_seconds() -> None:
     options = bound().options
     assert (options.group_size, options.max_attempts, options.on_busy) == (None, 5, "wait")
+    assert options.max_contention == 3_600.0
     assert (options.retain, options.wait, options.timeout) == (1_209_600.0, 10.0, 30.0)
     assert (options.backoff, options.fail_on, options.retry_on) == (Backoff(0.5, 2.0, 30.0), (), None)
     given = bound(
@@ -305,14 +358,17 @@ def test_options_are_resolved_to_seconds() -> None:
         ("max_attempts", 0, "write a whole number from 1"),
         ("max_attempts", "5", "write a whole number from 1"),
         ("consumer_group", "", "write a string"),
+        ("version", "*", 'is "*", which marks sagas that a person let go on; write e.g. "2"'),
         ("retain", "14", "write a number with its unit"),
         ("retain", 0, "is zero"),
         ("timeout", "0s", "is zero"),
+        ("timeout", "21d", "is longer than 20 days"),
+        ("lease", "21d", "is longer than 20 days"),
+        ("retain", "36501d", "is longer than 100 years"),
         ("timeout", -1, "is not a duration"),
         ("wait", None, "is not a duration"),
         ("on_busy", "skip", 'write "wait" or "defer"'),
-        ("retry", "scheduled", 'is not available yet; use retry="inline"'),
-        ("retry", "later", 'use retry="inline"'),
+        ("retry", "later", 'write "inline" or "scheduled"'),
         ("backoff", "1s", '"0.5s, 30s"'),
         ("backoff", ("1s", "2s", "3s"), '"0.5s, 30s"'),
         ("backoff", ("2s", "1s"), "first <= cap"),
@@ -321,7 +377,7 @@ def test_options_are_resolved_to_seconds() -> None:
         (
             "max_attempts",
             40,
-            'minutes in all; the limit is 15; lower `backoff` or `max_attempts` (longer pauses need retry="scheduled"',
+            'minutes in all; the limit is 15; lower `backoff` or `max_attempts`, or write retry="scheduled"',
         ),
         ("fail_on", ValueError, "fail_on=(ValueError,)"),
         ("retry_on", ("ValueError",), "retry_on=(ValueError,)"),
@@ -349,6 +405,170 @@ def test_what_is_taken_from_the_offset_needs_kafka() -> None:
     ):
         assert "which 'rabbitmq:b' does not have; " in refusal(reserve, "kafka:a", "rabbitmq:b", **options)
         handler(reserve, "kafka:a", **options)
+
+
+def test_what_only_one_broker_carries_needs_that_broker() -> None:
+    for key, fine, other in (
+        (Key.record_key(), "kafka:a", "rabbitmq:b"),
+        (Key.all("order_id", Key.property("correlation_id")), "rabbitmq:b", "kafka:a"),
+    ):
+        assert f"which {other!r} does not have; " in refusal(reserve, fine, other, key=key)
+        handler(reserve, fine, key=key)
+        handler(reserve, fine, other, key=Key.first(key, "order_id"))
+
+
+@pytest.mark.parametrize("annotation", [bytes | None, Order | None, OLD_STYLE, Annotated[Order | None, "x"]])
+def test_a_tombstone_is_none_where_the_payload_may_be_none(annotation: Any) -> None:
+    async def keep(order: object) -> None: ...
+
+    keep.__annotations__["order"] = annotation
+    gone = Message("kafka:a", b"", record_key=b"k", tombstone=True)
+    plan = idempotent_handler("kafka:a", key=Key.record_key())(keep).plan.bind("shop")
+    assert plan.call_for(gone).payload is None
+    assert (plan.call_for(gone).key, plan.call_for(gone).claim.fingerprint) == ("k", sha256(b"").digest())
+
+
+@pytest.mark.parametrize("annotation", [bytes, Order, Any, dict[str, None]])
+def test_a_tombstone_is_a_dead_letter_elsewhere(annotation: Any) -> None:
+    async def keep(order: object) -> None: ...
+
+    keep.__annotations__["order"] = annotation
+    plan = idempotent_handler("kafka:a", key=Key.record_key())(keep).plan.bind("shop")
+    with pytest.raises(BadMessage, match="tombstone: the record has no value, and the payload's type has no"):
+        plan.call_for(Message("kafka:a", b"", record_key=b"k", tombstone=True))
+
+
+def test_bytes_or_none_are_the_body() -> None:
+    async def keep(body: bytes | None) -> None: ...
+
+    plan = idempotent_handler("kafka:a", key=Key.payload())(keep).plan.bind("shop")
+    assert plan.call_for(Message("kafka:a", b"\xff")).payload == b"\xff"
+
+
+# ------------------------------------------------------------------------------------------------- fingerprints
+def compared(body: bytes, fn: Callable[..., Any] = reserve, **options: Any) -> tuple[bytes | None, bytes | None]:
+    claim = bound(fn, **options).call_for(Message("kafka:orders", body, message_id="m")).claim
+    return claim.fingerprint, claim.canonical
+
+
+def test_a_payload_is_compared_by_its_bytes_and_by_its_value() -> None:
+    async def take(body: bytes) -> None: ...
+
+    one, other = b'{"order_id":"a","qty":2,"new":1}', b'{"new": 1, "qty": 2, "order_id": "a"}'
+    assert compared(one) == (sha256(one).digest(), keys.canonical(other))
+    assert compared(one, fingerprint="raw bytes") == (sha256(one).digest(), None)
+    assert compared(one, take, key=Key.message_id()) == (sha256(one).digest(), None)
+    assert compared(one, decode=lambda body, message: Order("a")) == (sha256(one).digest(), None)
+    assert compared(one, fingerprint=None) == (None, None)
+    assert compared(one, fingerprint="qty") == compared(other, fingerprint="qty")
+    assert compared(one, fingerprint="qty")[1] is None
+
+
+def test_in_an_envelope_the_inside_is_compared_and_the_bytes_that_arrived() -> None:
+    one, other = notification(order_id="a", qty=2), notification(qty=2, order_id="a")
+    inner = b'{"order_id":"a","qty":2}'
+    assert compared(one, envelope="sns") == (sha256(one).digest(), keys.canonical(inner))
+    assert compared(other, envelope="sns") == (sha256(other).digest(), keys.canonical(inner))
+    assert compared(one, envelope="sns", fingerprint="raw bytes") == (sha256(one).digest(), sha256(inner).digest()[:16])
+
+
+# ------------------------------------------------------------------------------------------ envelope and decoder
+def notification(**payload: Any) -> bytes:
+    inner = msgspec.json.encode(payload).decode()
+    return msgspec.json.encode({"Type": "Notification", "MessageId": "n-1", "Message": inner})
+
+
+def test_payload_and_key_are_taken_out_of_the_envelope() -> None:
+    arrived = Message("kafka:orders", notification(order_id="a", qty=2))
+    call = bound(envelope="sns").call_for(arrived)
+    assert (call.key, call.payload) == ("a", Order("a", 2))
+    assert call.arrived.body == b'{"order_id":"a","qty":2}'
+    assert bound(envelope="sns", key=Key.message_id()).call_for(arrived).key == "n-1"
+    assert bound(envelope="sns", key=Key.payload()).call_for(arrived).key == sha256(call.arrived.body).hexdigest()
+    with pytest.raises(BadMessage, match="not an SNS notification"):
+        bound(envelope="sns").call_for(Message("kafka:orders", b'{"order_id": "a"}'))
+
+
+class Opaque:
+    """As another library makes them."""
+
+    def __init__(self, order_id: str) -> None:
+        self.order = {"id": order_id}
+        self.lines = [self.order]
+
+
+async def take_opaque(order: Opaque, tx: Tx) -> None: ...
+
+
+def test_a_decoder_of_ones_own_makes_the_payload() -> None:
+    def decode(body: bytes, message: Message) -> Opaque:
+        return Opaque(f"{body.decode()} of {message.position}")
+
+    def key_of(key: str) -> str:
+        return bound(take_opaque, key=key, decode=decode).call_for(Message("kafka:orders", b"x", position="t-0-1")).key
+
+    assert key_of("order.id") == "x of t-0-1"
+    assert key_of("lines[0].id") == "x of t-0-1"
+    for missing in ("order.no", "no.id", "lines[1].id", "lines[0].no"):
+        with pytest.raises(BadMessage, match="key_missing"):
+            key_of(missing)
+    assert "is more than a path" in refusal(take_opaque, key="lines[*].id", decode=decode)
+    assert "give decode= a function" in refusal(take_opaque)
+
+    def as_dict(body: bytes, message: Message) -> dict[str, str]:
+        return {"order_id": body.decode()}
+
+    async def take_dict(order: dict[str, str], tx: Tx) -> None: ...
+
+    assert bound(take_dict, decode=as_dict).call_for(Message("kafka:orders", b"x")).key == "x"
+
+
+@pytest.mark.parametrize("error", [ValueError("s3cret"), SystemExit("s3cret"), RecursionError()], ids=repr)
+def test_what_a_decoder_raises_makes_the_message_undecodable(error: BaseException) -> None:
+    def decode(body: bytes, message: Message) -> Order:
+        raise error
+
+    with pytest.raises(BadMessage) as caught:
+        bound(decode=decode).call_for(Message("kafka:orders", b"x"))
+    assert caught.value.reason == "undecodable"
+    assert type(error).__name__ in caught.value.detail
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_decoder_may_say_itself_what_is_bad() -> None:
+    def decode(body: bytes, message: Message) -> Order:
+        raise BadMessage("schema_unknown", "schema 7 is not in the registry")
+
+    with pytest.raises(BadMessage, match="schema_unknown: schema 7 is not in the registry"):
+        bound(decode=decode).call_for(Message("kafka:orders", b"x"))
+
+
+def test_what_is_begun_from_code_is_in_no_envelope_and_is_json() -> None:
+    async def book(order: Order, saga: Saga) -> None: ...
+
+    async def book_opaque(order: Opaque, saga: Saga) -> None: ...
+
+    begun = Message("postgres:~shop/book", b'{"order_id": "a"}', message_id="k")
+    assert bound(book, envelope="sns").call_for(begun).payload == Order("a")
+    assert bound(book, decode=lambda body, message: Order("no")).call_for(begun).payload == Order("a")
+    other = bound(book_opaque, key="order.id", decode=lambda body, message: Opaque("no"))
+    with pytest.raises(BadMessage, match="cannot be begun from code"):
+        other.call_for(msgspec.structs.replace(begun, source="postgres:~shop/book_opaque"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("envelope", "soap", '`envelope` is \'soap\'; write "sns" or "eventbridge" or "cloudevents"'),
+        ("decode", "avro", "`decode` is 'avro'; write a plain function of the body and the Message"),
+        ("decode", reserve, "`decode` is an async function"),
+        ("decode", lambda body: body, "`decode` is <lambda>, which cannot be called with two arguments"),
+        ("tenant", lambda: "a", "`tenant` is function <lambda>, which cannot be called with one argument"),
+        ("key", Key.first(cast(Any, lambda message, payload: "a")), "write a function of the Message"),
+    ],
+)
+def test_an_envelope_or_a_function_that_is_none_is_an_error_at_import(option: str, value: Any, says: str) -> None:
+    assert says in refusal(**{option: value})
 
 
 # --------------------------------------------------------------------------------------- durations, backoff
@@ -443,20 +663,22 @@ def test_the_fingerprint_is_of_the_body_unless_told_otherwise() -> None:
     [
         ({}, {"order_hint": b"customer-7", "position": "orders-3-42"}, b"customer-7"),
         ({}, {"order_hint": b"", "position": "orders-3-42"}, b""),
-        ({}, {"position": "orders-3-42"}, "orders-3"),
-        ({}, {}, "a"),
-        ({}, {"source": "rabbitmq:orders", "position": "orders-3-42"}, "a"),
+        ({}, {"position": "orders-3-42"}, None),
+        ({}, {"source": "rabbitmq:orders", "position": "orders-3-42"}, None),
+        ({"order_by": None}, {"order_hint": b"customer-7", "position": "orders-3-42"}, None),
         ({"order_by": "shop"}, {"order_hint": b"customer-7"}, "eu"),
         ({"order_by": "partition"}, {"order_hint": b"customer-7", "position": "orders-3-42"}, "orders-3"),
-        ({"order_by": "partition"}, {"order_hint": b"customer-7"}, "a"),
+        ({"order_by": "partition"}, {"order_hint": b"customer-7"}, None),
     ],
 )
-def test_a_lane_is_chosen_by_entity_record_key_partition_or_key(options: Any, arrived: Any, order: str | bytes) -> None:
+def test_order_is_that_of_the_entity_the_record_key_or_the_partition_and_else_there_is_none(
+    options: Any, arrived: Any, order: str | bytes | None
+) -> None:
     assert bound(**options).call_for(message(b'{"order_id":"a","shop":"eu"}', **arrived)).order == order
 
 
-def test_a_message_of_no_entity_is_ordered_by_its_key() -> None:
-    assert bound(order_by="shop").call_for(message()).order == "a"
+def test_a_message_of_no_entity_has_no_order() -> None:
+    assert bound(order_by="shop").call_for(message()).order is None
 
 
 # ------------------------------------------------------------------------------- what people write by mistake
@@ -490,6 +712,51 @@ def test_an_app_takes_a_name_and_handlers_only() -> None:
         App("shop").include(cast(Any, reserve))
 
 
+def test_an_app_names_destinations_that_can_be() -> None:
+    assert App("shop", publishes=["kafka:paid", "rabbitmq:x/y"]).publishes == ("kafka:paid", "rabbitmq:x/y")
+    with pytest.raises(ConfigurationError, match="'orders' has no known scheme"):
+        App("shop", publishes=["orders"])
+    with pytest.raises(ConfigurationError, match=r"is one text; write a list, \['kafka:paid'\]"):
+        App("shop", publishes="kafka:paid")
+
+
+def included(one: tuple[str, str | None], other: tuple[str, str | None]) -> App:
+    app = App("shop")
+    for name, (source, group) in (("bill", one), ("mail", other)):
+        options = {} if group is None else {"consumer_group": group}
+        app.idempotent_handler(source, key="order_id", name=name, **options)(reserve)  # type: ignore[arg-type]
+    return app
+
+
+@pytest.mark.parametrize(
+    ("source", "other"),
+    [
+        ("kafka:orders", "kafka:orders"),
+        ("kafka:orders.eu", r"kafka:/orders\..*/"),
+        (r"kafka:/orders\..*/", "kafka:orders.eu"),
+        (r"kafka:/orders\..*/", r"kafka:/orders\..*/"),
+    ],
+)
+def test_a_topic_reaches_one_handler_of_each_group(source: str, other: str) -> None:
+    for group in (None, "shop"):
+        with pytest.raises(ConfigurationError, match=r"both consume 'kafka:.*consumer_group="):
+            included((source, None), (other, group))
+    assert list(included((source, None), (other, "mail")).handlers) == ["bill", "mail"]
+
+
+def test_two_handlers_of_what_has_no_groups_are_refused() -> None:
+    for source in ("rabbitmq:orders", "sqs:orders", "postgres:orders", "memory:orders"):
+        with pytest.raises(ConfigurationError, match="use one handler, or two apps"):
+            included((source, "bill"), (source, "mail"))
+    assert included(("kafka:/orders/", None), ("kafka:orders.eu", None)), "a pattern matches whole names"
+
+
+async def test_of_several_handlers_of_a_topic_the_one_that_is_meant_must_be_given() -> None:
+    app = included(("kafka:orders", None), ("kafka:/ord.*/", "mail"))
+    with pytest.raises(ConfigurationError, match="'bill' and 'mail' consume 'kafka:orders'; pass handler="):
+        await app.process(Message("kafka:orders", b"{}"))
+
+
 @pytest.mark.parametrize(
     ("destination", "says"),
     [
@@ -497,14 +764,24 @@ def test_an_app_takes_a_name_and_handlers_only() -> None:
         ("carrier:pigeon", "'carrier:pigeon' has no known scheme; write one of"),
         ("postgres:", 'has no valid name; write "postgres:name"'),
         ("postgres:~parked", "reserved"),
+        ("kafka:/orders/", "stands for many topics; publish to one of them"),
         (
-            "sqs:https://sqs.eu-west-1.amazonaws.com/1/orders",
-            "is not a queue name; write the queue's name, e.g. sqs:orders",
+            "sqs:https://sqs.eu-west-1.amazonaws.com/1/or ders",
+            "is not a queue; write its name, as sqs:orders, its ARN, or its URL without credentials",
         ),
-        ("sqs:arn:aws:sqs:eu-west-1:1:orders", "is not a queue name"),
-        ("sqs:1/orders", "is not a queue name"),
+        ("sqs:arn:aws:sqs:eu-west-1:1:orders", "is not a queue"),
+        ("sqs:1/orders", "is not a queue"),
     ],
 )
 async def test_publishing_to_what_is_no_destination_is_refused(destination: str, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         await App("shop").publish(destination, {})
+
+
+def test_the_message_of_a_saga_has_no_order_unless_it_is_asked_for() -> None:
+    async def book(order: dict[str, Any], saga: Saga) -> None: ...
+
+    message = Message("kafka:orders", b'{"id": "k", "account": "a"}', record_key=b"r", order_hint="r")
+    plain = idempotent_handler("kafka:orders", key="id")(book).plan.bind("shop")
+    ordered = idempotent_handler("kafka:orders", key="id", order_by="account")(book).plan.bind("shop")
+    assert (plain.call_for(message).order, ordered.call_for(message).order) == (None, "a")

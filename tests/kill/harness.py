@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -51,8 +52,15 @@ class Mill:
 
     async def kill_child(self) -> None:
         """SIGKILL one worker; its launcher starts another."""
-        await until(self.children, "a worker lives", STORM_PATIENCE)
-        os.kill(self._chance.choice(self.children()), signal.SIGKILL)
+        await until(self._kill_one, "a worker lives", STORM_PATIENCE)
+
+    def _kill_one(self) -> bool:
+        """False if there is none, or the one that was chosen has just ended by itself."""
+        if workers := [child for child in self.children() if alive(child)]:
+            with suppress(ProcessLookupError):
+                os.kill(self._chance.choice(workers), signal.SIGKILL)
+                return True
+        return False
 
     async def kill_launcher(self) -> None:
         """SIGKILL the parent. Its workers must end by themselves; then another one is started."""

@@ -45,9 +45,9 @@ class Storm(NamedTuple):
         return {f"p{number}" for number in range(self.unique)}
 
 
-SHORT = Storm(1_000, workers=2, launchers=1)
+SHORT = Storm(500, workers=1, launchers=1)
 LONG = Storm(5_000, workers=7, launchers=3)
-SHORT_IN_SQS = Storm(600, workers=1, launchers=1)  # what a dead worker held comes again after ten seconds
+SHORT_IN_SQS = Storm(300, workers=1, launchers=1)  # what a dead worker held comes again after ten seconds
 LONG_IN_SQS = Storm(2_000, workers=3, launchers=2)
 long = pytest.mark.long
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer.message.headers import ORIGIN, UNREADABLE, decode_headers, encode_headers, restored, with_origin
+from idemconsumer.message.headers import UNREADABLE, decode_headers, encode_headers
 from idemconsumer.message.message import Message
+from idemconsumer.message.origin import ORIGIN, restored, with_origin
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

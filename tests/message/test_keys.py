@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from random import Random
 from typing import Any, TypedDict
 from uuid import UUID
 
@@ -17,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
-from idemconsumer.message import keys
+from idemconsumer.message import keys, paths
 from idemconsumer.message.codecs import decoder
 from idemconsumer.message.keys import Key, KeySpec
 from idemconsumer.message.message import Message
@@ -214,6 +216,9 @@ def test_what_is_no_key_is_refused_with_its_reason_and_without_its_value(value: 
         ("a.b", dict, b'{"a":["s3cret"]}'),
         ("a.b", dict, b'{"a":"s3cret"}'),
         ("a[0]", dict, b"{}"),
+        ("a[-2]", dict, b'{"a":["x"]}'),
+        ("a[1]", dict, b'{"a":["x"]}'),
+        ("a[0]", dict, b'{"a":"x"}'),
         ("id", Created | Removed, b'{"type":"removed","gone":"x"}'),
     ],
 )
@@ -223,6 +228,46 @@ def test_a_path_that_leads_nowhere_is_a_missing_key(path: str, payload_type: Any
 
 def test_an_expression_that_fails_on_a_message_makes_that_message_invalid() -> None:
     assert refused("abs(a)", b'{"a":"s3cret"}').reason == "key_invalid"
+
+
+_JSON = st.recursive(
+    st.none() | st.integers(0, 9) | st.text("ab", max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=12,
+)
+
+
+@given(_JSON, st.sampled_from(["a[0].b", "[1]", "[-1].a", "a[0][1]", "[0]", "a[-2].b[0]"]))
+def test_an_index_reads_what_a_search_finds(payload: object, path: str) -> None:
+    def key(spec: str) -> str:
+        try:
+            return keys.compile_key(spec, Any, handler="h")(message(), payload)
+        except BadMessage as error:
+            return error.reason
+
+    assert key(path) == key(f"{path} | @")
+
+
+def lines(count: int) -> bytes:
+    return msgspec.json.encode({"lines": [{"n": n, "sku": "x" * 16} for n in range(count)]})
+
+
+LAST = "lines[?n == `%d`] | [0].sku"
+
+
+def test_a_search_ends_after_a_number_of_steps() -> None:
+    assert key_of(LAST % 999, lines(1_000)) == "x" * 16
+    late = refused(LAST % 19_999, lines(20_000))
+    assert (late.reason, "takes more than 20,000 steps" in late.detail) == ("key_invalid", True)
+
+
+def test_a_large_body_is_not_searched_but_plain_paths_are_read() -> None:
+    body = lines(40_000)
+    assert len(body) > paths.MAX_SEARCHED_BYTES
+    assert key_of("lines[39999].sku", body) == "x" * 16
+    assert key_of("lines[-1].n", body) == "39999"
+    large = refused("to_string(@)", body)
+    assert (large.reason, "searched only in bodies up to 1,048,576 bytes" in large.detail) == ("key_invalid", True)
 
 
 # --------------------------------------------------------------------------------------------- other places
@@ -260,6 +305,31 @@ def test_a_cloudevent_is_its_source_and_id_whatever_carries_it(prefix: str) -> N
 )
 def test_half_a_cloudevent_is_a_missing_key(body: bytes, headers: dict[str, str | bytes]) -> None:
     assert refused(Key.cloudevent(), body, bytes, headers=headers).reason == "key_missing"
+
+
+def test_keys_come_from_what_kafka_and_rabbitmq_carry() -> None:
+    def given(spec: KeySpec, **more: Any) -> str:
+        found = msgspec.structs.replace(message(), **more)
+        try:
+            return keys.compile_key(spec, dict, handler="h")(found, {})
+        except BadMessage as error:
+            return error.reason
+
+    assert given(Key.record_key(), record_key="ü-1".encode()) == "ü-1"
+    assert given(Key.record_key(), record_key=b"") == "key_missing"
+    assert given(Key.record_key()) == "key_missing"
+    assert given(Key.record_key(), record_key=b"\xff") == "key_invalid"
+    assert given(Key.record_key(), record_key=b"\0\0\0\5") == "key_invalid"
+    assert given(Key.property("correlation_id"), properties={"correlation_id": "c-1"}) == "c-1"
+    assert given(Key.property("priority"), properties={"priority": 5}) == "5"
+    assert given(Key.property("reply_to"), properties={"correlation_id": "c-1"}) == "key_missing"
+
+
+def test_a_property_that_rabbitmq_does_not_have_is_an_error_at_import() -> None:
+    with pytest.raises(HandlerError, match="did you mean 'correlation_id'"):
+        keys.compile_key(Key.property("correlationid"), dict, handler="h")
+    with pytest.raises(HandlerError, match=r"the message id is Key.message_id\(\)"):
+        keys.compile_key(Key.property(""), dict, handler="h")
 
 
 def test_keys_come_from_functions() -> None:
@@ -374,6 +444,52 @@ def test_a_fingerprint_that_cannot_be_taken_makes_the_message_invalid() -> None:
         take(message(), {"a": object()})
 
 
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(_VALUES, st.randoms(use_true_random=False), st.sampled_from([None, 1, 4]), st.booleans())
+def test_order_spaces_and_escapes_are_not_part_of_the_value(
+    value: object, random: Random, indent: int | None, ascii_only: bool
+) -> None:
+    def shuffled(part: Any) -> Any:
+        if isinstance(part, dict):
+            items = [(name, shuffled(inner)) for name, inner in part.items()]
+            random.shuffle(items)
+            return dict(items)
+        return [shuffled(inner) for inner in part] if isinstance(part, list) else part
+
+    one = json.dumps(value).encode()
+    other = json.dumps(shuffled(value), indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    assert keys.canonical(one) == keys.canonical(other)
+
+
+@given(_VALUES, _VALUES)
+def test_two_values_are_two(one: object, other: object) -> None:
+    texts = [json.dumps(value, sort_keys=True) for value in (one, other)]
+    assert (texts[0] == texts[1]) == (keys.canonical(texts[0].encode()) == keys.canonical(texts[1].encode()))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (b"1", b"1.0"), (b"1.10", b"1.1"), (b"1e2", b"100"), (b'"1"', b"1"), (b"[]", b"{}"), (b"null", b"{}"),
+        (b"0.1", b"0.1000000000000000055"), (b"123456789012345678901", b"123456789012345678902"),
+        (b"[1,2]", b"[2,1]"), (b'{"a":1}', b'{"a":1,"b":null}'), (b'{"a":"b"}', b'{"a":"B"}'),
+    ],
+)  # fmt: skip
+def test_numbers_are_compared_as_they_are_written_and_lists_in_their_order(one: bytes, other: bytes) -> None:
+    assert None is not keys.canonical(one) != keys.canonical(other)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000, b'"\\ud800"', b"NaN"], ids=repr)
+def test_what_is_not_json_has_no_canonical_form(body: bytes) -> None:
+    assert keys.canonical(body) is None
+
+
 # ------------------------------------------------------------------------------------------------- in words
 @pytest.mark.parametrize(
     ("spec", "words"),
@@ -383,6 +499,8 @@ def test_a_fingerprint_that_cannot_be_taken_makes_the_message_invalid() -> None:
         (Key.all("a", Key.cloudevent()), "all of (payload path 'a', CloudEvent source and id)"),
         (Key.payload(), "hash of the payload"),
         (Key.offset(), "Kafka offset"),
+        (Key.record_key(), "Kafka record key"),
+        (Key.property("type"), "property 'type'"),
         (message, "function message"),
     ],
 )

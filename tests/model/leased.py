@@ -1,4 +1,4 @@
-"""A small model of the leased protocol, and a checker that walks through every interleaving of it.
+"""A small model of the leased protocol. `explorer` walks through every interleaving of it; `waiting` models the rest.
 
 Two workers, one key, three steps (transaction, call, transaction), each with an undo. One action of the model is what
 is atomic in Postgres or outside of it: a statement that locks the saga's row, a COMMIT, one read, one call of the
@@ -7,16 +7,20 @@ remote. A transaction therefore holds its lock over other actors' actions, and a
 runs out and it goes on, late, with what it knew.
 
 Faults (crash, lease over, lost COMMIT, broken connection, redelivery, error, drain, COMMIT inside a step) share one
-budget; everything else may happen at any time. Left out: attempt counts (any error may be the last one), time, and the
-worker's id in the fence, since the token alone must do.
+budget; everything else may happen at any time. Giving way to another message (L23) is a drain. Left out: attempt counts
+(any error may be the last one), time, and the worker's id in the fence, since the token alone must do.
+
+The workers may be of two versions of the handler, as in a deployment (L28). Then a worker may also leave for good,
+which stands for the grace after which its version is gone.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
+
+from tests.model.explorer import Explored, walk
 
 ABSENT, PROCESSING, UNDOING, COMPLETED, FAILED, DEAD = range(6)
 NONE, INTENT, DONE, REJECTED, UNDO_INTENT, UNDONE = range(6)  # of a step's row, as in StepState
@@ -43,6 +47,9 @@ class Rules:
     doubt_kept: bool = True  # ... also when the database was away in between
     unheld_taken: bool = True  # what is a worker's own and not in its hands is taken again
     told_if_stored: bool = True  # a lost lease settles no message whose claim is not known to be committed
+    own_version: bool = True  # a worker takes only sagas of its version
+    gone_taken: bool = True  # ... and those of one that nobody runs any more
+    version_checked: bool = True  # ... which it puts aside
 
 
 class Tx(NamedTuple):
@@ -80,6 +87,10 @@ class World(NamedTuple):
     workers: tuple[Worker, Worker] = (Worker(), Worker())
     limbo: tuple[Tx, ...] = ()
     faults: int = 0
+    version: int = 0  # the one that it began with
+    left: tuple[bool, bool] = (False, False)  # for so long that its version is gone
+    robbed: bool = False  # taken by another version, although a worker of its own lives
+    mixed: bool = False  # run by another version
 
 
 Step = tuple[str, World]
@@ -89,10 +100,6 @@ def _same(world: World) -> World:
     """The same state with small numbers: a token that is not the saga's will never be it again."""
     workers = [w if w.token == 0 else w._replace(token=int(w.token == world.token)) for w in world.workers]
     return world._replace(token=min(world.token, 1), workers=(workers[0], workers[1]))
-
-
-class Violation(AssertionError):
-    """A promise is broken; the text ends with the way there."""
 
 
 # --------------------------------------------------------------------------------------------------------------- locks
@@ -141,7 +148,7 @@ def _apply(world: World, tx: Tx) -> World:
             return world._replace(undone=_effect(world.undone, tx.step))
         return world
     if tx.kind == "begin":
-        return world._replace(record=PROCESSING, token=1, owner=tx.worker)
+        return world._replace(record=PROCESSING, token=1, owner=tx.worker, version=tx.step)
     if tx.kind == "take":
         return world._replace(token=world.token + 1, owner=tx.worker)
     if tx.kind == "release":
@@ -184,9 +191,10 @@ def _after(worker: Worker, kind: str, step: int) -> Worker:
 
 
 class Model:
-    def __init__(self, rules: Rules, faults: int) -> None:
+    def __init__(self, rules: Rules, faults: int, versions: tuple[int, int]) -> None:
         self.rules = rules
         self.faults = faults
+        self.versions = versions
 
     def successors(self, world: World) -> Iterator[Step]:
         for position, tx in enumerate(world.limbo):
@@ -194,6 +202,8 @@ class Model:
             yield f"server applies the lost {tx.kind}", _apply(rest, tx)
             yield f"server drops the lost {tx.kind}", rest
         for me in (0, 1):
+            if world.left[me]:
+                continue
             for label, after in self._worker(world, me):
                 yield f"{'AB'[me]} {label}", after
             if world.faults < self.faults:
@@ -256,7 +266,7 @@ class Model:
         if world.record in (COMPLETED, FAILED, DEAD):
             yield "answers a duplicate", self._put(world._replace(told=True), me, Worker())
         elif world.record == ABSENT and not any(tx.kind == "begin" for tx in _open(world)):
-            claiming = worker._replace(at="open", tx=Tx("begin", 0, me, "A"))
+            claiming = worker._replace(at="open", tx=Tx("begin", self.versions[me], me, "A"))
             yield "claims", self._put(world, me, claiming)
         elif world.workers[me].at != "idle":
             yield "finds it busy", self._put(world, me, Worker())
@@ -268,7 +278,21 @@ class Model:
             return
         taken = _apply(world, Tx("take", 0, me, "X"))
         worker = Worker(at="read", token=taken.token, phase=world.record)
-        yield "takes the saga over", self._put(taken, me, worker)
+        if self.versions[me] == world.version:
+            yield "takes the saga over", self._put(taken, me, worker)
+            return
+        gone = all(left for left, its in zip(world.left, self.versions, strict=True) if its == world.version)
+        if not (self.rules.gone_taken if gone else not self.rules.own_version):
+            return
+        yield "takes a saga of another version", self._begins(taken._replace(robbed=not gone), me, worker)
+
+    def _begins(self, world: World, me: int, worker: Worker) -> World:
+        """It runs what it has taken, or puts it aside, since its handler is another one."""
+        if self.versions[me] == world.version:
+            return self._put(world, me, worker)
+        if self.rules.version_checked:
+            return self._put(world, me, worker._replace(at="park"))
+        return self._put(world._replace(mixed=True), me, worker)
 
     def _opens(self, world: World, me: int, kind: str, step: int) -> Iterator[Step]:
         worker = world.workers[me]
@@ -324,7 +348,7 @@ class Model:
         if ours and (worker.at == "claim_doubt" or worker.token == world.token):
             taken = _apply(world, Tx("take", 0, me, "X"))
             again = worker._replace(at="read", token=taken.token, phase=world.record)
-            yield "takes over from itself", self._put(taken, me, again)
+            yield "takes over from itself", self._begins(taken, me, again)
         else:
             yield "finds that it is not its own", self._put(world, me, Worker())
 
@@ -332,6 +356,9 @@ class Model:
     def _fault(self, world: World, me: int) -> Iterator[Step]:
         worker = world.workers[me]
         tx = worker.tx
+        if self.versions[0] != self.versions[1] and not any(world.left):
+            left = (True, world.left[1]) if me == 0 else (world.left[0], True)
+            yield "leaves for good", self._gone(world, me, noticed=False)._replace(left=left)
         if worker.at == "idle":
             if world.record == ABSENT:
                 yield from (("sees a redelivery, and " + label, after) for label, after in self._deliver(world, me))
@@ -411,6 +438,10 @@ def _broken(before: World, after: World) -> str | None:
         return "the broker was told of a message that is not stored"
     if after.token < before.token:
         return "a token went back"
+    if after.robbed and after.record == DEAD and before.record != DEAD:
+        return "put aside, though a worker of its version lives"
+    if after.mixed and (after.done, after.undone) != (before.done, before.undone):
+        return "went on with another version"
     if before.record in (COMPLETED, FAILED, DEAD):
         if after.record != before.record:
             return "a final state changed"
@@ -421,64 +452,10 @@ def _broken(before: World, after: World) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Explored:
-    states: int
-    transitions: int
-    actions: frozenset[str]
-    ends: frozenset[int]
+def explore(rules: Rules, *, faults: int, versions: tuple[int, int] = (0, 0)) -> Explored:
+    """`versions`: those of the handler that the workers run."""
 
+    def end(world: World) -> int | None:
+        return world.record if world.record in (COMPLETED, FAILED, DEAD) else None
 
-def explore(rules: Rules, *, faults: int) -> Explored:
-    """Visit every reachable state, breadth first. Raises Violation with a shortest way to it."""
-    model = Model(rules, faults)
-    start = World()
-    ids = {start: 0}
-    came: list[tuple[int, str]] = [(-1, "")]
-    worlds = [start]
-    before: list[list[int]] = [[]]
-    actions: set[str] = set()
-    queue = deque([0])
-    transitions = 0
-    while queue:
-        current = queue.popleft()
-        world = worlds[current]
-        for label, after in model.successors(world):
-            if broken := _broken(world, after):
-                raise Violation(_story(broken, came, current, label, after))
-            transitions += 1
-            actions.add(label[2:] if label[1] == " " else label)
-            after = _same(after)
-            index = ids.get(after)
-            if index is None:
-                index = ids[after] = len(worlds)
-                worlds.append(after)
-                came.append((current, label))
-                before.append([])
-                queue.append(index)
-            before[index].append(current)
-    _all_can_end(worlds, before, came)
-    ends = frozenset(world.record for world in worlds if world.record in (COMPLETED, FAILED, DEAD))
-    return Explored(len(worlds), transitions, frozenset(actions), ends)
-
-
-def _all_can_end(worlds: list[World], before: list[list[int]], came: list[tuple[int, str]]) -> None:
-    """From each state some end can be reached, so nothing waits for ever."""
-    can = [world.record in (COMPLETED, FAILED, DEAD) for world in worlds]
-    queue = deque(index for index, ends in enumerate(can) if ends)
-    while queue:
-        for index in before[queue.popleft()]:
-            if not can[index]:
-                can[index] = True
-                queue.append(index)
-    if not all(can):
-        stuck = can.index(False)
-        raise Violation(_story("no end can be reached", came, stuck, "(stuck)", worlds[stuck]))
-
-
-def _story(broken: str, came: list[tuple[int, str]], last: int, label: str, after: World) -> str:
-    way = [label]
-    while last > 0:
-        last, label = came[last]
-        way.append(label)
-    return "\n  ".join([broken, *reversed(way), repr(after)])
+    return walk(World(), Model(rules, faults, versions).successors, broken=_broken, same=_same, end=end)

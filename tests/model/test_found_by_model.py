@@ -51,7 +51,7 @@ class _Script:
             version=version, rejection=None, stale=False, message=message,
         )  # fmt: skip
 
-    async def steps(self, key: bytes) -> list[StepRow]:
+    async def steps(self, key: bytes, window: int = 0) -> list[StepRow]:
         self.asked.append("steps")
         return []
 
@@ -72,7 +72,7 @@ class _Script:
 
 
 # Nothing of these tests reaches it.
-NO_STORE = cast(JoinedStore, SimpleNamespace(most_locks=1))
+NO_STORE = cast(JoinedStore, SimpleNamespace(most_locks=1, server_started=None))
 
 
 async def _told() -> None:
@@ -110,7 +110,10 @@ _SAGA = (
     " body, headers, started_at)"
     " select 'k', id, 'book', %s, 5, %s::bigint, clock_timestamp(), 3, 's', 'p', '', '', clock_timestamp() from scope"
 )
-_TAKE: dict[str, Any] = {"scopes": "shop/", "handlers": ["book"], "limit": 5, "key": None, "unheld": [], "tokens": []}
+_TAKE: dict[str, Any] = {
+    "scopes": "shop/", "handlers": ["book"], "limit": 5, "unheld": [], "tokens": [],
+    "app": "shop", "versions": [""], "grace": 600.0,
+}  # fmt: skip
 
 
 def test_an_undo_that_only_began_does_not_start_the_attempts_anew(database: str) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from idemconsumer.rules.values import State, StepState
 from tests.model import leased
-from tests.model.leased import COMPLETED, DEAD, FAILED, Rules, Violation, explore
+from tests.model.explorer import Violation
+from tests.model.leased import COMPLETED, DEAD, FAILED, Rules, explore
 
-FAULTS = 3  # of any kind, at any moment
 BROKEN_WITHOUT = {
     "token": "an effect happened twice",
     "fence_lock": "an effect happened twice",
@@ -27,17 +27,28 @@ BROKEN_WITHOUT = {
     "told_if_stored": "the broker was told of a message that is not stored",
 }
 
+# With workers of two versions.
+BROKEN_AMONG_VERSIONS_WITHOUT = {
+    "own_version": "put aside, though a worker of its version lives",
+    "gone_taken": "no end can be reached",
+    "version_checked": "went on with another version",
+}
 
-def test_every_interleaving_keeps_the_promises_and_can_end(capsys: pytest.CaptureFixture[str]) -> None:
+
+@pytest.mark.parametrize(("faults", "least"), [(2, 10_000), pytest.param(3, 50_000, marks=pytest.mark.long)])
+def test_every_interleaving_keeps_the_promises_and_can_end(
+    capsys: pytest.CaptureFixture[str], faults: int, least: int
+) -> None:
+    """With that many faults, of any kind and at any moment."""
     before = time.monotonic()
-    explored = explore(Rules(), faults=FAULTS)
+    explored = explore(Rules(), faults=faults)
     with capsys.disabled():
         print(
-            f"\nleased model: {explored.states:,} states, {explored.transitions:,} transitions, up to {FAULTS} faults,"
+            f"\nleased model: {explored.states:,} states, {explored.transitions:,} transitions, up to {faults} faults,"
             f" {time.monotonic() - before:.1f} s"
         )
     assert explored.ends == {COMPLETED, FAILED, DEAD}
-    assert explored.states > 50_000
+    assert explored.states > least
 
 
 def test_the_model_is_not_true_for_want_of_trouble() -> None:
@@ -61,8 +72,22 @@ def test_without_this_rule_a_promise_is_broken(rule: str) -> None:
         explore(replace(Rules(), **{rule: False}), faults=2)
 
 
+def test_workers_of_two_versions_keep_the_promises_and_can_end() -> None:
+    explored = explore(Rules(), faults=2, versions=(0, 1))
+    assert explored.ends == {COMPLETED, FAILED, DEAD}
+    assert {"leaves for good", "takes a saga of another version", "takes the saga over", "commits park 0"} <= (
+        explored.actions
+    )
+
+
+@pytest.mark.parametrize("rule", BROKEN_AMONG_VERSIONS_WITHOUT)
+def test_without_this_rule_a_deployment_breaks_a_promise(rule: str) -> None:
+    with pytest.raises(Violation, match=BROKEN_AMONG_VERSIONS_WITHOUT[rule]):
+        explore(replace(Rules(), **{rule: False}), faults=2, versions=(0, 1))
+
+
 def test_each_rule_is_taken_out_once() -> None:
-    assert set(BROKEN_WITHOUT) == {field.name for field in fields(Rules)}
+    assert {*BROKEN_WITHOUT, *BROKEN_AMONG_VERSIONS_WITHOUT} == {field.name for field in fields(Rules)}
 
 
 def test_the_model_speaks_of_the_states_that_the_tables_hold() -> None:

@@ -9,14 +9,27 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 from pathlib import Path
 
-from idemconsumer.process.child import WORKER, launch
+from idemconsumer.process.child import WORKER, Exit, launch
+from idemconsumer.process.pulse import PULSE
 from idemconsumer.process.supervisor import Supervisor, python_changes
+
+
+def hold_the_interpreter() -> None:
+    """No thread of this process runs any more, and it does not end."""
+    re.match("(a+)+$", 64 * "a" + "b")
+
+
+def spin() -> None:
+    """The event loop stands still, and other threads run."""
+    while True:
+        pass
 
 
 class Directed:
@@ -65,6 +78,16 @@ class Directed:
             case ["freeze"]:
                 self._say("frozen")
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case ["beat", limit]:
+                PULSE.begin(float(limit))
+            case ["beat-and-watch", limit]:
+                PULSE.begin(float(limit), lambda place: os._exit(Exit.ERROR if " in spin" in place else Exit.DONE))
+            case ["spin"]:
+                spin()
+            case ["beat-no-more"]:
+                PULSE.end()
+            case ["hold"]:
+                hold_the_interpreter()
             case ["thread"]:  # like a handler that is not async and does not come back
                 asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
         self._say("heard")

@@ -35,6 +35,17 @@ def test_a_group_of_duplicates_alone_tells_no_time() -> None:
     assert adaptive().clean_group(0, 0.0, 0.0).size == 1
 
 
+def test_more_is_read_after_duplicates_in_a_row_and_no_more_claimed() -> None:
+    size = adaptive()
+    for _ in range(10):
+        size = size.repeated(10)
+    assert (size.size, size.to_claim, size.reads_first) == (50, 1, True)
+    assert (size.repeated(0).size, size.repeated(0).reads_first) == (1, False)
+    assert not adaptive().repeated(31).reads_first
+    assert adaptive().repeated(10_000).size == 128
+    assert fixed(4).repeated(10_000).size == 4
+
+
 @pytest.mark.parametrize(
     ("each", "size"), [(0.0, 32), (0.001, 32), (0.01, 5), (0.025, 2), (0.0251, 1), (30.0, 1)], ids=str
 )
@@ -85,9 +96,23 @@ def test_a_failure_halves_a_size_that_was_asked_for_and_eight_clean_groups_doubl
     assert (clean(size, 8).size, clean(size, 16).size) == (16, 32)
 
 
-def test_running_out_of_locks_lowers_what_a_group_may_ever_hold() -> None:
-    for size in (fixed(64), clean(adaptive(64), 1_000)):
-        assert clean(size.out_of_locks(), 1_000).size == 32
+@pytest.mark.parametrize("size", [fixed(64), clean(adaptive(64), 1_000)], ids=["fixed", "adaptive"])
+def test_running_out_of_locks_lowers_what_a_group_may_hold_until_it_was_enough_for_a_while(size: GroupSize) -> None:
+    short = size.out_of_locks(10.0).out_of_locks(20.0)
+    assert short.size == 16
+    assert clean(short, 1_000, now=79.0).size == 16, "it may be as full as before"
+    assert clean(short, 63, now=80.0).size == 16
+    doubled = clean(clean(short, 63, now=79.0), 1, now=80.0)
+    assert doubled.cap == 32
+    assert clean(doubled, 1_000, now=139.0).size == 32, "not all at once"
+    assert clean(doubled, 1_000, now=140.0).size == 64
+    assert clean(clean(doubled, 1_000, now=140.0), 1_000, now=999.0).cap == 64, "what it began with"
+
+
+def test_a_lock_table_that_is_full_again_is_believed_anew() -> None:
+    short = clean(fixed(64).out_of_locks(0.0), 63, now=60.0).out_of_locks(60.0)
+    assert clean(short, 63, now=120.0).cap == 16
+    assert clean(short, 1_000, now=119.0).cap == 16
 
 
 @pytest.mark.parametrize(
@@ -118,7 +143,7 @@ def cost(n: int, failing: float, transaction: float) -> float:
 def test_the_size_follows_the_share_of_failures_within_a_tenth_of_the_least_cost(
     failing: float, transaction: float
 ) -> None:
-    size = GroupSize(128, True, 128, failing=failing, seconds=FAST).size
+    size = GroupSize(128, True, 128, 128, failing=failing, seconds=FAST).size
     assert cost(size, failing, transaction) <= 1.1 * min(cost(n, failing, transaction) for n in range(1, 129))
 
 
@@ -210,7 +235,7 @@ def test_a_group_stays_between_one_and_its_cap(asked: int | None, locks: int, hi
             case "lost":
                 size = size.lost()
             case "locks":
-                size = size.out_of_locks()
+                size = size.out_of_locks(now)
             case "collided":
                 size = size.collided(now)
             case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from idemconsumer.rules.replay import Answer, answer, asked_by_branches, passed_over, recovery_point
+from idemconsumer.rules.replay import Answer, Unasked, answer, asked_by_branches, recovery_point
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
 
 
@@ -44,31 +44,48 @@ def test_nothing_is_run_while_the_saga_is_undone(open_step: StepRow | None) -> N
 # ---- what must have been asked for
 def test_a_recorded_step_that_was_not_asked_for_is_passed_over() -> None:
     first, second = row("first"), row("second", position=2)
-    assert passed_over([first, second], {"first"}, at_end=False) is second
-    assert passed_over([first, second], {"first", "second"}, at_end=True) is None
+    unasked = Unasked([first, second])
+    unasked.ask("first")
+    assert unasked.passed_over(at_end=False) is second
+    unasked.ask("second")
+    assert unasked.passed_over(at_end=True) is None
+    assert not unasked
 
 
-@pytest.mark.parametrize(
-    "movable", [row(overlapped=True), row(state=StepState.INTENT, position=None)], ids=["overlapped", "no outcome"]
-)
-def test_a_step_without_a_fixed_place_may_be_asked_for_until_the_end(movable: StepRow) -> None:
-    assert passed_over([movable], set(), at_end=False) is None
-    assert passed_over([movable], set(), at_end=True) is movable
+@pytest.mark.parametrize("state", [StepState.DONE, StepState.INTENT])
+def test_a_step_without_a_fixed_place_may_be_asked_for_until_the_end(state: StepState) -> None:
+    movable = row(state=state, overlapped=True)
+    unasked = Unasked([movable])
+    assert unasked.passed_over(at_end=False) is None
+    assert unasked.passed_over(at_end=True) is movable
 
 
-def test_a_refused_step_must_be_asked_for_as_well() -> None:
-    assert passed_over([row(state=StepState.REJECTED)], set(), at_end=False) is not None
+@pytest.mark.parametrize("state", [StepState.REJECTED, StepState.INTENT])
+def test_a_refused_step_and_an_open_call_must_be_asked_for_as_well(state: StepState) -> None:
+    assert Unasked([row(state=state)]).passed_over(at_end=False) is not None
+
+
+def test_open_calls_are_told_until_they_are_asked_for() -> None:
+    unasked = Unasked([row("done"), row("placed", StepState.INTENT), row("beside", StepState.INTENT, overlapped=True)])
+    assert set(unasked.calls) == {"placed", "beside"}
+    unasked.ask("placed")
+    unasked.ask("beside")
+    assert not unasked.calls
 
 
 # ---- what branches may still ask for
-def test_the_end_of_a_replay_waits_for_steps_that_overlapped_and_are_to_be_undone() -> None:
-    rows = [row("beside", overlapped=True), row("undoing", StepState.UNDO_INTENT, overlapped=True)]
-    assert asked_by_branches(rows, None, in_branch=False) == {"beside", "undoing"}
+def test_the_end_of_a_replay_waits_for_steps_that_overlapped_and_may_have_to_be_undone() -> None:
+    """Whether one has to be is known once it is asked for: its undo may have been added since (L25)."""
+    rows = [
+        row("beside", overlapped=True),
+        row("undoing", StepState.UNDO_INTENT, overlapped=True),
+        row("no undo yet", overlapped=True, has_undo=False),
+    ]
+    assert asked_by_branches(rows, None, in_branch=False) == {"beside", "undoing", "no undo yet"}
 
 
 def test_it_does_not_wait_for_what_is_not_to_be_undone() -> None:
     rows = [
-        row("no undo", overlapped=True, has_undo=False),
         row("undone", StepState.UNDONE, overlapped=True),
         row("refused", StepState.REJECTED, overlapped=True),
         row("open", StepState.INTENT, overlapped=True),

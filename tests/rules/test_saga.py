@@ -6,12 +6,22 @@ from typing import Any
 
 import pytest
 
-from idemconsumer.errors import BrokerUnavailable, Contention, Reject, SelfCancelled, StoreUnavailable, UnknownEffect
+from idemconsumer.errors import (
+    BrokerUnavailable,
+    Contention,
+    Reject,
+    Retry,
+    SelfCancelled,
+    StoreUnavailable,
+    UnknownEffect,
+)
 from idemconsumer.rules.saga import (
     ANY_VERSION,
     LastResort,
     Start,
     after_last_attempt,
+    attempts_of_step,
+    attempts_of_undo,
     may_try_again,
     refusal,
     sole_refusal,
@@ -27,8 +37,8 @@ class Declined(Exception):
 
 def begin(**changes: Any) -> Start:
     usual: dict[str, Any] = {
-        "stale": False, "phase": State.PROCESSING, "reconciles": False, "review": False, "attempt": 1,
-        "max_attempts": 3, "begun_with": "1", "version": "1",
+        "stale": False, "phase": State.PROCESSING, "reconciles": False, "review": False, "suspect": False,
+        "attempt": 1, "max_attempts": 3, "begun_with": "1", "version": "1",
     }  # fmt: skip
     return start(**(usual | changes))
 
@@ -46,7 +56,11 @@ def test_a_saga_runs_when_nothing_speaks_against_it() -> None:
 
 @pytest.mark.parametrize(("attempt", "expected"), [(3, Start.RUN), (4, Start.KILLED_WORKER)])
 def test_a_saga_that_ended_worker_after_worker_runs_no_more(attempt: int, expected: Start) -> None:
-    assert begin(attempt=attempt) is expected
+    assert begin(suspect=True, attempt=attempt) is expected
+
+
+def test_attempts_that_a_step_of_its_own_allowed_end_no_saga_at_its_start() -> None:
+    assert begin(suspect=False, attempt=4) is Start.RUN
 
 
 def test_a_handler_of_another_version_is_not_run() -> None:
@@ -78,7 +92,7 @@ def test_an_undoing_saga_is_not_asked_about_since_its_end_is_decided() -> None:
 
 def test_a_handler_of_another_version_is_not_asked_either() -> None:
     assert begin(stale=True, reconciles=True, begun_with="1", version="2") is Start.OTHER_VERSION
-    assert begin(stale=True, reconciles=True, attempt=4) is Start.KILLED_WORKER
+    assert begin(stale=True, reconciles=True, suspect=True, attempt=4) is Start.KILLED_WORKER
 
 
 # ---- another attempt
@@ -87,14 +101,20 @@ def test_a_failed_attempt_is_followed_by_another_while_some_are_left(attempt: in
     assert may_try_again(attempt=attempt, max_attempts=3) is expected
 
 
-def test_an_attempt_that_finished_a_step_makes_the_next_one_the_first_again() -> None:
+def test_an_attempt_that_finished_a_step_was_the_first_one_of_what_failed_then() -> None:
     assert may_try_again(attempt=3, max_attempts=3, progressed=True)
-    assert may_try_again(attempt=1, max_attempts=1, progressed=True)
+    assert not may_try_again(attempt=1, max_attempts=1, progressed=True)
 
 
 # ---- after the last one
 def test_after_the_last_attempt_finished_steps_are_undone() -> None:
     assert after_last_attempt([row("a"), row("b", has_undo=False)]) is LastResort.UNDO
+
+
+def test_a_step_that_has_an_undo_by_now_is_undone() -> None:
+    later = row("a", has_undo=False)
+    assert after_last_attempt([later], ["a"]) is LastResort.UNDO
+    assert to_undo([later, row("b", StepState.REJECTED, has_undo=False)], ["a", "b"]) == [later]
 
 
 @pytest.mark.parametrize(
@@ -154,14 +174,29 @@ def test_what_tells_nothing_of_the_step_is_never_a_refusal(error: Exception) -> 
 def test_a_group_of_refusals_alone_is_its_first_one() -> None:
     first = Reject("first")
     inner = ExceptionGroup("inner", [first, Declined()])
-    assert sole_refusal(ExceptionGroup("outer", [inner, Reject("other")]), (Reject, Declined)) is first
+    assert sole_refusal(ExceptionGroup("outer", [inner, Reject("other")]), (Declined,)) is first
 
 
 def test_a_group_with_another_error_in_it_stays_that_group() -> None:
     group = ExceptionGroup("outer", [Reject("first"), ExceptionGroup("inner", [ValueError()])])
-    assert sole_refusal(group, (Reject,)) is group
+    assert sole_refusal(group, ()) is group
+
+
+def test_a_retry_is_no_refusal_whatever_fail_on_names() -> None:
+    group = ExceptionGroup("outer", [Declined(), Retry()])
+    assert refusal(Retry(), (Exception,)) is None
+    assert refusal(group, (Exception,)) is None
+    assert sole_refusal(group, (Exception,)) is group
 
 
 def test_an_error_of_its_own_stays_as_it_is() -> None:
     error = ValueError()
-    assert sole_refusal(error, (Reject,)) is error
+    assert sole_refusal(error, ()) is error
+
+
+# ---- a step's own limits
+@pytest.mark.parametrize(("own", "step", "undo"), [(None, 3, 3), (1, 1, 3), (3, 3, 3), (9, 9, 9)])
+def test_a_step_has_its_own_attempts_and_its_undo_never_fewer_than_the_handlers(
+    own: int | None, step: int, undo: int
+) -> None:
+    assert (attempts_of_step(own, 3), attempts_of_undo(own, 3)) == (step, undo)

@@ -64,6 +64,29 @@ def test_the_docs_hold_the_diagram_and_it_shows_every_arrow() -> None:
 
 
 # ---- verdicts
+@pytest.mark.parametrize(
+    ("stored", "arrived", "same"),
+    [
+        ((b"bytes", b"value"), (b"bytes", b"value"), True),
+        ((b"bytes", b"value"), (b"other bytes", b"value"), True),
+        ((b"bytes", b"value"), (b"other bytes", b"other value"), False),
+        ((b"bytes", None), (b"bytes", b"value"), True),  # an older version has stored it
+        ((b"bytes", None), (b"other bytes", b"value"), False),
+        ((b"bytes", b"value"), (b"bytes", None), True),  # the handler compares bytes by now
+        ((b"bytes", b"value"), (b"other bytes", None), False),
+        ((b"bytes", None), (b"other bytes", None), False),
+        ((None, None), (b"bytes", b"value"), True),
+        ((b"bytes", b"value"), (None, None), True),
+    ],
+)
+@pytest.mark.parametrize("state", State)
+def test_a_payload_is_the_same_by_its_bytes_or_else_by_its_value(
+    stored: tuple[bytes | None, bytes | None], arrived: tuple[bytes | None, bytes | None], same: bool, state: State
+) -> None:
+    record = Record(state, stored[0], None, stored[1])
+    assert (judge(record, *arrived) is not Verdict.CONFLICT) is same
+
+
 def test_what_is_claimed_runs_and_what_a_rival_holds_is_busy() -> None:
     assert judge(Mark.CLAIMED, b"f") is Verdict.RUN
     assert judge(Mark.BUSY, b"f") is Verdict.BUSY
@@ -72,7 +95,7 @@ def test_what_is_claimed_runs_and_what_a_rival_holds_is_busy() -> None:
 @pytest.mark.parametrize(
     ("state", "verdict"),
     [
-        (State.PENDING, Verdict.BUSY),
+        (State.PENDING, Verdict.DUPLICATE),
         (State.PROCESSING, Verdict.BUSY),
         (State.UNDOING, Verdict.BUSY),
         (State.COMPLETED, Verdict.DUPLICATE),
@@ -84,6 +107,11 @@ def test_a_record_is_judged_by_its_state_and_before_that_by_its_fingerprint(stat
     assert judge(Record(state, b"same"), b"same") is verdict
     assert judge(Record(state, b"same", StoredResult(b"1")), b"same") is verdict
     assert judge(Record(state, b"one"), b"another") is Verdict.CONFLICT
+
+
+def test_the_message_that_a_pending_record_waits_for_is_no_duplicate_of_itself() -> None:
+    assert judge(Record(State.PENDING, b"same"), b"same", pending=True) is Verdict.BUSY  # a rival has it in its hands
+    assert judge(Record(State.COMPLETED, b"same"), b"same", pending=True) is Verdict.DUPLICATE
 
 
 @pytest.mark.parametrize(("stored", "arrived"), [(None, b"f"), (b"f", None), (None, None)])
@@ -98,7 +126,7 @@ def test_only_what_is_committed_is_finished_with_the_broker(kind: OutcomeKind) -
     assert (settle(Outcome(kind)) is Settlement.FINISH) == (kind in finished)
 
 
-def test_what_is_not_finished_is_held_and_only_a_cancelled_one_forgotten() -> None:
+def test_what_is_not_finished_is_held_or_forgotten() -> None:
     assert {
         str(kind): settle(Outcome(kind)) for kind in OutcomeKind if settle(Outcome(kind)) is not Settlement.FINISH
     } == {
@@ -107,6 +135,7 @@ def test_what_is_not_finished_is_held_and_only_a_cancelled_one_forgotten() -> No
         "fenced": Settlement.HOLD,
         "unknown": Settlement.HOLD,
         "cancelled": Settlement.DROP,
+        "absent": Settlement.DROP,
     }
 
 

@@ -63,6 +63,8 @@ async def ride(order: dict[str, str], saga: Saga) -> str:
     """What it does is told by the order's name."""
     await saga.tx("created", write, "created", undo=erase)
     await saga.call("charged", charge, undo=refund)
+    if order["id"] == "sleepy":
+        await saga.sleep("rested", "0.3s")
     if order["id"] == "flaky":
         await saga.tx("stumbled", stumble, order["id"])
     if order["id"] == "refused":

@@ -17,11 +17,18 @@ import msgspec
 import psycopg
 
 from idemconsumer import App, Reject, Saga, Step, Tx
+from idemconsumer.handlers.options import Options
+from tests.support.sagas import hog
 
 QUEUE = "rides"
 SOURCE = os.environ.get("SAGA_SOURCE", f"postgres:{QUEUE}")
 LEASE = float(os.environ.get("SAGA_LEASE", "1.0"))
 SETTLE: Literal["claimed", "finished"] = "finished" if os.environ.get("SAGA_SETTLE") == "finished" else "claimed"
+OPTIONS: Options = {"lease": f"{LEASE}s", "settle": SETTLE, "backoff": "10ms, 10ms", "max_attempts": 100}
+if "SAGA_VERSION" in os.environ:
+    OPTIONS["version"] = os.environ["SAGA_VERSION"]
+if "SAGA_TIMEOUT" in os.environ:
+    OPTIONS["timeout"] = os.environ["SAGA_TIMEOUT"]
 
 TABLES = """
 create table effect (
@@ -40,7 +47,7 @@ class Order(msgspec.Struct):
     id: str
     ends: Ends = "booked"
     halt: Place | None = None  # where its first run comes to a halt
-    how: Literal["freeze", "hang"] = "hang"
+    how: Literal["freeze", "hang", "hog"] = "hang"
     pause: float = 0.0  # seconds in each step
 
 
@@ -70,6 +77,8 @@ class Remote:
             return
         if order.how == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif order.how == "hog":
+            hog(60.0)
         else:
             await asyncio.Event().wait()
 
@@ -77,7 +86,8 @@ class Remote:
 @app.resource
 async def remote() -> AsyncIterator[Remote]:
     """One connection a process, as an HTTP client would be."""
-    async with await psycopg.AsyncConnection.connect(os.environ["IDEMCONSUMER_DSN"], autocommit=True) as connection:
+    dsn = os.environ.get("REMOTE_DSN") or os.environ["IDEMCONSUMER_DSN"]
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         yield Remote(connection)
 
 
@@ -111,6 +121,10 @@ async def refund(step: Step, charged: int, remote: Remote, order: Order) -> None
     await asyncio.sleep(order.pause)
 
 
+async def note(tx: Tx, order: Order) -> None:
+    await write(tx, order, "noted")
+
+
 async def finish(tx: Tx, remote: Remote, order: Order) -> None:
     await write(tx, order, "finished")
     await remote.halt(order, "in the last tx")
@@ -119,10 +133,12 @@ async def finish(tx: Tx, remote: Remote, order: Order) -> None:
         raise Reject("refused")
 
 
-@app.idempotent_handler(SOURCE, key="id", lease=f"{LEASE}s", settle=SETTLE, backoff="10ms, 10ms", max_attempts=100)
+@app.idempotent_handler(SOURCE, key="id", **OPTIONS)
 async def ride(order: Order, saga: Saga, remote: Remote) -> str:
     ride = await saga.tx("created", create, remote, order, undo=cancel)
     await remote.halt(order, "between")
     await saga.call("charged", charge, remote, order, undo=refund)
+    if "SAGA_NOTES" in os.environ:  # a later build of the same version
+        await saga.tx("noted", note, order)
     await saga.tx("finished", finish, remote, order)
     return ride

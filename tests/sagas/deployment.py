@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from idemconsumer.process.child import LIFELINE
 from tests.sagas import deployed
 from tests.sagas.deployed import Order
 from tests.support import ROOT
@@ -50,6 +51,10 @@ def prepare(bench: Bench) -> Bench:
     return bench
 
 
+# Workers are started as their launcher would, so that signals reach them directly.
+_LIFELINE, _ = os.pipe()
+
+
 class Process:
     """One worker process."""
 
@@ -58,8 +63,8 @@ class Process:
         command = [sys.executable, "-m", "idemconsumer", "run", "tests.sagas.deployed:app", "--log-format", "json"]
         with log.open("wb") as stream:
             self._process = subprocess.Popen(
-                [*command, "--concurrency", str(concurrency)],
-                cwd=ROOT, env={**os.environ, **environment}, stdout=stream, stderr=stream,
+                [*command, "--concurrency", str(concurrency)], pass_fds=(_LIFELINE,), stdout=stream, stderr=stream,
+                cwd=ROOT, env={**os.environ, **environment, LIFELINE: str(_LIFELINE)},
             )  # fmt: skip
 
     @property
@@ -111,9 +116,10 @@ class Deployment:
         bench.clear()
         bench.run("truncate remote, halted, owner_change, idemconsumer.queue")
 
-    def start(self) -> Process:
+    def start(self, **environment: str) -> Process:
+        """`environment`: of this process alone."""
         log = self._folder / f"worker-{len(self.processes)}.log"
-        process = Process(log, self._environment, self._concurrency)
+        process = Process(log, {**self._environment, **environment}, self._concurrency)
         self.processes.append(process)
         return process
 

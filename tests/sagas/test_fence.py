@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from idemconsumer import Outcome, OutcomeKind, Saga, Step, StoreUnavailable, Tx
-from idemconsumer.engine.work import Work, dead_letter
+from idemconsumer.engine.letters import dead_letter
+from idemconsumer.engine.work import Work
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import LeasedSaga
@@ -271,7 +272,7 @@ async def test_a_taker_passes_over_what_another_is_taking_and_takes_the_rest(
         other = Work.of(saga(book), order("other")).call
         assert other is not None
         await one.leases.begin(other.claim, order("other"), "book", None)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             taken = await two.take(saga(book))
         assert taken is not None
         assert taken.key == other.claim.key
@@ -323,13 +324,19 @@ async def test_what_changes_the_phase_waits_for_open_steps(bench: Bench, one: St
 async def test_a_saga_that_kills_its_workers_is_put_aside_and_not_undone(
     bench: Bench, one: Station, two: Station
 ) -> None:
-    handler = saga(book, max_attempts=2)
+    handler, dying, suspect = saga(book, max_attempts=2), one, list[bool]()
     await begin(one)
-    bench.expire(one)
-    assert await two.take(handler) is not None  # the second attempt, whose worker is gone too
-    bench.expire(two)
-    two.register(bench)
-    outcome = await two.resume(handler)
+    for _ in range(4):  # beside others, beside others again, and twice alone
+        bench.expire(dying)
+        dying.register(bench)
+        dying = two
+        taken = await dying.take(handler)
+        assert taken is not None
+        suspect.append(taken.suspect)
+        if taken.suspect:
+            await dying.leases.count(taken)
+    assert suspect == [False, True, True, True]
+    outcome = await two.run(Work.of(handler, order(), leased=taken))
     assert (outcome.kind, outcome.reason, bench.state) == (OutcomeKind.DEAD, "killed_worker", State.DEAD)
     assert bench.effects == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,19 +13,19 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, Message, Saga
+from idemconsumer.brokers import due_sagas as due_sagas_module
 from idemconsumer.brokers.connecting import connect
-from idemconsumer.brokers.due_sagas import DueSagas
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import Bounds, Outgoing
-from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.ports.broker import Outgoing
+from idemconsumer.ports.leases import LeasedSaga, Look
 from idemconsumer.settings import Settings
+from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker.worker import Worker
-from tests.support.sagas import Bench, Station, order
+from tests.support.sagas import Bench, FreeLanes, OpenStation, Station, due_sagas, order
 from tests.support.waiting import until
 
 LANES = 8
@@ -52,7 +53,7 @@ class Crowd:
         self.running = 0
         self.go = asyncio.Event()
 
-        @self.app.idempotent_handler("memory:orders", key="id", name="book", lease="5s", **options)
+        @self.app.idempotent_handler("memory:orders", key="id", order_by="id", name="book", lease="5s", **options)
         async def book(order: dict[str, Any], saga: Saga) -> None:
             self.running += 1
             await self.go.wait()
@@ -170,12 +171,12 @@ async def test_sagas_that_were_taken_by_a_lost_answer_are_run_while_their_messag
 async def test_a_saga_that_is_being_begun_among_those_that_wait_is_not_taken_from_oneself(
     bench: Bench, one: Station, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, take, looks = PostgresLeases.begin, PostgresLeases.take, 0
+    begin, look, looks = PostgresLeases.begin, PostgresLeases.look, 0
 
-    async def counted(leases: PostgresLeases, *args: Any, **more: Any) -> list[LeasedSaga]:
+    async def counted(leases: PostgresLeases, *args: Any) -> Look:
         nonlocal looks
         looks += 1
-        return await take(leases, *args, **more)
+        return await look(leases, *args)
 
     async def slowly(leases: PostgresLeases, *args: Any) -> object:
         begun = await begin(leases, *args)
@@ -189,7 +190,7 @@ async def test_a_saga_that_is_being_begun_among_those_that_wait_is_not_taken_fro
     await broker.publish("orders", [Outgoing(crowd.orders[0].body)])
     async with crowd.worker(bench.dsn) as worker:
         await until(lambda: worker.counts.get("busy", 0) > 0, "it waits")
-        monkeypatch.setattr(PostgresLeases, "take", counted)
+        monkeypatch.setattr(PostgresLeases, "look", counted)
         monkeypatch.setattr(PostgresLeases, "begin", slowly)
         bench.run("delete from idemconsumer.saga")
         bench.run("delete from idemconsumer.record")
@@ -230,19 +231,140 @@ async def test_a_drain_ends_a_saga_that_had_to_be_begun_anew_among_those_that_wa
         await until(lambda: bench.run("select worker from idemconsumer.saga") == [(None,)], "it is released")
 
 
-async def test_no_more_sagas_are_taken_over_than_there_are_free_lanes_and_one_when_there_is_none(
+async def test_no_more_sagas_are_taken_over_than_there_are_free_lanes(bench: Bench, one: Station, two: Station) -> None:
+    crowd = Crowd()
+    await left_behind(one, crowd)
+    bench.expire(one)
+    lanes = FreeLanes(2)
+    session = await due_sagas(two, lanes)
+    assert len(await session.fetch()) == 2
+    lanes.free = 0
+    assert await session.fetch() == [], "others may have a free lane"
+    lanes.free = 1
+    assert len(await session.fetch()) == 1
+    await session.close()
+
+
+async def test_what_a_lost_worker_leaves_is_taken_in_full_batches_and_once(
+    bench: Bench, one: Station, two: Station, open_station: OpenStation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, many, batches, take = 32, 320, list[int](), PostgresLeases.take
+    await left_behind(one, Crowd())
+    bench.run(
+        "insert into idemconsumer.saga select (jsonb_populate_record(s, jsonb_build_object("
+        "'key', sha256(s.key || int4send(n)), 'token', nextval('idemconsumer.saga_token')))).*"
+        " from idemconsumer.saga as s, generate_series(1, %s) as n",
+        (many // 4 - 1,),
+    )
+    bench.expire(one)
+
+    async def counted(leases: PostgresLeases, *args: Any, **more: Any) -> list[LeasedSaga]:
+        taken = await take(leases, *args, **more)
+        batches.append(len(taken))
+        return taken
+
+    monkeypatch.setattr(PostgresLeases, "take", counted)
+    sessions = [await due_sagas(each, FreeLanes(room)) for each in (two, await open_station())]
+    keys: list[bytes] = []
+    while len(keys) < many:
+        for fetched in await asyncio.gather(*(session.fetch() for session in sessions)):
+            keys += [delivery.handle.key for delivery in fetched]
+    assert len(set(keys)) == len(keys) == many
+    assert batches == [room] * (many // room)
+    for session in sessions:
+        await session.close()
+
+
+async def test_what_a_busy_process_leaves_is_taken_by_one_with_nothing_to_do(
     bench: Bench, one: Station, two: Station
 ) -> None:
     crowd = Crowd()
     await left_behind(one, crowd)
+    bench.run("update idemconsumer.saga set worker = null, due = clock_timestamp() - interval '1 hour'")
+    busy, free = FreeLanes(0), FreeLanes(len(crowd.orders))
+    session, other = await due_sagas(one, busy), await due_sagas(two, free)
+    assert await session.fetch() == []
+    assert busy.kept == {"book"}, "nobody has taken them for long, so the next lane that is free is theirs"
+    assert len(await other.fetch()) == len(crowd.orders)
+    busy.free = 1
+    assert (await session.fetch(), busy.kept) == ([], set()), "there is nothing left to keep it for"
+    for each in (session, other):
+        await each.close()
+
+
+async def test_one_that_is_free_again_takes_what_was_left_without_another_look(
+    bench: Bench, one: Station, two: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd = Crowd()
+    await left_behind(one, crowd)
     bench.expire(one)
-    free = 2
-    broker = DueSagas(two.leases, lambda: (), lambda: free)
-    session = await broker.open([Subscription("saga:book", "book", "shop")], Bounds(lanes=LANES, group=1))
+    lanes = FreeLanes(1)
+    session = await due_sagas(two, lanes)
     first = await session.fetch()
-    assert len(first) == 2
-    free = 0
-    assert await session.fetch() == [], "those that were taken wait for a lane"
-    await session.settle(first)
-    assert len(await session.fetch()) == 1
+
+    async def look(*_: object) -> Look:
+        raise AssertionError("it knows that there are more")
+
+    monkeypatch.setattr(two.leases, "look", look)
+    lanes.free = 0
+    fetching = asyncio.create_task(session.fetch())
+    session._next += 60
+    await until(lambda: lanes.freed._waiters, "it waits for a lane")
+    lanes.free = 1
+    lanes.freed.set()
+    (second,) = await fetching
+    assert second.handle.key not in {delivery.handle.key for delivery in first}
     await session.close()
+
+
+async def test_a_process_with_nothing_to_do_sends_one_statement_a_look(
+    bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(due_sagas_module, "_LONGEST", 0.0)
+    sent: list[str] = []
+    await left_behind(one, Crowd())
+    own = [key for key, _ in await one.leases.own()]
+    session = await due_sagas(one, FreeLanes(1, lambda: own))
+
+    def counted(execute: Any) -> Any:
+        async def counting(cursor: OwnCursor, query: bytes, *args: Any, **more: Any) -> Any:
+            sent.append(query.decode().split()[0])
+            return await execute(cursor, query, *args, **more)
+
+        return counting
+
+    monkeypatch.setattr(OwnCursor, "execute", counted(OwnCursor.execute))
+    for _ in range(3):
+        assert await session.fetch() == []
+    assert sent == ["with"] * 3
+    await session.close()
+
+
+async def test_a_stream_of_new_messages_does_not_keep_a_due_saga_waiting(
+    bench: Bench, one: Station, broker: MemoryBroker
+) -> None:
+    """All lanes are busy, and each of them always has a next message. So the next one that is free is kept."""
+    app, begun = App("shop"), list[str]()
+
+    @app.idempotent_handler("memory:orders", key="id", name="book", lease="5s", concurrency=2)
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        begun.append(order["id"])
+        await asyncio.sleep(0.05)
+        if order["id"] != "due":
+            await broker.publish("orders", [Outgoing(json.dumps({"id": f"new {len(begun)}"}).encode())])
+
+    plan = book.plan.bind("shop")
+    call = Work.of(plan, message := order("due")).call
+    assert call is not None
+    await one.leases.begin(call.claim, message, "book", None)
+    await broker.publish("orders", [Outgoing(json.dumps({"id": f"{n}"}).encode()) for n in range(20)])
+    worker = app.worker(Settings(dsn=bench.dsn))
+    running = asyncio.create_task(worker.run())
+    await until(lambda: len(begun) > 4, "all lanes are busy")
+    bench.expire(one)
+    await until(lambda: "due" in begun, "it has a lane")
+    assert begun.count("due") == 1
+    before = len(begun)
+    await until(lambda: len(begun) > before + 4, "and the others go on with all lanes")
+    worker.drain()
+    await running

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -13,14 +15,19 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from idemconsumer import OutcomeKind, Saga, Step, Tx
+from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
+from idemconsumer.errors import Fenced
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import NullObserver
+from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import State
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.saga_lease import SagaLease
+from tests.sagas import holding_saga, standing_saga
 from tests.support.sagas import SCHEMA, Bench, Remote, Station, hog, order, put, saga
 from tests.support.servers.proxy import Proxy
 from tests.support.waiting import until
@@ -163,7 +170,7 @@ async def test_a_lease_that_the_database_says_is_over_is_not_renewed(bench: Benc
     try:
         old = heartbeat.worker
         bench.run("update idemconsumer.worker set until = clock_timestamp() - interval '1 ms'")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await lost.wait()
         await until(lambda: heartbeat.worker != old, "it is registered anew")
         assert workers(bench) == {old: False, heartbeat.worker: True}
@@ -178,7 +185,7 @@ async def test_a_renewal_that_hangs_does_not_delay_the_cancelling(bench: Bench) 
     heartbeat._renew = lambda connection: thawed.wait(10)  # type: ignore[method-assign,assignment]
     await heartbeat.start(lost.set)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await lost.wait()
         assert workers(bench)[heartbeat.worker], "told while the lease still held"
     finally:
@@ -193,9 +200,29 @@ async def test_a_renewal_that_the_database_does_not_answer_in_time_loses_the_lea
     try:
         async with await psycopg.AsyncConnection.connect(bench.dsn) as rival:
             await rival.execute("select 1 from idemconsumer.worker for update")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await lost.wait()
             assert workers(bench)[min(workers(bench))], "told while the lease still held"
+    finally:
+        await heartbeat.stop()
+
+
+async def test_a_renewal_that_a_silent_connection_swallowed_is_followed_by_a_new_lease(
+    bench: Bench, proxy: Proxy, proxied: str
+) -> None:
+    lost = asyncio.Event()
+    heartbeat = Heartbeat(proxied, SCHEMA, lease=LEASE, patience=30.0)
+    await heartbeat.start(lost.set)
+    old = heartbeat.worker
+    try:
+        renewed = "select 1 from pg_stat_activity where application_name = %s and query ~ '^update' and state = 'idle'"
+        await until(lambda: bench.run(renewed, ("idemconsumer-heartbeat",)))
+        proxy.freeze()
+        async with asyncio.timeout(30):
+            await lost.wait()
+        proxy.thaw()
+        await until(lambda: heartbeat.worker != old, "it is registered anew")
+        assert workers(bench)[heartbeat.worker]
     finally:
         await heartbeat.stop()
 
@@ -211,6 +238,231 @@ async def test_the_lease_ends_when_the_loop_stands_still_for_longer_than_a_run_m
         await asyncio.wait_for(lost.wait(), 5)
     finally:
         await heartbeat.stop()
+
+
+async def test_a_worker_whose_loop_stands_still_is_ended_and_its_end_counts(bench: Bench, one: Station) -> None:
+    await one.leases.begin(_claim(standing_saga.book.plan.bind("shop")), order(), "book", None)
+    bench.expire(one)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.sagas.standing_saga"),
+        env={**os.environ, "IDEMCONSUMER_DSN": bench.dsn},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(50):  # it hogs the loop for a minute
+        said, _ = await process.communicate()
+    assert process.returncode == 1, said.decode()
+    assert b"the event loop stands still, leaving as if killed" in said
+    assert b"in hog" in said
+    one.register(bench)
+    taken: list[LeasedSaga] = []
+
+    async def free() -> bool:
+        taken.extend(await one.leases.take("shop", ["book"], 1))
+        return bool(taken)
+
+    await until(free, "its lease is over")
+    assert taken[0].stale
+    assert taken[0].suspect, "two workers were lost, and no step was finished"
+
+
+@pytest.mark.long  # three workers one after another
+async def test_a_saga_that_holds_the_interpreter_is_put_aside_after_its_attempts(bench: Bench, one: Station) -> None:
+    await one.leases.begin(_claim(holding_saga.book.plan.bind("shop")), order(), "book", None)
+    bench.expire(one)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "idemconsumer", "run", "tests.sagas.holding_saga:app"),
+        env={**os.environ, "IDEMCONSUMER_DSN": bench.dsn},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        await until(lambda: bool(bench.letters), "it is put aside")
+    finally:
+        process.terminate()
+        said, _ = await process.communicate()
+    assert bench.letters == ["killed_worker"]
+    assert said.count(b"worker shows no sign of life, killing") == 2, said.decode()
+
+
+async def test_who_is_stuck_is_told_where(bench: Bench) -> None:
+    places: list[str] = []
+    heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=LEASE, patience=0.2 * LEASE, stuck=places.append)
+    await heartbeat.start(lambda: None)
+    try:
+        hog(2.5 * LEASE)
+        assert places
+        assert places[0].endswith(" in hog")
+    finally:
+        await heartbeat.stop()
+
+
+async def test_the_lease_ends_when_no_saga_gets_on_though_the_loop_does(bench: Bench) -> None:
+    lost, stands = asyncio.Event(), [0.0]
+    heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=LEASE, patience=30.0)
+    await heartbeat.start(lost.set, lambda: stands[0])
+    try:
+        old = heartbeat.worker
+        await asyncio.sleep(1.5 * LEASE)
+        assert not lost.is_set()
+        stands[0] = 2 * 30.0 + 61.0
+        await asyncio.wait_for(lost.wait(), 5)
+        stands[0] = 0.0
+        await until(lambda: heartbeat.worker != old, "it is registered anew")
+        await until(lambda: not workers(bench)[old], "others may take its sagas")
+    finally:
+        await heartbeat.stop()
+
+
+async def test_how_long_no_saga_got_on_is_known_while_one_runs(bench: Bench, one: Station) -> None:
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def waits(step: Step) -> None:
+        begun.set()
+        await go.wait()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.call("s", waits)
+
+    one.engine._moved -= 1_000
+    assert one.engine.standing() == 0, "none runs"
+    running = asyncio.create_task(one.deliver(saga(book)))
+    await begun.wait()
+    assert one.engine.standing() < 100
+    one.engine._moved -= 1_000
+    assert one.engine.standing() >= 1_000
+    go.set()
+    assert (await running).kind is OutcomeKind.APPLIED
+    assert one.engine.standing() == 0
+
+
+# ------------------------------------------------------------------------------------------- a step's beginning (L59)
+@pytest.mark.parametrize("how", ["tx", "call"])
+async def test_no_step_begins_until_the_lease_is_good(
+    bench: Bench, one: Station, remote: Remote, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    asked, good = asyncio.Event(), asyncio.Event()
+
+    async def wait(timeout: float) -> None:
+        asked.set()
+        await good.wait()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await (saga.tx("s", put, "s") if how == "tx" else saga.call("s", remote.charge, "s"))
+
+    monkeypatch.setattr(one.lease, "good", wait)
+    running = asyncio.create_task(one.deliver(saga(book)))
+    await asyncio.wait_for(asked.wait(), 5)
+    assert (bench.effects, remote.calls, bench.steps) == ([], [], [])
+    good.set()
+    assert (await running).kind is OutcomeKind.APPLIED
+
+
+async def test_the_lease_is_asked_for_a_steps_own_timeout_or_its_handlers(
+    bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a connection or a commit is waited for, and after it; for an undo like for its step."""
+    log = list[object]()
+
+    async def good(timeout: float) -> None:
+        log.append(timeout)
+
+    def noted(what: str) -> Any:
+        async def fn(*_: Any) -> None:
+            log.append(what)
+
+        return fn
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", noted("a"), undo=noted("undo a"))
+        await saga.call("b", noted("b"), undo=noted("undo b"), timeout="7s")
+        raise Reject("no")
+
+    monkeypatch.setattr(one.lease, "good", good)
+    assert (await one.deliver(saga(book, timeout=3.0))).kind is OutcomeKind.FAILED
+    assert log == [3.0, 3.0, "a", 7.0, 7.0, "b", 7.0, 7.0, "undo b", 3.0, 3.0, "undo a"]
+
+
+@asynccontextmanager
+async def beating(dsn: str, lease: float, lost: asyncio.Event | None = None) -> AsyncIterator[Heartbeat]:
+    heartbeat = Heartbeat(dsn, SCHEMA, lease=lease, patience=30.0)
+    await heartbeat.start((lost or asyncio.Event()).set)
+    try:
+        yield heartbeat
+    finally:
+        await heartbeat.stop()
+
+
+@pytest.mark.parametrize(
+    ("ago", "covered", "timeout"),
+    [(9.0, 15.0, 15.1), (11.0, 1.0, 13.1), (0.0, 20.9, None), (2.0, 3600.0, None), (4.0, 20.0, 3600.0)],
+    ids=["a short step", "before a renewal is due", "just renewed", "a long step, just renewed", "a long step"],
+)
+async def test_a_step_begins_under_a_lease_that_covers_it_or_just_after_a_renewal(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, ago: float, covered: float, timeout: float | None
+) -> None:
+    """The last renewal began so many seconds ago, of a lease of 30 s: 24 s after it sagas would be cancelled."""
+    begun, may_end, clock = threading.Event(), threading.Event(), [0.0]
+    monkeypatch.setattr("idemconsumer.stores.heartbeat._now", lambda: clock[0])
+    async with beating(bench.dsn, 30.0) as heartbeat:
+        renew = heartbeat._renew
+
+        def held(connection: Any) -> None:
+            begun.set()
+            may_end.wait(10)
+            renew(connection)
+
+        heartbeat._renew = held  # type: ignore[method-assign]
+        clock[0] += ago
+        heartbeat._ticked = clock[0]
+        await heartbeat.good(covered)
+        assert not begun.is_set()
+        if timeout is not None:
+            waiting = asyncio.create_task(heartbeat.good(timeout))
+            await asyncio.to_thread(begun.wait, 5)
+            assert not waiting.done()
+            may_end.set()
+            await asyncio.wait_for(waiting, 5)
+        may_end.set()
+
+
+async def test_no_step_begins_while_the_heartbeats_connection_is_silent(proxied: str, proxy: Proxy) -> None:
+    """It is covered no longer, and the renewal that it needs gets no answer: then the lease is over."""
+    lost = asyncio.Event()
+    async with beating(proxied, LEASE, lost) as heartbeat:
+        proxy.freeze()
+        heartbeat._good -= 0.2 * LEASE
+        waiting = [asyncio.create_task(heartbeat.good(timeout)) for timeout in (0.65 * LEASE, 3600.0)]
+        await asyncio.wait_for(lost.wait(), 10)
+        assert not any(each.done() for each in waiting)
+        proxy.thaw()
+        for each in waiting:
+            with pytest.raises(Fenced):
+                await asyncio.wait_for(each, 10)
+
+
+async def test_the_databases_clock_may_be_another_one(bench: Bench) -> None:
+    """An hour ahead of this machine: what counts is the time since a renewal began, by one clock each."""
+    async with beating(bench.dsn, 30.0) as heartbeat:
+        heartbeat._queries = {
+            name: query.replace(b"clock_timestamp()", b"(clock_timestamp() + interval '1 hour')")
+            for name, query in heartbeat._queries.items()
+        }
+        await asyncio.to_thread(heartbeat._register)
+        await asyncio.wait_for(heartbeat.good(20.0), 5)
+        heartbeat._good -= 10.0
+        await asyncio.wait_for(heartbeat.good(20.0), 5)
+
+
+async def test_no_step_begins_under_a_lease_that_the_database_calls_over(bench: Bench) -> None:
+    """Its clock was set ahead. Nobody knows here until the next renewal, which a step that needs one asks for."""
+    lost = asyncio.Event()
+    async with beating(bench.dsn, 30.0, lost) as heartbeat:
+        bench.run("update idemconsumer.worker set until = clock_timestamp() - interval '1 second'")
+        heartbeat._good -= 4.0
+        with pytest.raises(Fenced):
+            await asyncio.wait_for(heartbeat.good(3600.0), 5)
+        assert lost.is_set()
 
 
 @pytest.mark.parametrize(
@@ -237,6 +489,12 @@ async def test_the_saga_of_a_worker_whose_row_is_gone_is_stale(bench: Bench, one
     await one.leases.begin(call.claim, order(), "book", None)
     bench.run("delete from idemconsumer.worker where id = %s", (one.lease.worker,))
     assert await two.take(handler) is not None
+
+
+def _claim(handler: BoundHandler) -> Claim:
+    call = Work.of(handler, order()).call
+    assert call is not None
+    return call.claim
 
 
 async def _nothing(order: dict[str, Any], saga: Saga) -> None:

@@ -13,7 +13,7 @@ from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unk
 from idemconsumer.errors import StoreUnavailable, TransactionEnded
 from idemconsumer.user_code.call import call_user_code
 from idemconsumer.user_code.time_limit import TimeLimit
-from tests.support.sagas import Bench, OpenStation, Remote, Station, hog, lost, put, saga
+from tests.support.sagas import Bench, OpenStation, Remote, Station, hog, locked, lost, put, saga
 from tests.support.waiting import until
 
 LEASE = 0.2
@@ -22,6 +22,9 @@ Slow = Callable[[Tx], Awaitable[object]]
 
 async def waits(tx: Tx) -> None:
     await asyncio.Event().wait()
+
+
+async def nothing(tx: Tx) -> None: ...
 
 
 async def swallows() -> None:
@@ -201,3 +204,39 @@ def test_only_a_function_that_had_its_transaction_to_itself_is_blamed_for_idling
     late = TimeLimit(30.0)
     late.cut_off = True
     assert isinstance(late.blame(ended), TimeoutError)
+
+
+@pytest.mark.parametrize("what", ["a step", "an undo", "a question"])
+async def test_a_timeout_while_a_lock_is_waited_for_costs_no_attempt(
+    bench: Bench, one: Station, two: Station, what: str
+) -> None:
+    """B14."""
+
+    async def take(tx: Tx, *of: object) -> None:
+        await tx.execute("insert into effect (name) values ('taken')")
+
+    async def ask(order: dict[str, Any], tx: Tx) -> Done[str] | NotDone | Unknown:
+        await take(tx)
+        return Done("done")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        if what == "an undo":
+            await saga.call("s", Remote().charge, "s")
+            await saga.tx("a", nothing, undo=take)
+            raise Reject("no")
+        await saga.tx("s", take)
+
+    options: Any = {"reconcile": ask} if what == "a question" else {}
+    handler = saga(book, max_attempts=2, timeout="300ms", **options)
+    async with locked(bench, "lock table effect") as rival:
+        if what == "a question":
+            await lost(bench, one, handler)
+            outcomes = [await two.resume(handler)]
+        else:
+            outcomes = [await two.deliver(handler)]
+        outcomes += [await two.resume(handler) for _ in range(2)]
+        assert {outcome.kind for outcome in outcomes} == {OutcomeKind.RETRYING}
+        await rival.rollback()
+        *_, last = await two.to_the_end(handler, outcomes[-1])
+    assert last.kind is (OutcomeKind.FAILED if what == "an undo" else OutcomeKind.APPLIED)
+    assert bench.effects == ["taken"]

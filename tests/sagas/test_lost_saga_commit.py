@@ -22,9 +22,10 @@ both_cuts = pytest.mark.parametrize("cut", ["before", "after"])
 
 
 class Line:
-    """A station whose connections go through a proxy that cuts one COMMIT."""
+    """A station whose connections go through a proxy that cuts one COMMIT, or leaves it without an answer (R20)."""
 
-    def __init__(self, bench: Bench, station: Station, proxy: Proxy) -> None:
+    def __init__(self, bench: Bench, station: Station, proxy: Proxy, how: str) -> None:
+        self._how = how
         self.station = station
         self.tokens: list[int] = []
         self._bench = bench
@@ -32,7 +33,7 @@ class Line:
         self._trap: Trap | None = None
 
     def arm(self, cut: Cut) -> None:
-        self._trap = self._proxy.cut_at(mode=cut)
+        self._trap = self._proxy.cut_at(mode=cut) if self._how == "cut" else self._proxy.freeze_at(mode=cut)
 
     async def deliver(self, handler: BoundHandler) -> Outcome:
         """As a lane does: what could not be decided is presented again."""
@@ -51,8 +52,17 @@ class Line:
         self.tokens.append(self._bench.token)
 
 
-@pytest.fixture
-async def line(bench: Bench, points: Points, open_station: OpenStation) -> AsyncIterator[Line]:
+@pytest.fixture(params=["cut", "frozen"])
+async def line(
+    request: pytest.FixtureRequest,
+    bench: Bench,
+    points: Points,
+    open_station: OpenStation,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Line]:
+    monkeypatch.setattr("idemconsumer.stores.connection._LOOK_OUT", 0.05)
+    monkeypatch.setattr("idemconsumer.stores.pool.PATIENCE", 0.8)
+    monkeypatch.setattr("idemconsumer.stores.pool._SPARE_SECONDS", -1000.0)
     async with Proxy(int(str(conninfo_to_dict(bench.dsn)["port"]))) as proxy:
         dsn = make_conninfo(bench.dsn, host="127.0.0.1", port=proxy.port)
         station = await open_station(points, dsn=dsn)
@@ -63,7 +73,7 @@ async def line(bench: Bench, points: Points, open_station: OpenStation) -> Async
         await station.deliver(saga(nothing))  # the scope is known from now on, so the next COMMIT is the claim's
         bench.clear()
         station.register(bench)
-        yield Line(bench, station, proxy)
+        yield Line(bench, station, proxy, request.param)
 
 
 def booking(line: Line, remote: Remote, *, refused: bool = False) -> SagaFn:

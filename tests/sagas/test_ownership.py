@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, cast
 
 import pytest
 
 from idemconsumer import Message, OutcomeKind, Saga, idempotent_handler
-from idemconsumer.brokers.due_sagas import DueSagas, DueSagasSession
+from idemconsumer.brokers.due_sagas import DueSagasSession
 from idemconsumer.engine.engine import Engine
-from idemconsumer.engine.work import Work, dead_letter
+from idemconsumer.engine.letters import dead_letter
+from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Session
+from idemconsumer.ports.broker import Delivery, Epoch, Session
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import NullObserver
+from idemconsumer.settings import Settings
 from idemconsumer.worker.in_hand import InHand
 from idemconsumer.worker.lanes import Lanes
-from tests.support.sagas import Bench, Station, order, put, saga
+from tests.support.sagas import Bench, FreeLanes, Station, due_sagas, order, put, saga
 
 
 async def book(order: dict[str, Any], saga: Saga) -> str:
@@ -42,8 +43,7 @@ def of(app: str, **options: Any) -> BoundHandler:
 
 
 async def source(station: Station, held: Callable[[], list[bytes]]) -> DueSagasSession:
-    broker = DueSagas(station.leases, held, lambda: 4)
-    return await broker.open([Subscription("saga:book", "book", "shop")], Bounds(lanes=4, group=1))
+    return await due_sagas(station, FreeLanes(4, held))
 
 
 # ----------------------------------------------------------------------------------------------------------------- apps
@@ -67,7 +67,7 @@ async def test_sagas_of_all_tenants_of_the_app_are_taken(bench: Bench, one: Stat
 
 # ------------------------------------------------------------------------------------------------------------------ key
 def lanes(station: Station) -> Lanes:
-    return Lanes(InHand(Engine(station.store), NullObserver()), count=2, room=2)
+    return Lanes(InHand(Engine(station.store), NullObserver()), [of("shop")], Settings(concurrency=2, room=2))
 
 
 @pytest.mark.parametrize("rule", ["another", "missing"])
@@ -89,7 +89,7 @@ async def test_what_is_held_has_the_key_that_it_is_stored_under_whatever_the_key
     assert await session.fetch() == []
     outcome = await two.run(work)
     assert outcome.kind is (OutcomeKind.APPLIED if rule == "another" else OutcomeKind.DEAD)
-    hands.in_hand.forget([hands._lanes[0].clear()[0]])
+    hands.in_hand.forget([hands.of("book").spread.clear()[0]])
     assert (hands.keys, hands.in_hand.in_flight) == ([], 0)
 
 
@@ -106,27 +106,32 @@ async def test_the_same_message_under_another_fingerprint_rule_is_no_conflict_on
 
 
 # --------------------------------------------------------------------------------------------------------- in our hands
-@pytest.mark.parametrize("seam", ["own", "take"])
+@pytest.mark.parametrize("seam", ["look_for_sagas", "take_sagas"])
 async def test_a_saga_that_begins_while_the_source_looks_is_not_taken_from_its_own_run(
     bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch, seam: str
 ) -> None:
     """What was in hand was read before the statement ran. It then counted as stale: on_stale parked it."""
     hands: list[bytes] = []
-    alone = one.store.pool.alone
+    pool = one.store.pool
 
-    async def meanwhile(name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-        if name == f"{seam}_sagas" and not hands:
-            call = Work.of(saga(book), order()).call
-            assert call is not None
-            hands.append(call.claim.key)  # a delivery is in hand before it is claimed
-            await begin(one, saga(book))
-        return await alone(name, params)
+    def meanwhile(send: Callable[..., Awaitable[list[tuple[Any, ...]]]]) -> Callable[..., Any]:
+        async def sent(name: str, params: dict[str, Any], **more: Any) -> list[tuple[Any, ...]]:
+            if name == seam and not hands:
+                call = Work.of(saga(book), order()).call
+                assert call is not None
+                hands.append(call.claim.key)  # a delivery is in hand before it is claimed
+                await begin(one, saga(book))
+            return await send(name, params, **more)
 
-    monkeypatch.setattr(one.store.pool, "alone", meanwhile)
-    session = await source(one, lambda: list(hands))
-    assert await session.fetch() == []
+        return sent
+
+    due = await begin(one, saga(book), order("due"))
+    await one.leases.release(due, 0.0, None, count=False)
+    monkeypatch.setattr(pool, "read", meanwhile(pool.read))
+    monkeypatch.setattr(pool, "alone", meanwhile(pool.alone))
+    session = await source(one, lambda: [*hands, due.key])
+    assert [delivery.handle.key for delivery in await session.fetch()] == [due.key]
     assert len(hands) == 1
-    monkeypatch.undo()
     assert await session.fetch() == []
 
 

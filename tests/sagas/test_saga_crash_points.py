@@ -40,6 +40,7 @@ PASSES: Final[dict[str, dict[Point | SagaPoint, int]]] = {
         Point.COMMITTED: 1,
     },
     "flaky": {SagaPoint.RELEASED: 1, SagaPoint.STEP_OPENING: 3},
+    "sleepy": {SagaPoint.PAUSING: 1, SagaPoint.PAUSED: 1},
     "refused": {
         SagaPoint.STEP_RECORDED: 2,
         Point.REJECTING: 1,
@@ -63,6 +64,7 @@ CASES: Final = [
 ENDS: Final = {
     "plain": (State.COMPLETED, ["created", "booked"], ["charge"]),
     "flaky": (State.COMPLETED, ["created", "stumbled", "booked"], ["charge"]),
+    "sleepy": (State.COMPLETED, ["created", "booked"], ["charge"]),
     "refused": (State.FAILED, ["created", "undo created"], ["charge", "refuse", "refund 7"]),
 }
 

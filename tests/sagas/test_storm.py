@@ -92,7 +92,7 @@ def over(bench: Bench, sagas: int) -> bool:
     return bool(ended == sagas) and not bench.held
 
 
-@pytest.mark.parametrize("sagas", [60, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("sagas", [30, pytest.param(300, marks=pytest.mark.long)])
 async def test_a_storm_of_kills_and_freezes_loses_no_saga_and_repeats_no_effect(
     deployment: Deployment, sagas: int
 ) -> None:

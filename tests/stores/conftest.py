@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, closing
 
 import pytest
 
+from idemconsumer.engine.engine import Engine
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
 from tests.support.servers.postgres import fresh_database
@@ -47,3 +48,16 @@ async def open_store() -> AsyncIterator[OpenStore]:
 @pytest.fixture
 async def store(ledger: Ledger, open_store: OpenStore) -> PostgresStore:
     return await open_store(ledger.dsn)
+
+
+@pytest.fixture
+async def one_connection(shared_ledger: Ledger) -> AsyncIterator[PostgresStore]:
+    """With a single connection, which every message gets."""
+    store = await PostgresStore.open(shared_ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def engine(store: PostgresStore) -> Engine:
+    return Engine(store)

@@ -99,11 +99,11 @@ async def test_a_duplicate_stays_one_whatever_the_process_tells_psycopg(
 @pytest.mark.parametrize(
     "answer",
     [
-        "select 'other'::bytea, null, null, null, null",
-        "select 'other'::bytea, 3, null, null, null",
-        "select null, 3, null, null, null",
-        "select 'key'::bytea, 'done', null, null, null",
-        "select 'key'::bytea, 99, null, null, null",
+        "select 'other'::bytea, null, null, null, null, null",
+        "select 'other'::bytea, 3, null, null, null, null",
+        "select null, 3, null, null, null, null",
+        "select 'key'::bytea, 'done', null, null, null, null",
+        "select 'key'::bytea, 99, null, null, null, null",
         "select 'key'::bytea",
         "select where false",
         "set local lock_timeout = 0",
@@ -114,3 +114,9 @@ async def test_what_is_no_answer_to_a_claim_is_an_error(store: PostgresStore, an
         results = await connection.simple(answer.encode())
         with pytest.raises(StoreUnavailable, match="answer to a claim"):
             outcomes(results[-1], [b"key"])
+
+
+async def test_a_record_that_was_not_asked_for_is_no_answer(store: PostgresStore) -> None:
+    store.pool.queries = store.pool.queries | {"read": b"select 'other'::bytea, 3, null, null, null, null"}
+    with pytest.raises(StoreUnavailable, match="answer to a claim"):
+        await store.peek([b"key"])

@@ -25,7 +25,7 @@ async def test_a_record_that_is_committed_while_the_claim_is_under_way_is_found(
     await stranger.execute("insert into idemconsumer.record values (%s, 1, 3, null, clock_timestamp())", [FIRST.key])
     async with store.transaction(group=1) as claims:
         claiming = asyncio.create_task(claims.claim([FIRST, SECOND]))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not ledger.run(BLOCKED):
                 await asyncio.sleep(0.01)
 

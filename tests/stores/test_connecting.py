@@ -1,21 +1,27 @@
-"""R15: what each connection of ours is, whatever the role or the database prefers."""
+"""R15, R19, J6: what each connection of ours is, and where it leads to, whatever role, database or address prefer."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import closing
+from pathlib import Path
 
 import psycopg
 import pytest
 from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
 from idemconsumer.admin.dead_letters import connected
 from idemconsumer.brokers.postgres import PostgresBroker
+from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.sql.connecting import with_settings
+from idemconsumer.sql.options import asked_for
+from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.heartbeat import Heartbeat
+from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import connect
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
 
@@ -41,7 +47,7 @@ async def test_every_connection_is_read_committed_whatever_the_role_prefers(
     store = await open_store(dsn)
     async with store.pool.connection() as pooled:
         levels.append(await (await pooled.execute(LEVEL)).fetchone())
-    async with await PostgresBroker(Settings(dsn=dsn))._connect() as queue:
+    async with await PostgresBroker(Settings(dsn=dsn))._connect(dsn) as queue:
         levels.append(await (await queue.execute(LEVEL)).fetchone())
     async with connected(dsn, SCHEMA) as admin:
         levels.append(tuple((await (await admin.execute(LEVEL)).fetchone() or {}).values()))
@@ -50,6 +56,23 @@ async def test_every_connection_is_read_committed_whatever_the_role_prefers(
     with closing(connect(dsn)) as migrations:
         levels.append(migrations.execute(LEVEL).fetchone())
     assert levels == [("read committed",)] * 5
+
+
+@pytest.mark.parametrize(("lease", "idle"), [(None, "35s"), (10.0, "10s")])
+async def test_the_server_bounds_what_runs_on_a_connection(ledger: Ledger, lease: float | None, idle: str) -> None:
+    """J6: of a worker that is frozen, or gone, whatever it was doing."""
+    store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=30.0, lease=lease)
+    bounds = {
+        "idle_in_transaction_session_timeout": idle,
+        "statement_timeout": "35s",
+        "lock_timeout": "10s",
+        "client_connection_check_interval": "5s",
+    }
+    async with store.pool.connection() as connection:
+        for name, value in bounds.items():
+            cursor = await connection.execute("select current_setting(%s)", [name])
+            assert (name, await cursor.fetchone()) == (name, (value,))
+    await store.close()
 
 
 async def test_takers_of_a_queue_do_not_fail_where_serializable_is_the_default(serializable: Ledger) -> None:
@@ -75,3 +98,76 @@ def test_settings_are_added_to_those_of_the_address(database: str) -> None:
     with psycopg.connect(mine) as connection:
         assert connection.execute("show search_path").fetchone() == ("x, y",)
         assert connection.execute("show application_name").fetchone() == (r"a \ b",)
+
+
+@pytest.mark.parametrize("by", ["address", "variable"])
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ("", {}),
+        ("-c search_path=a,b", {"search_path": "a,b"}),
+        (r"  -csearch_path=a,\ b --Work-Mem=4MB -c x.y=a=b", {"search_path": "a, b", "work_mem": "4MB", "x.y": "a=b"}),
+        ("-c work_mem=1MB -c work_mem=2MB", {"work_mem": "2MB"}),
+        ("-c lock_timeout=5 -c application_name=x -c client_encoding=latin1", {}),
+    ],
+)
+def test_settings_of_an_address_are_found_however_they_are_written(
+    database: str, monkeypatch: pytest.MonkeyPatch, options: str, asked: dict[str, str], by: str
+) -> None:
+    if by == "address":
+        monkeypatch.setenv("PGOPTIONS", "-c search_path=shadowed")
+        database = make_conninfo(database, options=options)
+    else:
+        monkeypatch.setenv("PGOPTIONS", options)
+    assert asked_for(database, ["lock_timeout"]) == asked
+    with psycopg.connect(with_settings(database, {"lock_timeout": "10s"})) as connection:
+        for name, value in asked.items():
+            assert connection.execute("select current_setting(%s)", [name]).fetchone() == (value,)
+        assert connection.execute("show lock_timeout").fetchone() == ("10s",)
+
+
+@pytest.mark.parametrize("options", ["-F", "-c", "-c search_path", "--work_mem", "tenant"])
+def test_options_that_are_no_settings_are_refused(database: str, options: str) -> None:
+    with pytest.raises(ConfigurationError, match="in `options`, or in PGOPTIONS; write -c name=value"):
+        asked_for(make_conninfo(database, options=options), [])
+
+
+# ------------------------------------------------------------------------------------------------------------------ R19
+@pytest.fixture(params=["address", "variable", "service", "named service"])
+def read_write(request: pytest.FixtureRequest, ledger: Ledger, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The standard address of a highly available Postgres, which libpq would refuse for a read-only session."""
+    if request.param == "address":
+        return make_conninfo(ledger.dsn, target_session_attrs="read-write")
+    if request.param == "variable":
+        monkeypatch.setenv("PGTARGETSESSIONATTRS", "read-write")
+        return ledger.dsn
+    (folder / "services").write_text("[shop]\ntarget_session_attrs=read-write\n")
+    monkeypatch.setenv("PGSERVICEFILE", str(folder / "services"))
+    if request.param == "named service":
+        return make_conninfo(ledger.dsn, service="shop")
+    monkeypatch.setenv("PGSERVICE", "shop")
+    return ledger.dsn
+
+
+async def test_read_write_is_a_primary(read_write: str, open_store: OpenStore) -> None:
+    store = await open_store(read_write)
+    async with store.pool.connection() as pooled:
+        assert await (await pooled.execute("show transaction_read_only")).fetchone() == ("on",)
+    async with await PostgresBroker(Settings(dsn=read_write))._connect(read_write):
+        pass
+    connect(read_write).close()
+
+
+@pytest.mark.parametrize("wanted", ["standby", "prefer-standby", "read-only"])
+@pytest.mark.parametrize("by", ["address", "variable"])
+async def test_an_address_of_standbys_is_refused(
+    database: str, monkeypatch: pytest.MonkeyPatch, wanted: str, by: str
+) -> None:
+    if by == "variable":
+        monkeypatch.setenv("PGTARGETSESSIONATTRS", wanted)
+    else:
+        database = make_conninfo(database, target_session_attrs=wanted)
+    with pytest.raises(
+        ConfigurationError, match=f"target_session_attrs={wanted} .* write target_session_attrs=primary"
+    ):
+        await check_database(database, SCHEMA)

@@ -9,6 +9,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -30,6 +31,11 @@ def loops(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventL
     uvloop: Any = importlib.import_module("uvloop")
     make: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return make
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("idemconsumer.stores.connection._LOOK_OUT", 0.02)
 
 
 def run(loops: Callable[[], asyncio.AbstractEventLoop], main: Any) -> Any:
@@ -69,7 +75,7 @@ def test_a_cancelled_statement_ends_on_the_server_and_the_connection_goes_on(
         sleeping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sleeping
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await one(connection, "select 1") == 1
         await connection.close()
 
@@ -86,12 +92,12 @@ def test_a_lost_server_ends_the_statement_and_leaves_no_socket_behind(
             sleeping = asyncio.create_task(connection.execute("select pg_sleep(60)"))
             await asyncio.sleep(0)
             await kill(database, pid)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 with pytest.raises(psycopg.OperationalError):
                     await sleeping
             assert connection._watched is None
             again = await connected(database)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 assert await one(again, "select 1") == 1
             await again.close()
             await connection.close()
@@ -113,7 +119,7 @@ def test_a_reset_connection_ends_the_statement_and_the_next_one(
             assert waiting._waiter is not None
             assert resting._watched is not None
             proxy.cut()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 with pytest.raises(psycopg.OperationalError):
                     await sleeping
                 with pytest.raises(psycopg.OperationalError):
@@ -121,6 +127,41 @@ def test_a_reset_connection_ends_the_statement_and_the_next_one(
                 await until(lambda: resting._watched is None)
             await waiting.close()
             await resting.close()
+
+    run(loops, main())
+
+
+def test_a_silent_server_ends_the_statement_and_the_connection(
+    database: str, loops: Callable[[], asyncio.AbstractEventLoop], impatient: None
+) -> None:
+    async def main() -> None:
+        async with Proxy(int(str(conninfo_to_dict(database)["port"]))) as proxy:
+            connection = await connected(make_conninfo(database, host="127.0.0.1", port=proxy.port))
+            connection.patience = 0.3
+            assert await one(connection, "select 1") == 1
+            proxy.freeze()
+            async with asyncio.timeout(30):
+                with pytest.raises(psycopg.OperationalError, match=r"no answer from the server within 0\.3 s"):
+                    await connection.execute("select 1")
+            assert connection.closed
+            assert connection._watched is None
+            assert await one(await connected(database), "select 1") == 1
+
+    run(loops, main())
+
+
+def test_an_answer_that_came_while_the_loop_stood_still_is_no_silence(
+    database: str, loops: Callable[[], asyncio.AbstractEventLoop], impatient: None
+) -> None:
+    async def main() -> None:
+        connection = await connected(database)
+        connection.patience = 0.3
+        statement = asyncio.create_task(one(connection, "select 7 from pg_sleep(0.2)"))
+        await until(lambda: connection._seen is not None and connection._seen is connection._waiter)
+        asyncio.get_running_loop().call_soon(time.sleep, 0.6)
+        assert await statement == 7
+        assert await one(connection, "select 8") == 8
+        await connection.close()
 
     run(loops, main())
 

@@ -49,6 +49,20 @@ async def roll_back_write_commit(tx: Tx) -> None:
     await tx.connection.commit()
 
 
+async def commit_under_a_seal_of_its_own(tx: Tx) -> None:
+    """As a handler does that calls what it takes for the seal."""
+    await tx.execute("select set_config('idemconsumer.sealed', 'mine', true)")
+    with suppress(psycopg.Error):
+        await tx.connection.commit()
+
+
+async def roll_back_begin_write_commit(tx: Tx) -> None:
+    for statement in ("rollback", "begin read write"):
+        await tx.connection.execute(statement)
+    await write(tx, "after the rollback")
+    await tx.connection.commit()
+
+
 async def roll_back_and_write(tx: Tx) -> None:
     await tx.connection.rollback()
     with suppress(psycopg.Error):
@@ -78,13 +92,30 @@ async def forge_a_function(tx: Tx) -> None:
 
 async def forge_an_operator(tx: Tx) -> None:
     """And so are its comparisons, none of which holds."""
+    await forge_operators(tx)
+    await commit_with_forged_names(tx)
+
+
+async def forge_operators(tx: Tx) -> None:
     await tx.execute("create schema forged")
     await tx.execute("create function forged.never(text, text) returns boolean language sql return false")
     for operator in ("=", "<>"):
         await tx.connection.execute(
             f"create operator forged.{operator} (function = forged.never, leftarg = text, rightarg = text)"
         )
-    await commit_with_forged_names(tx)
+    await tx.execute("set local search_path = forged, pg_catalog, public")
+
+
+async def roll_back_and_forge_an_operator(tx: Tx) -> None:
+    """The seal finds no mark, and by the handler's own operator would not see that."""
+    await tx.connection.execute("rollback; begin read write")
+    await write(tx, "after the rollback")
+    await forge_operators(tx)
+
+
+async def risk_the_commit_and_forge_an_operator(tx: Tx) -> None:
+    await tx.execute("set local synchronous_commit = off")
+    await forge_operators(tx)
 
 
 async def commit_with_forged_names(tx: Tx) -> None:
@@ -114,10 +145,15 @@ ATTACKS: dict[str, Attack] = {
     "connection.commit()": lambda tx: tx.connection.commit(),
     "connection.rollback()": lambda tx: tx.connection.rollback(),
     "commit(), error swallowed, another write": commit_and_go_on,
+    "a seal of its own, commit()": commit_under_a_seal_of_its_own,
     "rollback(), a write, commit()": roll_back_write_commit,
+    "rollback, begin read write, a write, commit()": roll_back_begin_write_commit,
+    "a rollback and a write at once": through_connection("rollback; insert into witness (id) values ('escaped')"),
     "rollback(), a write whose error is swallowed": roll_back_and_write,
     "a function of its own that the guard would call": forge_a_function,
     "operators of its own that the guard would use": forge_an_operator,
+    "rollback, operators of its own that the seal would use": roll_back_and_forge_an_operator,
+    "a commit that can be lost, operators of its own that the seal would use": risk_the_commit_and_forge_an_operator,
     "a swallowed error": swallow_an_error,
     "a swallowed error and commit()": swallow_an_error_and_commit,
 }
@@ -190,6 +226,23 @@ async def honest_rollback_to_savepoint(tx: Tx) -> None:
     await tx.execute("savepoint part")
     await write(tx, "undone")
     await tx.execute("rollback work to savepoint part")
+
+
+async def honest_names_of_its_own(tx: Tx) -> None:
+    """What the seal would call by its bare name is the handler's own, and does nothing of the kind."""
+    await tx.execute("create schema forged")
+    for name in ("current_setting(text)", "current_setting(text, boolean)", "set_config(text, text, boolean)"):
+        await tx.connection.execute(f"create function forged.{name} returns text language sql return 'off'")
+    await tx.execute("set local search_path = forged, pg_catalog, public")
+
+
+async def test_names_of_a_handlers_own_are_not_called_by_the_seal(shared_ledger: Ledger, engine: Engine) -> None:
+    with under(honest_names_of_its_own):
+        outcomes = await to_the_end(engine, [work(pay.plan.bind("shop"), message("offender"))])
+
+    assert kinds(outcomes) == ["applied"]
+    assert shared_ledger.effects == ["offender"]
+    shared_ledger.run("drop schema forged cascade")
 
 
 @pytest.mark.parametrize("position", POSITIONS)

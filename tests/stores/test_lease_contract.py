@@ -24,6 +24,9 @@ class Lease:
             " values ('test', '1 hour', clock_timestamp() + interval '1 hour') returning id"
         )
 
+    async def good(self, timeout: float) -> None:
+        return
+
     async def expire(self) -> None:
         self._ledger.run(
             "update idemconsumer.worker set until = clock_timestamp() - interval '1 second' where id = %s",

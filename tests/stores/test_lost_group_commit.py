@@ -26,12 +26,14 @@ before_and_after = pytest.mark.parametrize("cut", ["before", "after"])
 
 
 class CutCommitAt:
-    """Observer: springs a trap for the COMMIT that follows the given point."""
+    """Observer: springs a trap for the COMMIT that follows the given point, or for each one of several messages."""
 
     def __init__(self, proxy: Proxy) -> None:
         self.point: Point | None = None
         self.cut: Cut = "before"
         self.trap: Trap | None = None
+        self.cut_groups = False
+        self.groups: list[int] = []
         self._proxy = proxy
 
     def arm(self, point: Point, cut: Cut) -> None:
@@ -40,6 +42,9 @@ class CutCommitAt:
     def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
         if point is self.point:
             self.point, self.trap = None, self._proxy.cut_at(mode=self.cut)
+        if self.cut_groups and point is Point.SEALING and len(keys) > 1:
+            self.groups.append(len(keys))
+            self._proxy.cut_at(mode="before")
 
     def assert_sprung(self) -> None:
         assert self.trap is not None, "the point was never reached"
@@ -128,6 +133,20 @@ async def test_a_group_whose_commit_is_unknown_is_applied_once(
     assert [outcome.result for outcome in outcomes] == [b'{"paid":"%s"}' % id.encode() for id in ids]
     assert ledger.effects == ids
     assert ledger.states == [State.COMPLETED] * size
+
+
+async def test_a_group_whose_commit_is_lost_again_and_again_is_halved_until_it_goes_through(
+    ledger: Ledger, engine: Engine, observer: CutCommitAt
+) -> None:
+    """It may be the group itself that takes so long that the server ends its transaction."""
+    observer.cut_groups = True
+
+    async with asyncio.timeout(PATIENCE):
+        outcomes = await engine.run(works(pay, *range(4)))
+
+    assert observer.groups == [4, 4, 2]
+    assert kinds(outcomes) == ["applied"]
+    assert ledger.effects == ["0"]
 
 
 @before_and_after

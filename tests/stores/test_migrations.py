@@ -127,6 +127,15 @@ def test_the_printed_script_does_what_up_does(database: str) -> None:
     assert migrate(database, ODD) == []
 
 
+def test_a_runner_that_another_one_keeps_waiting_says_so(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrations, "_LOCK_TIMEOUT", "set local lock_timeout = '100ms'")
+    with psycopg.connect(database) as other:
+        other.execute(migrations._LOCK, ["idemconsumer"])
+        with pytest.raises(StoreUnavailable, match="kept a lock: canceling statement due to lock timeout"):
+            migrate(database, "idemconsumer")
+    assert migrate(database, "idemconsumer")
+
+
 @pytest.mark.parametrize("name", ["", "o'clock", "a$$b", "50%", "nul\0", "x" * 64, "pg_mine"])
 def test_a_schema_that_quoting_cannot_make_safe_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="write"):
@@ -138,3 +147,8 @@ def test_a_database_that_is_away_and_a_dsn_that_is_none_are_told_apart() -> None
         migrate("postgresql://127.0.0.1:1/x", "idemconsumer")
     with pytest.raises(ConfigurationError, match="cannot be parsed"):
         migrate("what is this", "idemconsumer")
+
+
+def test_migrations_are_numbered_without_gaps() -> None:
+    versions = [each.version for each in files()]
+    assert versions == list(range(1, len(versions) + 1))

@@ -12,6 +12,7 @@ import pytest
 from psycopg import sql
 
 from idemconsumer.sql.queries import load
+from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, Ledger
 
 KEYS = 50_000
@@ -26,38 +27,46 @@ def params(name: str) -> Mapping[str, Any]:
     rows: dict[str, dict[str, Any]] = {
         "begin_sagas": {
             "key": keys[0], "scope": "s", "handler": "h", "worker": 1, "version": None, "source": "s", "position": "p",
-            "message_id": None, "body": b"{}", "headers": b"{}",
+            "message_id": None, "body": b"{}", "headers": b"{}", "delivered": b"{}",
         },
-        "begin_steps": step,
+        "begin_steps": {**step, "placed": True},
         "finish_steps": {**step, "overlapped": False, "output": b"{}", "content_type": "json"},
         "end_sagas": {**holder, "final": 3},
     }  # fmt: skip
     saga = {"key": keys[0], "worker": 1}
+    taking = {
+        "worker": 1, "handlers": ["h", "i"], "versions": ["", ""], "scopes": "s", "app": "s", "grace": 600.0,
+        "unheld": keys[:1], "tokens": [1],
+    }  # fmt: skip
     deliveries = {"ids": [1, 2], "delivery_tokens": [1, 2]}
     opening = {"seal": "t", "lock_timeout": "10s"}
     each: dict[str, Mapping[str, Any]] = {
         "open": opening,
         "seal": {"seal": "t"},
-        "claim": {**many, "scopes": [1] * GROUP, "fingerprints": [None] * GROUP, "state": 3},
+        "claim": {
+            **many,
+            "scopes": [1] * GROUP,
+            "fingerprints": [None] * GROUP,
+            "canonicals": [None] * GROUP,
+            "state": 3,
+        },
         "store_results": {**many, "bodies": [b"{}"] * GROUP, "types": ["json"] * GROUP},
         "forget_attempts": many,
-        "take": {"name": "q", "limit": 10, "visibility": 10.0},
+        "take": {"names": ["q"], "limits": [10], "bytes": 1_000_000, "visibility": 10.0},
+        "fall_due": {"names": ["q", "~a/h"], "limit": 200},
+        "waiting": {"names": ["q", "~a/h"]},
         "extend": {**deliveries, "visibility": 10.0},
         "finish": deliveries,
         "give_back": deliveries,
         "own_sagas": saga,
-        "take_sagas": {
-            "worker": 1,
-            "handlers": ["h"],
-            "scopes": "s/",
-            "key": None,
-            "unheld": keys[:1],
-            "tokens": [1],
-            "limit": 10,
-        },
+        "look_for_sagas": {**taking, "ahead": 5.0, "queues": ["q", "~a/h"]},
+        "look_for_messages": {"queues": ["q", "~a/h"], "ahead": 5.0},
+        "take_sagas": {**taking, "limit": 10},
+        "take_saga": {**taking, "key": keys[0]},
+        "newer_worker": {"worker": 1, "app": "s", "handler": "h", "version": None, "grace": 600.0},
         "await_saga": saga,
         "retake_saga": {**saga, "token": 1},
-        "steps": saga,
+        "steps": {**saga, "window": 1_000_000},
         "begin_step": {**step, **opening},
         "finish_step": {**step, "seal": "t", "overlapped": False, "output": b"{}", "content_type": "json"},
         "fence": holder,
@@ -97,7 +106,7 @@ HOT = [
 
 FILL = f"""
 select set_config('idemconsumer.open', 't', true);
-insert into idemconsumer.record
+insert into idemconsumer.record (key, scope_id, state, fingerprint, changed_at)
     select sha256(n::text::bytea), 1, 3, null, clock_timestamp() from generate_series(1, {KEYS}) n;
 insert into idemconsumer.result select sha256(n::text::bytea), '{{}}', 'json' from generate_series(1, {KEYS}) n;
 insert into idemconsumer.attempt
@@ -116,8 +125,9 @@ select idemconsumer.seal('t');
 
 
 EXPLAINED = [
-    *HOT, "open", "seal", "claim", "store_results", "forget_attempts", "take", "extend", "finish", "give_back",
-    "own_sagas", "take_sagas", "await_saga", "retake_saga", "steps", "begin_step", "finish_step", "fence",
+    *HOT, "open", "seal", "claim", "store_results", "forget_attempts", "take", "fall_due", "waiting", "extend",
+    "look_for_messages", "finish", "give_back", "own_sagas", "look_for_sagas", "take_sagas", "take_saga",
+    "newer_worker", "await_saga", "retake_saga", "steps", "begin_step", "finish_step", "fence",
     "fence_whole", "open_intents",
 ]  # fmt: skip
 
@@ -174,10 +184,50 @@ def test_statements_prepared_on_empty_tables_do_not_scan_full_ones(shared_ledger
         connection.rollback()  # at the end alone, since psycopg then drops what it has prepared
 
 
+def test_who_takes_from_a_queue_does_not_walk_over_what_is_not_due(shared_ledger: Ledger) -> None:
+    waiting = 100_000
+    with psycopg.connect(shared_ledger.dsn, prepare_threshold=0) as connection:
+        connection.execute("alter table idemconsumer.delayed set (autovacuum_enabled = off)", prepare=False)
+        connection.execute("set enable_seqscan = off", prepare=False)  # as a session of the queue does
+        connection.commit()
+        query, given = load(SCHEMA)["fall_due"], params("fall_due")
+        for _ in range(8):
+            connection.execute(query, given)
+        (name,) = connection.execute(
+            "select name from pg_prepared_statements where name like '\\_pg3%%'", prepare=False
+        ).fetchone() or ("",)
+        connection.execute(
+            "insert into idemconsumer.delayed (name, body, due_at) select 'q', '', clock_timestamp() + interval '1 day'"
+            " from generate_series(1, %s)", [waiting], prepare=False,
+        )  # fmt: skip
+        connection.execute("insert into idemconsumer.delayed (name, body, due_at) values ('q', 'due', now())")
+        values = sql.SQL(", ").join(sql.Literal(value) for value in ordered(query, given))
+        explain = sql.SQL("explain (analyze, buffers, format json) execute {}({})").format(sql.Identifier(name), values)
+        ((plan,),) = connection.execute(explain, prepare=False).fetchall()
+        buffers = plan[0]["Plan"]["Shared Hit Blocks"] + plan[0]["Plan"]["Shared Read Blocks"]
+        assert "Seq Scan" not in str(plan)
+        assert buffers < 100, "pages that were looked at, of more than a thousand"
+        moved = connection.execute("select body from idemconsumer.queue", prepare=False).fetchall()
+        assert moved == [(b"due",)]
+        connection.rollback()
+
+
+async def test_what_a_kept_plan_could_make_a_scan_is_not_prepared(store: PostgresStore) -> None:
+    for _ in range(8):
+        await store.unmark_attempts([b"k"])
+        await store.forget_attempts([b"k"])
+        await store.peek([b"k"])
+    async with store.pool.connection() as connection:
+        prepared = await (await connection.execute("select statement from pg_prepared_statements")).fetchall()
+    assert [statement for (statement,) in prepared if "delete from" in statement] == []
+    assert [statement for (statement,) in prepared if "cross join lateral" in statement] != []
+
+
 @pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])
 def test_the_claim_keeps_no_plan_that_scans_a_full_table(shared_ledger: Ledger, mode: str) -> None:
     claim = (
         "select * from idemconsumer.claim(%s, array_fill(1, array[cardinality(%s::bytea[])]), "
+        "array_fill(null::bytea, array[cardinality(%s::bytea[])]), "
         "array_fill(null::bytea, array[cardinality(%s::bytea[])]), 3::smallint)"
     )
     with psycopg.connect(shared_ledger.dsn) as connection:
@@ -189,8 +239,8 @@ def test_the_claim_keeps_no_plan_that_scans_a_full_table(shared_ledger: Ledger, 
         connection.commit()
         for _ in range(8):  # PL/pgSQL keeps plans as prepared statements do
             new = [secrets.token_bytes(32) for _ in range(GROUP)]
-            connection.execute(claim, [new] * 3)
-            connection.execute(claim, [new] * 3)  # all of them there: the reading is planned as well
+            connection.execute(claim, [new] * 4)
+            connection.execute(claim, [new] * 4)  # all of them there: the reading is planned as well
             connection.rollback()
 
         with psycopg.connect(shared_ledger.dsn) as other:
@@ -203,7 +253,7 @@ def test_the_claim_keeps_no_plan_that_scans_a_full_table(shared_ledger: Ledger, 
         connection.rollback()
         scans = "select seq_scan from pg_stat_xact_user_tables where schemaname = 'idemconsumer' and relname = %s"
         before = {table: connection.execute(scans, [table]).fetchone() for table in ("record", "result")}
-        found = connection.execute(claim, [keys + [key for (key,) in there]] * 3).fetchall()
+        found = connection.execute(claim, [keys + [key for (key,) in there]] * 4).fetchall()
         assert {row[0] for row in found} == {key for (key,) in there}
         assert all(row[1] == 3 and row[3] is not None for row in found)
         after = {table: connection.execute(scans, [table]).fetchone() for table in ("record", "result")}
@@ -247,6 +297,134 @@ def test_steps_keep_no_plan_that_scans_a_full_table(shared_ledger: Ledger, mode:
             assert not filled or after == before
 
 
+@pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])
+def test_who_ends_a_saga_scans_no_table_of_children(shared_ledger: Ledger, mode: str) -> None:
+    scans = "select seq_scan from pg_stat_xact_user_tables where schemaname = 'idemconsumer' and relname = 'child'"
+    with psycopg.connect(shared_ledger.dsn, autocommit=True) as connection:
+        connection.execute("truncate idemconsumer.child")
+        connection.execute("alter table idemconsumer.child set (autovacuum_enabled = off)")
+        connection.execute("vacuum analyze idemconsumer.child")
+        connection.execute(sql.SQL("set plan_cache_mode = {}").format(sql.Literal(mode)))
+        for filled in (False, True):
+            if filled:
+                connection.execute(
+                    "insert into idemconsumer.child (parent, key)"
+                    " select sha256(n::text::bytea), sha256(n::text::bytea) from generate_series(1, 20000) as n"
+                )
+            for _ in range(8):
+                with connection.transaction():
+                    before = connection.execute(scans).fetchone()
+                    connection.execute(
+                        "delete from idemconsumer.saga where key = any(%s)", ([secrets.token_bytes(32)],)
+                    )
+                    after = connection.execute(scans).fetchone()
+            assert not filled or after == before
+
+
 def ordered(query: bytes, values: Mapping[str, Any]) -> list[Any]:
     """The values in the order in which psycopg numbers the parameters: that of their first appearance."""
     return [values[name] for name in sorted(values, key=lambda name: query.index(b"%%(%s)s" % name.encode()))]
+
+
+SAGAS = 10_000
+FILL_SAGAS = f"""
+insert into idemconsumer.scope (id, name) overriding system value values (7, 's/-/h');
+insert into idemconsumer.worker (id, name, lease, until) overriding system value values
+    (2, 'lives', '1 hour', now() + interval '1 hour'), (3, 'is lost', '1 hour', now() - interval '1 hour');
+insert into idemconsumer.saga (key, scope_id, handler, state, token, worker, due, attempt, source, position, body,
+    headers, started_at)
+    select sha256((kind || '/' || n)::bytea), 7, 'h', 1, 1, owner, now() + wait, 1, '', '', '', '', now()
+    from generate_series(1, {SAGAS}) as n,
+        (values ('waits', null::bigint, interval '1 day'), ('held', 2, '0'), ('stale', 3, '0')) as k (kind, owner, wait)
+"""
+
+
+def test_who_looks_for_sagas_scans_no_table_however_many_there_are(shared_ledger: Ledger) -> None:
+    """As many that wait, that are held, and that lost their worker (L32)."""
+    queries = load(SCHEMA)
+    with psycopg.connect(shared_ledger.dsn) as connection:
+        connection.execute("alter table idemconsumer.saga set (autovacuum_enabled = off)")
+        for statement in FILL_SAGAS.split(";\n"):
+            connection.execute(statement.encode())
+        connection.execute("savepoint filled")
+        scans = "select seq_scan from pg_stat_xact_user_tables where schemaname = 'idemconsumer' and relname = 'saga'"
+        read = "select idx_tup_fetch from pg_stat_xact_user_tables where relname = 'saga'"
+        for name in ("own_sagas", "look_for_sagas", "take_saga", "take_sagas") * 2:
+            before = connection.execute(scans).fetchone(), connection.execute(read).fetchone()
+            given = {**params(name), "key": None} if name == "own_sagas" else params(name)
+            rows = connection.execute(queries[name], given, prepare=False).fetchall()
+            assert connection.execute(scans).fetchone() == before[0], name
+            assert before[1] is not None
+            ((fetched,),) = connection.execute(read).fetchall()
+            assert fetched - before[1][0] < 100, f"{name} reads no more than it needs"
+            assert len(rows) == {"own_sagas": 0, "look_for_sagas": 1, "take_saga": 0, "take_sagas": 10}[name]
+            if name == "take_sagas":
+                connection.execute("rollback to filled")
+                connection.execute("analyze idemconsumer.saga")
+        connection.rollback()
+
+
+def test_who_looks_for_sagas_reads_none_that_sleep(shared_ledger: Ledger) -> None:
+    """Of another app, so that each would be read to find that out (L41)."""
+    queries = load(SCHEMA)
+    with psycopg.connect(shared_ledger.dsn) as connection:
+        connection.execute("alter table idemconsumer.saga set (autovacuum_enabled = off)")
+        connection.execute("insert into idemconsumer.scope (id, name) overriding system value values (7, 't/-/h')")
+        connection.execute(
+            "insert into idemconsumer.saga (key, scope_id, handler, version, state, token, due, attempt, source,"
+            " position, body, headers, started_at) select sha256(n::text::bytea), 7, 'h', '1', 1, 1,"
+            " now() + interval '1 hour', 1, '', '', '', '', now() from generate_series(1, %s) as n",
+            [SAGAS],
+        )
+        for name in ("look_for_sagas", "take_sagas"):
+            plan = connection.execute(
+                b"explain (analyze, buffers, format json) " + queries[name], params(name), prepare=False
+            ).fetchone()
+            assert plan is not None
+            top = plan[0][0]["Plan"]
+            assert "Seq Scan on saga" not in str(plan)
+            assert top["Shared Hit Blocks"] + top["Shared Read Blocks"] < 200, f"{name} reads what sleeps"
+        connection.rollback()
+
+
+# Of version 1 all of them, due since `since`; of version 2, which the process runs, a single one, due a second ago.
+FILL_VERSIONS = f"""
+insert into idemconsumer.scope (id, name) overriding system value values (7, 's/-/h');
+insert into idemconsumer.saga (key, scope_id, handler, state, token, due, attempt, version, source, position, body,
+    headers, started_at)
+    select sha256(n::text::bytea), 7, 'h', 1, 1, now() - wait, 1, version, '', '', '', '', now()
+    from (select n, '1', %(since)s::interval from generate_series(1, {SAGAS}) as n union select 0, '2', interval '1s')
+        as w (n, version, wait)
+"""
+RUNS_1 = '[{"app": "s", "handler": "h", "version": "1"}]'
+
+
+@pytest.mark.parametrize(
+    ("since", "lives"), [("1 hour", True), ("1 minute", False)], ids=["it lives", "it is just gone"]
+)
+def test_who_looks_for_sagas_steps_over_those_of_versions_that_others_run(
+    shared_ledger: Ledger, since: str, lives: bool
+) -> None:
+    """Also over those of a version that nobody runs any more, until they have waited for long enough (L60)."""
+    queries = load(SCHEMA)
+    with psycopg.connect(shared_ledger.dsn) as connection:
+        connection.execute("alter table idemconsumer.saga set (autovacuum_enabled = off)")
+        for statement in FILL_VERSIONS.split(";\n"):
+            connection.execute(statement.encode(), {"since": since} if "since" in statement else None)
+        if lives:
+            connection.execute(
+                "insert into idemconsumer.worker (name, lease, until, runs)"
+                " values ('of 1', '1 hour', now() + interval '1 hour', %s)", [RUNS_1],
+            )  # fmt: skip
+        connection.execute("savepoint filled")
+        read = "select idx_tup_fetch + seq_tup_read from pg_stat_xact_user_tables where relname = 'saga'"
+        for name in ("look_for_sagas", "take_sagas") * 2:
+            ((before,),) = connection.execute(read).fetchall()
+            given = {**params(name), "versions": ["2", "2"]}
+            assert len(connection.execute(queries[name], given, prepare=False).fetchall()) == 1
+            ((after,),) = connection.execute(read).fetchall()
+            assert after - before < 100, f"{name} reads no more than it needs"
+            if name == "take_sagas":
+                connection.execute("rollback to filled")
+                connection.execute("analyze idemconsumer.saga")
+        connection.rollback()

@@ -197,5 +197,5 @@ async def test_texts_that_are_made_for_one_run_do_not_pile_up(
         await tx.execute(f"delete from item where qty = -%s and id = 'i{number}'", (100,))
     assert await items(tx) == [(f"i{number}", number + 100) for number in range(9)]
     assert isinstance(tx, PostgresTx)
-    assert len(tx._open().statements._converted) == 3
+    assert len(tx._statements._converted) == 3
     assert len(named) == 6, "the one that is used again and again is not the one to be forgotten"

@@ -30,7 +30,10 @@ def test_no_state_is_written_as_a_number(file: Path) -> None:
 
 def test_each_name_stands_in_one_file_and_all_are_loaded() -> None:
     names = [name for file in FILES for name in SECTION.findall(file.read_text("utf-8"))]
-    fragments = {"held", "progressed", "leased_saga"}
+    fragments = {
+        "held", "progressed", "unserved", "gone", "served", "leased_saga", "of_app", "ours", "versions", "owners",
+        "taken", "session", "messages",
+    }  # fmt: skip
     assert len(names) == len(set(names))
     assert set(names) == {name for name in load(SCHEMA) if ":" not in name} | fragments
 
@@ -38,5 +41,7 @@ def test_each_name_stands_in_one_file_and_all_are_loaded() -> None:
 def test_a_statement_is_sent_with_states_and_fragments_filled_in() -> None:
     taking = load(SCHEMA)["take_sagas"].decode()
     assert 'not exists (select from "idemconsumer".worker as w' in taking
+    assert "starts_with(coalesce(s.app" in taking
+    assert "jsonb_build_object('app'" in taking, "a fragment within a fragment"
     assert "state <> 4 /* undo intent */" in taking
     assert not [place for query in load(SCHEMA).values() for place in re.findall(rb"\{\w+\}", query)]

@@ -13,15 +13,16 @@ from psycopg.conninfo import make_conninfo
 
 from idemconsumer.brokers.postgres import PostgresBroker
 from idemconsumer.errors import ConfigurationError, GuardViolated, StoreUnavailable
-from idemconsumer.message.headers import restored
-from idemconsumer.message.message import Message, Subscription
+from idemconsumer.message.message import Message, StoredResult, Subscription
+from idemconsumer.message.origin import restored
 from idemconsumer.ports.broker import Bounds
 from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.store import JoinedStore
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.settings import Settings
 from idemconsumer.stores import claims as claims_module
-from idemconsumer.stores import pool
+from idemconsumer.stores import pool, session
+from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
 from tests.support.servers.made import PostgresServer, PrivatePostgres
@@ -29,7 +30,16 @@ from tests.support.servers.postgres import fresh_database
 
 pytest.register_assert_rewrite("idemconsumer.testing.store_contract")
 
-from idemconsumer.testing.store_contract import PATIENCE, A, B, C, JoinedStoreContract, StoreHarness, complete  # noqa: E402
+from idemconsumer.testing.store_contract import (  # noqa: E402
+    PATIENCE,
+    A,
+    B,
+    C,
+    JoinedStoreContract,
+    StoreHarness,
+    complete,
+    letter_of,
+)
 
 
 class PostgresHarness:
@@ -93,6 +103,26 @@ async def test_a_record_carries_the_time_of_its_claim_and_not_of_its_transaction
         (began,) = await rows.one()
         await claims.complete([], [])
     assert ledger.run("select changed_at > %s from idemconsumer.record", [began]) == [(True,)]
+
+
+async def test_a_dead_letter_is_written_by_the_transaction_of_its_record(ledger: Ledger, store: PostgresStore) -> None:
+    assert await store.bury(letter_of("a"), A) is None
+    rows = ledger.run(
+        "select xmin::text from idemconsumer.record union all select xmin::text from idemconsumer.dead_letter"
+    )
+    assert (len(rows), len(set(rows))) == (2, 1)
+
+
+async def test_a_result_is_stored_by_the_transaction_of_its_record(ledger: Ledger, store: PostgresStore) -> None:
+    async with store.transaction(group=1) as claims:
+        await claims.claim([A])
+        await claims.tx().execute("insert into witness values ('a')")
+        await claims.complete([(A.key, StoredResult(b"1", "json"))], [])
+    rows = ledger.run(
+        "select xmin::text from witness union all select xmin::text from idemconsumer.record"
+        " union all select xmin::text from idemconsumer.result"
+    )
+    assert (len(rows), len(set(rows))) == (3, 1)
 
 
 async def test_a_database_that_loses_commits_is_refused_at_the_start(ledger: Ledger) -> None:
@@ -247,7 +277,7 @@ async def test_a_rollback_that_is_cancelled_does_not_cost_the_pool_a_place(
             await claims.claim([A])
 
     with monkeypatch.context() as patch:
-        patch.setattr(psycopg.AsyncConnection, "rollback", endless)
+        patch.setattr(Connection, "rollback", endless)
         task = asyncio.create_task(abandoned())
         await rolling_back.wait()
         task.cancel()
@@ -316,7 +346,7 @@ async def test_the_wait_at_the_gate_is_bounded_by_neither_the_handlers_time_nor_
     ledger: Ledger, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = await open_store(ledger.dsn)
-    for module in (pool, claims_module):
+    for module in (session, claims_module):
         monkeypatch.setattr(module, "LOCK_TIMEOUT", "100ms")
     hasty = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=-4.8)  # 0.2 s for a statement
 

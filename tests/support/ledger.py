@@ -10,7 +10,7 @@ import psycopg
 
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
-from idemconsumer.handlers.decorator import Handler
+from idemconsumer.handlers.decorator import Handler, idempotent_handler
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Tx
@@ -116,3 +116,13 @@ async def to_the_end(engine: Engine, group: Sequence[Work], *, rounds: int = 50)
         if not left:
             return done
     raise AssertionError(f"{len(left)} messages undecided after {rounds} rounds, so far {kinds(done)}")
+
+
+async def run(engine: Engine, act: Callable[[Tx], Awaitable[object]], *ids: object, **options: Any) -> list[str]:
+    """One run of a handler that does nothing but `act`."""
+
+    @idempotent_handler(SOURCE, key="id", name="acts", **options)
+    async def handler(order: dict[str, Any], tx: Tx) -> None:
+        await act(tx)
+
+    return kinds(await engine.run(works(handler, *(ids or (1,)))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from idemconsumer.errors import OfTheEngine
 from idemconsumer.ports.observer import Point, SagaPoint
 
 
@@ -26,5 +27,5 @@ class Points:
         return sum(passed is point for passed, _ in self.seen)
 
 
-class Killed(BaseException):
+class Killed(OfTheEngine):
     """As far as the database can tell, the process is gone."""

@@ -5,9 +5,10 @@ The witness table and the remote have no unique constraint, so that nothing hide
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, LiteralString, Protocol, Unpack
 from uuid import UUID
@@ -15,10 +16,13 @@ from uuid import UUID
 import psycopg
 
 from idemconsumer import Message, Outcome, OutcomeKind, Tx, idempotent_handler
+from idemconsumer.brokers.due_sagas import DueSagas, DueSagasSession
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.handlers.options import Options
+from idemconsumer.message.message import Subscription
+from idemconsumer.ports.broker import Bounds
 from idemconsumer.ports.handler import Saga, Step
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Observer
@@ -68,6 +72,9 @@ class Remote:
 class Lease:
     def __init__(self, worker: int) -> None:
         self.worker = worker
+
+    async def good(self, timeout: float) -> None:
+        return
 
 
 SagaFn = Callable[[dict[str, Any], Saga], Awaitable[object]]
@@ -131,6 +138,35 @@ class Station:
         return outcomes
 
 
+class FreeLanes:
+    """What a source of due sagas knows of the lanes of its process. `kept`: what it has asked them to keep one for."""
+
+    def __init__(self, free: int, held: Callable[[], Sequence[bytes]] = tuple, *, closed: bool = False) -> None:
+        self.free = free
+        self.closed = closed
+        self.kept: set[str] = set()
+        self.freed = asyncio.Event()
+        self._held = held
+
+    @property
+    def keys(self) -> Sequence[bytes]:
+        return self._held()
+
+    def idle(self, handler: str) -> int:
+        return self.free
+
+    def keep(self, handler: str, kept: bool) -> None:
+        (self.kept.add if kept else self.kept.discard)(handler)
+
+
+async def due_sagas(
+    station: Station, lanes: FreeLanes, cancel: Callable[[Collection[bytes]], None] = lambda _: None
+) -> DueSagasSession:
+    """The source of what may be resumed, as a process with these lanes has it."""
+    source = DueSagas(station.leases, lanes, cancel)
+    return await source.open([Subscription("saga:book", "book", "shop")], Bounds(4, 1))
+
+
 class OpenStation(Protocol):
     async def __call__(
         self, observer: Observer | None = None, *, dsn: str | None = None, lease: float | None = None
@@ -158,7 +194,8 @@ class Bench:
     def clear(self) -> None:
         self.run(
             "truncate effect, idemconsumer.record, idemconsumer.result, idemconsumer.saga, idemconsumer.step,"
-            " idemconsumer.worker, idemconsumer.dead_letter, idemconsumer.history"
+            " idemconsumer.worker, idemconsumer.dead_letter, idemconsumer.history, idemconsumer.signal,"
+            " idemconsumer.child, idemconsumer.queue"
         )
 
     def close(self) -> None:
@@ -166,8 +203,8 @@ class Bench:
 
     def register(self) -> int:
         rows = self.run(
-            "insert into idemconsumer.worker (name, lease, until)"
-            " values ('test', '1 hour', clock_timestamp() + interval '1 hour') returning id"
+            "insert into idemconsumer.worker (name, lease, until, cancels)"
+            " values ('test', '1 hour', clock_timestamp() + interval '1 hour', true) returning id"
         )
         return int(rows[0][0])
 

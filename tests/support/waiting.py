@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-PATIENCE: Final = 30.0  # seconds that anything expected may take
+PATIENCE: Final = 45.0  # seconds that anything expected may take: it only ends a test that hangs
 _PAUSE: Final = 0.02
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, assert_type
 
 import msgspec
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from idemconsumer import (
     App,
@@ -14,6 +15,8 @@ from idemconsumer import (
     BadMessage,
     Batch,
     BrokerUnavailable,
+    Cancellation,
+    Child,
     ConfigurationError,
     Done,
     Handler,
@@ -28,6 +31,10 @@ from idemconsumer import (
     Retry,
     Rows,
     Saga,
+    SagaStatus,
+    SagaStep,
+    Signalled,
+    SignalTimeout,
     Step,
     StoreUnavailable,
     Tx,
@@ -35,6 +42,7 @@ from idemconsumer import (
     idempotent_handler,
 )
 from idemconsumer.settings import Settings
+from idemconsumer.sqlalchemy import session
 from idemconsumer.testing import (
     BrokerContract,
     BrokerHarness,
@@ -46,9 +54,13 @@ from idemconsumer.testing import (
     LeaseStoreContract,
     LeaseWorker,
     Point,
+    Replay,
+    SagaHistory,
     SagaPoint,
     StoreHarness,
     migrate,
+    read_histories,
+    replay,
 )
 
 
@@ -90,6 +102,12 @@ async def multi_tenant(order: Transfer, message: Message, tx: Tx) -> str | None:
     return message.tenant
 
 
+@idempotent_handler("kafka:mapped", key="id")
+async def mapped(order: Transfer, tx: Tx) -> None:
+    async with session(tx) as db:
+        assert_type(db, AsyncSession)
+
+
 @idempotent_handler("kafka:batches", key="id", group_size=64)
 async def many(orders: Batch[Transfer], tx: Tx) -> None:
     assert_type(orders[0], Transfer)
@@ -107,6 +125,34 @@ async def many(orders: Batch[Transfer], tx: Tx) -> None:
     orders.result("a", 1)  # type: ignore[arg-type]
     orders[0] = order  # type: ignore[index]
     await orders.retry(0)  # type: ignore[func-returns-value, misc]
+
+
+@idempotent_handler("kafka:users", key=Key.all(Key.record_key(), Key.offset()))
+async def kept(user: Balance | None, message: Message, tx: Tx) -> None:
+    assert_type(message.timestamp, datetime | None)
+    assert_type(message.partition, int | None)
+    assert_type(message.offset, int | None)
+    assert_type(message.record_key, bytes | None)
+    assert_type(message.all_headers, tuple[tuple[str, str | bytes], ...])
+    assert_type(message.tombstone, bool)
+
+
+@idempotent_handler("rabbitmq:answers", key=Key.property("correlation_id"))
+async def answer(body: bytes | None, message: Message, tx: Tx) -> None:
+    assert_type(message.properties.get("routing_key"), str | int | None)
+
+
+def transfer_of(body: bytes, message: Message) -> Transfer:
+    return Transfer(body.decode(), 1, 2, message.offset or 0)
+
+
+@idempotent_handler("kafka:avro", key="id", envelope="cloudevents", decode=transfer_of)
+async def decoded(order: Transfer, tx: Tx) -> None: ...
+
+
+idempotent_handler("kafka:avro", key="id", fingerprint="raw bytes")
+idempotent_handler("kafka:avro", key="id", envelope="soap")  # type: ignore[arg-type]
+idempotent_handler("kafka:avro", key="id", decode=len)  # type: ignore[arg-type]
 
 
 class Recorded:
@@ -146,7 +192,7 @@ class Gateway:
         return key
 
 
-app = App("shop")
+app = App("shop", publishes=["kafka:orders.paid", "rabbitmq:billing/paid"])
 
 
 @app.resource
@@ -172,18 +218,52 @@ async def find(step: Step, client: Gateway, amount: int) -> Done[str] | NotDone 
     return Done("a") if step.attempt > 1 else NotDone()
 
 
+@app.idempotent_handler("rabbitmq:settlements", key="id")
+async def settle(order: Transfer, saga: Saga) -> int:
+    return order.amount
+
+
+async def unsettle(tx: Tx, child: Child[int], order: Transfer) -> None: ...
+
+
 @app.idempotent_handler("rabbitmq:rides", key="id", lease="10s", on_stale="review", settle="finished", version="2")
 async def book(order: Transfer, saga: Saga, client: Gateway) -> str:
     assert_type(await saga.tx("reserved", reserve, order, undo=unreserve), int)
     charged = await saga.call("charged", charge, client, order.amount, undo=refund, reconcile=find)
     assert_type(charged, str)
+    slow = await saga.call("slow", charge, client, 1, timeout="5m", max_attempts=20, backoff=Backoff(1.0, cap=60.0))
+    assert_type(slow, str)
+    assert_type(await saga.tx("once", reserve, order, timeout=2.5, max_attempts=1, backoff=("1s", "1m")), int)
+    lines = (saga.call(f"line_{n}", charge, client, n, undo=refund) for n in range(3))
+    assert_type(await saga.all(lines, limit=2), list[str])
+    assert_type(await saga.all([saga.tx("reserved", reserve, order)]), list[int])
     assert_type(saga.recovery_point, str | None)
+    child = await saga.start("other", settle, order, undo=unsettle)
+    assert_type(child, Child[int])
+    assert_type(await saga.result("other_done", child, timeout="7d"), int)
+    await saga.start("other", settle, order.id)  # type: ignore[arg-type]
+    await saga.start("other", settle, order, undo=unreserve)  # type: ignore[arg-type]
+    await saga.sleep("cooling_off", "3d")
+    try:
+        assert_type(await saga.wait("approved", into=Transfer, timeout="7d"), Transfer)
+    except SignalTimeout as late:
+        assert_type(late.signal, str)
+    assert_type(await saga.wait("vote 1", signal="vote"), Any)
+    await saga.wait("approved", into="Transfer")  # type: ignore[call-overload]
+
+    await saga.call("slow", charge, client, 1, timeout=[1])  # type: ignore[arg-type]
 
     await saga.tx("reserved", reserve)  # type: ignore[arg-type]
     await saga.tx("reserved", reserve, order.id)  # type: ignore[arg-type]
     await saga.call("charged", reserve, order)  # type: ignore[arg-type]
     await saga.tx("reserved", reserve, order, undo=refund)  # type: ignore[arg-type]
     return charged
+
+
+@app.signal_handler("kafka:approved", saga=book, name="approved", key="id", concurrency=2)
+async def approved(order: Transfer, tx: Tx) -> Transfer:
+    assert_type(await app.signal(book, key="k", name="approved", payload=order, tx=tx), Signalled)
+    return order
 
 
 async def look(order: Transfer, tx: Tx, client: Gateway) -> Done[str] | NotDone:
@@ -207,6 +287,12 @@ async def begin(order: Transfer, tx: Tx) -> None:
     await app.start(book, order, key=order.id, tx=tx)
     await app.start(book, order, key=order.id, tenant="north")
     assert_type(await app.result(book, key=order.id, wait="10s"), Outcome)
+    seen = await app.saga(book, key=order.id)
+    assert_type(seen, SagaStatus | None)
+    if seen is not None:
+        assert_type(seen.steps, tuple[SagaStep, ...])
+    assert_type(await app.cancel(book, key=order.id, undo=True), Cancellation)
+    await app.decide(book, "charged", Done("ch_17"), key=order.id, tenant="north")
 
     await app.start(book, order)  # type: ignore[call-arg]
     await app.start(book, order.id, key=order.id)  # type: ignore[arg-type]
@@ -299,3 +385,11 @@ def crashing() -> None:
     assert_type(CrashAt.parse("settled:2"), CrashAt)
 
     CrashAt("committed")  # type: ignore[arg-type]
+
+
+async def replaying() -> None:
+    histories = read_histories("histories.jsonl")
+    assert_type(histories, list[SagaHistory])
+    assert_type(await replay(app, histories[0], resources={str: "it"}, patience=2), Replay)
+    assert_type((await replay(app, histories[0])).goes_on, bool)
+    await replay(app, "histories.jsonl")  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """A worker process that dies at a point, or does not: `python -m tests.worker.crashing_worker [POINT[:NTH]]`.
 
-It consumes a queue in Postgres, or CRASH_SOURCE; with CRASH_BATCHES in batches.
+It consumes a queue in Postgres, or CRASH_SOURCE; with CRASH_BATCHES in batches, with CRASH_SCHEDULED one after another
+and with its retries stored.
 """
 
 from __future__ import annotations
@@ -61,6 +62,13 @@ async def pay_all(payments: Batch[Payment], tx: Tx) -> None:
 if "CRASH_BATCHES" in os.environ:
     app = App("crashing")
     app.idempotent_handler(SOURCE, key="id", group_size=4, max_attempts=20, backoff="10ms, 10ms", name="pay")(pay_all)
+
+
+if "CRASH_SCHEDULED" in os.environ:
+    app = App("crashing")
+    app.idempotent_handler(
+        SOURCE, key="id", group_size=1, concurrency=1, max_attempts=4, backoff="10ms, 10ms", retry="scheduled"
+    )(pay)
 
 
 @app.idempotent_handler(f"postgres:{BOMBS}", key="id", group_size=4, max_attempts=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -182,6 +183,7 @@ async def test_while_the_cpu_is_busy_what_arrives_goes_with_a_later_group(
 ) -> None:
     monkeypatch.setattr("idemconsumer.worker.turns.open_groups", lambda limit, lanes, busy: 1)
     monkeypatch.setattr("idemconsumer.worker.turns._LOOK", 0.0)
+    monkeypatch.setattr("idemconsumer.worker.turns._PATIENCE", math.inf)
     app, began, go_on = App("lanes"), asyncio.Event(), asyncio.Event()
     running = most = 0
 
@@ -222,8 +224,8 @@ async def test_a_lane_that_waits_for_its_turn_begins_nothing_once_the_worker_lea
     async with bench.running(app, concurrency=4) as running:
         await bench.publish("q", Item("first"))
         await running.until(began.is_set)
-        await bench.publish("q", *(Item(f"i{n}") for n in range(40)))
-        await running.until(lambda: running.points.count(Point.DISPATCHED) == 41)
+        await bench.publish("q", *(Item(f"i{n}") for n in range(20)))
+        await running.until(lambda: running.points.count(Point.DISPATCHED) == 21)
         running.worker.drain()
         await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.draining)
         go_on.set()

@@ -16,7 +16,7 @@ from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.message.keys import digest
 from idemconsumer.ports.observer import Point
 from idemconsumer.worker.saga_lease import SagaLease
-from tests.support.logs import times
+from tests.support.logs import entries, times
 from tests.support.servers.made import PrivatePostgres
 from tests.support.waiting import PATIENCE, until
 from tests.support.workers import Bench, Item, connected, note, prepare
@@ -71,8 +71,10 @@ async def test_while_the_database_is_away_nothing_is_settled_and_then_it_goes_on
     assert times(logged, "store reachable again") == 1
     assert bench.attempts() == 0, "an outage is nobody's failed attempt"
     if source == "postgres:q":
-        assert times(logged, "broker session lost, reconnecting") == 1
-        assert times(logged, "broker unavailable, waiting") <= 1
+        lost = [entry["feed"] for entry in entries(logged, "broker session lost, reconnecting")]
+        assert lost == ["postgres"], "one session of the source and of the queue of its retries"
+        waits = Counter(entry["feed"] for entry in entries(logged, "broker unavailable, waiting"))
+        assert max(waits.values(), default=0) <= 1
         assert bench.do("select 1 from idemconsumer.queue") == []
     else:
         assert not bench.broker._queue("q").waiting
@@ -126,7 +128,7 @@ async def test_a_drain_ends_a_worker_whose_database_is_away(
 # ------------------------------------------------------------------------------------------------- other people's locks
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idemconsumer.stores.pool.LOCK_TIMEOUT", "100ms")
+    monkeypatch.setattr("idemconsumer.stores.session.LOCK_TIMEOUT", "100ms")
 
 
 @pytest.mark.usefixtures("impatient")
@@ -182,8 +184,8 @@ async def test_a_record_table_that_somebody_locks_while_the_room_looks_is_waited
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_an_attempt_that_cannot_be_taken_back_does_not_end_the_worker(bench: Bench, logged: LogCapture) -> None:
-    """A suspect is counted, then found busy; meanwhile the counts are locked."""
+async def test_a_mark_that_cannot_be_taken_back_does_not_end_the_worker(bench: Bench) -> None:
+    """A suspect is marked, then found busy; meanwhile the marks are locked."""
     app = App("outage")
 
     @app.idempotent_handler("postgres:q", key="id", wait="200ms")
@@ -197,9 +199,9 @@ async def test_an_attempt_that_cannot_be_taken_back_does_not_end_the_worker(benc
         await psycopg.AsyncConnection.connect(bench.dsn) as other,
         bench.running(app) as running,
     ):
-        await running.until(lambda: running.points.count(Point.SUSPECT_COUNTED) == 1)
+        await running.until(lambda: running.points.count(Point.SUSPECTS_MARKED) == 1)
         await other.execute("lock table idemconsumer.attempt in access exclusive mode")
-        await running.until(lambda: times(logged, "store unreachable, waiting") == 1)
+        await running.until_count(busy=1)
         await let_go()
         await other.rollback()
         await running.until_count(applied=1)

@@ -6,7 +6,8 @@ import psycopg
 import pytest
 
 from idemconsumer import App, Message, Tx
-from idemconsumer.message.headers import ORIGIN, UNREADABLE
+from idemconsumer.message.headers import UNREADABLE
+from idemconsumer.message.origin import ORIGIN
 from tests.support.workers import Bench, Item, body, note
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import psycopg
 import pytest
@@ -112,6 +113,44 @@ async def test_of_two_at_once_one_prunes(store: str) -> None:
             assert await prune_once(store, SCHEMA) is None
 
         assert await first == 10
+
+
+class Rival:
+    """Takes the lock between the first two ranges of somebody's pass."""
+
+    def __init__(self, connection: psycopg.Connection) -> None:
+        self._connection = connection
+
+    def __call__(self, done: int, _of: int) -> None:
+        """The progress of that pass."""
+        if done == 1:
+            query = "select pg_advisory_xact_lock(hashtextextended('idemconsumer.prune.' || %s, 0))"
+            self._connection.execute(query, [SCHEMA])
+
+    def release(self) -> None:
+        self._connection.rollback()
+
+
+@pytest.fixture
+def rival(store: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rival]:
+    monkeypatch.setattr("idemconsumer.worker.retention._BLOCKS", 1)
+    insert(store, "completed", count=1_000)
+    with psycopg.connect(store) as connection:
+        yield Rival(connection)
+
+
+async def test_a_pass_that_has_begun_waits_for_its_turn(store: str, rival: Rival) -> None:
+    passing = asyncio.create_task(prune_once(store, SCHEMA, progress=rival))
+    async with await psycopg.AsyncConnection.connect(store, autocommit=True) as other:
+        await until(lambda: somebody_waits(other))
+    rival.release()
+    assert await passing == 1_000
+
+
+async def test_a_turn_is_not_waited_for_without_end(store: str, rival: Rival, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("idemconsumer.worker.retention._LOCK_TIMEOUT", "50ms")
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        await prune_once(store, SCHEMA, progress=rival)
 
 
 async def somebody_waits(connection: psycopg.AsyncConnection) -> bool:

@@ -17,12 +17,11 @@ from idemconsumer.stores.migrations import migrate
 from tests.support.servers.made import Server
 from tests.worker.crashes import payment, work
 
+LONG_POINTS = [(Point.FETCHED, 9), (Point.DISPATCHED, 9), (Point.SETTLED, 3)]
 POINTS = [
-    f"{Point.FETCHED}:9",
-    f"{Point.DISPATCHED}:9",
     f"{Point.COMMITTED}:2",
     f"{Point.SETTLING}:3",
-    f"{Point.SETTLED}:3",
+    *(pytest.param(f"{point}:{nth}", marks=pytest.mark.long) for point, nth in LONG_POINTS),
 ]
 NAMES = [f"plain-{n}" for n in range(20)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from structlog.testing import LogCapture
@@ -34,6 +35,7 @@ class WornOut(MemoryBroker):
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> WornOutSession:
         (subscription,) = subscriptions
+        bounds = replace(bounds, share=None)  # it is asked by the name of its source, and that is not `memory:`
         return WornOutSession(self, subscription.name, self._queue(subscription.name), bounds)
 
     async def close(self) -> None:

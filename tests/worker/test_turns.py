@@ -54,8 +54,8 @@ class Bench:
         self.running: list[int] = []
         self.go_on = [asyncio.Event() for _ in range(8)]
 
-    async def group(self, number: int) -> None:
-        async with self.turns:
+    async def group(self, number: int, handler: str = "one") -> None:
+        async with self.turns.of(handler):
             self.running.append(number)
             await self.go_on[number].wait()
 
@@ -123,17 +123,34 @@ async def test_who_has_waited_for_half_a_second_goes_on_however_busy_the_cpu_is(
 
 @pytest.mark.parametrize("given", [False, True])
 async def test_a_turn_that_is_cancelled_is_lost_to_nobody(bench: Bench, given: bool) -> None:
-    await bench.turns.__aenter__()
+    await bench.turns._enter("one")
     tasks = bench.begin(0, 1, 2, 3, 4)
     await until_idle()
     assert bench.running == [0, 1, 2]
     if given:
-        await bench.turns.__aexit__()  # the group 3 has a turn now, and does not know it yet
+        bench.turns._leave("one")  # the group 3 has a turn now, and does not know it yet
     tasks[3].cancel()
     await until_idle()
     if not given:
-        await bench.turns.__aexit__()
+        bench.turns._leave("one")
     await until_idle()
     assert bench.running == [0, 1, 2, 4]
     await bench.end(tasks)
-    assert bench.turns._open == 0
+    assert bench.turns._open.total() == 0
+
+
+async def test_a_handler_with_no_group_open_has_its_turn_at_once_and_the_one_with_fewest_comes_first(
+    bench: Bench,
+) -> None:
+    tasks = bench.begin(0, 1, 2, 3, 4)
+    await until_idle()
+    assert bench.running == [0, 1, 2, 3]
+    tasks += [asyncio.create_task(bench.group(number, "another")) for number in (5, 6)]
+    await until_idle()
+    assert bench.running == [0, 1, 2, 3, 5]
+    for number in (0, 1):  # four are still as many as may be open, until the second one ends
+        bench.go_on[number].set()
+    await until_idle()
+    assert bench.running == [0, 1, 2, 3, 5, 6]
+    await bench.end(tasks)
+    assert bench.running[-1] == 4

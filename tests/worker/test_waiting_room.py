@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 import pytest
@@ -87,7 +87,7 @@ async def test_a_wait_that_runs_out_goes_to_the_room_and_is_not_lost(bench: Benc
 async def test_no_connection_is_held_while_a_message_waits_for_its_rival(bench: Bench) -> None:
     app = App(APP)
 
-    @app.idempotent_handler("memory:q", key="id", wait="15s")
+    @app.idempotent_handler("memory:q", key="id", wait="60s")
     async def handle(item: Item, tx: Tx) -> None:
         await note(tx, item)
 
@@ -122,7 +122,7 @@ async def test_a_full_room_stops_the_lane_and_says_so_once(bench: Bench, logged:
             await running.until_count(busy=3)
             await running.until(lambda: times(logged, "waiting room full, lane waits") == 1)
             assert running.worker._lanes is not None
-            room = running.worker._lanes.waiting_room
+            room = running.worker._lanes.of("handle").waiting_room
             rounds = running.points.count(Point.CLAIMED)
             await running.until(lambda: running.points.count(Point.CLAIMED) > rounds + 3)
             assert len(room._deliveries) == 2
@@ -187,11 +187,13 @@ async def test_a_conflict_in_the_room_is_not_settled_before_its_dead_letter(
     tried: list[float] = []
     bury = PostgresStore.bury
 
-    async def locked_at_first(self: PostgresStore, letter: DeadLetter, claim: Claim | None) -> Record | None:
+    async def locked_at_first(
+        self: PostgresStore, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()
+    ) -> Record | None:
         tried.append(asyncio.get_running_loop().time())
         if len(tried) == 1:
             raise Contention("55P03")
-        return await bury(self, letter, claim)
+        return await bury(self, letter, claim, forget=forget)
 
     monkeypatch.setattr(PostgresStore, "bury", locked_at_first)
 
@@ -235,7 +237,7 @@ async def test_the_room_starts_nothing_more_in_the_midst_of_a_round(bench: Bench
             running.worker.drain()
             await until(lambda: lanes.in_hand.draining)
         else:
-            for held in lanes.waiting_room._deliveries:
+            for held in lanes.of("handle").waiting_room._deliveries:
                 held.delivery.epoch.retiring = True
         await gone.wait()
         await note(tx, item)
@@ -246,7 +248,10 @@ async def test_the_room_starts_nothing_more_in_the_midst_of_a_round(bench: Bench
         rivals = [await stack.enter_async_context(bench.rival(key_of(name))) for name in busy]
         async with bench.running(app, concurrency=1) as running:
             await running.until(
-                lambda: running.worker._lanes is not None and len(running.worker._lanes.waiting_room._deliveries) == 2
+                lambda: (
+                    running.worker._lanes is not None
+                    and len(running.worker._lanes.of("handle").waiting_room._deliveries) == 2
+                )
             )
             for let_go in rivals:
                 await let_go()

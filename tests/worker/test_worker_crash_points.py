@@ -22,6 +22,8 @@ SCHEMA = "idemconsumer"
 # How often each point is passed before the worker dies there, so that some of the work is done and some is not.
 NTH: Final = {
     Point.FETCHED: 9,
+    Point.READING: 1,
+    Point.READ: 1,
     Point.DISPATCHED: 9,
     Point.SUSPECTS_MARKED: 2,
     Point.SUSPECT_COUNTED: 2,
@@ -128,6 +130,7 @@ def test_a_crash_at(bench: Bench, point: Point) -> None:
     nothing_is_lost_or_doubled(bench)
 
 
+@pytest.mark.long
 @pytest.mark.kill
 @pytest.mark.parametrize("point", OF_BATCHES)
 def test_a_crash_of_a_worker_with_batches_at(bench: Bench, point: Point) -> None:
@@ -160,6 +163,7 @@ def nothing_is_lost_or_doubled(bench: Bench) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.kill
 def test_a_worker_that_dies_at_one_point_after_the_other_comes_to_the_same_end(bench: Bench) -> None:
     points = (Point.CLAIMED, Point.HANDLED, Point.SUSPECT_COUNTED, Point.SEALING, Point.COMMITTED, Point.SETTLING)

@@ -5,37 +5,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
-import ssl
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
-from idemconsumer.addresses import is_local, read_hosts
+import structlog
+
+from idemconsumer.addresses import is_local, kafka_hosts
+from idemconsumer.brokers.kafka.topics import Topics
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription
+from idemconsumer.message.sources import is_pattern
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing
+from idemconsumer.ports.positions import Positions
 from idemconsumer.settings import Settings
 
 try:
     from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
     from aiokafka.admin import AIOKafkaAdminClient
-    from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
     from aiokafka.errors import KafkaError
 except ImportError as error:
     raise ConfigurationError("kafka: sources need aiokafka; pip install 'idemconsumer[kafka]'") from error
 
-from idemconsumer.brokers.kafka.client import create_command, stop, words
+from idemconsumer.brokers.kafka import decompression
+from idemconsumer.brokers.kafka.checking import (
+    contested_findings,
+    missing_text,
+    partitions_of,
+    retention_of,
+    subscription_findings,
+    topics_of,
+)
+from idemconsumer.brokers.kafka.client import stop, words
+from idemconsumer.brokers.kafka.connection import connection_options
+from idemconsumer.brokers.kafka.diagnosis import unusable
+from idemconsumer.brokers.kafka.placing import Placing
+from idemconsumer.brokers.kafka.seat import Seat
 from idemconsumer.brokers.kafka.session import KafkaSession
+
+log = structlog.get_logger("idemconsumer")
 
 OPEN_TIMEOUT = 15.0
 PUBLISH_TIMEOUT = 30.0
 CHECK_TIMEOUT = 10.0
 HEARTBEAT_MS = 1_000  # a member notices a rebalance by its heartbeat, and all wait for the last one to notice
-METADATA_MAX_AGE_MS = 30_000  # a topic or partition that appears is consumed after this long at the latest
-
-PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
-MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+METADATA_MAX_AGE_MS = 4_000  # a topic or partition that appears is consumed after this long at the latest
 
 
 class KafkaBroker:
@@ -51,16 +64,17 @@ class KafkaBroker:
     def __init__(self, settings: Settings) -> None:
         if settings.kafka is None:
             raise ConfigurationError("kafka: no address; set IDEMCONSUMER_KAFKA=host:9092[,host:9092]")
-        instead = "write host:9092[,host:9092], and credentials into IDEMCONSUMER_KAFKA_SASL_USERNAME and _PASSWORD"
-        hosts = read_hosts(settings.kafka, "kafka", instead)
         self._servers = settings.kafka
         self._settings = settings
-        self._connection = _connection(settings)
+        decompression.limit(2 * settings.max_message_bytes)
+        self._connection = connection_options(settings)
         plain = not self._connection["security_protocol"].endswith("SSL")
-        self._exposed = plain and not all(map(is_local, hosts))
+        self._exposed = plain and not all(map(is_local, kafka_hosts(settings.kafka)))
         self._producer: AIOKafkaProducer | None = None
         self._starting = asyncio.Lock()
         self._confirmed: set[str] = set()
+        self._positions: Positions | None = None
+        self._seats: dict[str, Seat] = {}
         quiet = logging.getLogger("aiokafka")
         if quiet.level == logging.NOTSET:
             quiet.setLevel(logging.CRITICAL)
@@ -68,41 +82,55 @@ class KafkaBroker:
     def feed(self, subscription: Subscription) -> str:
         return f"kafka:{subscription.group}"
 
+    def keep_positions_in(self, positions: Positions) -> None:
+        self._positions = positions
+
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> KafkaSession:
-        """Join the group for all topics. BrokerUnavailable when none exists; a missing one is logged, once."""
+        """Join the group for all topics. BrokerUnavailable when none of the named ones exists, and there is no pattern;
+        a missing one is logged, once."""
         group = subscriptions[0].group
-        topics = sorted({subscription.name for subscription in subscriptions})
+        topics = Topics(subscriptions)
+        seat = self._seats.setdefault(group, Seat(group, _instance(self._settings.kafka_group_instance_id)))
         rebalance_ms = int((bounds.drain + 10) * 1000)
         consumer = AIOKafkaConsumer(
             **self._connection,
             group_id=group,
-            group_instance_id=_instance(self._settings.kafka_group_instance_id),
+            group_instance_id=seat.instance,
             # By default it commits what still runs, skips what came before it joined, reads what was aborted (K9).
             enable_auto_commit=False,
-            auto_offset_reset="earliest",
+            auto_offset_reset="none",
             isolation_level="read_committed",
             session_timeout_ms=int(self._settings.kafka_session_timeout * 1000),
             heartbeat_interval_ms=HEARTBEAT_MS,
             rebalance_timeout_ms=rebalance_ms,
             request_timeout_ms=rebalance_ms + 10_000,  # a join is answered when the slowest member has drained
             metadata_max_age_ms=METADATA_MAX_AGE_MS,
+            # What the client holds ready comes on top of what is in hand. A larger record passes alone.
+            fetch_max_bytes=max(1, min(self._settings.kafka_fetch_max_bytes, bounds.memory.bound // 4)),
+            max_partition_fetch_bytes=self._settings.kafka_max_partition_fetch_bytes,
         )
         try:
             async with asyncio.timeout(OPEN_TIMEOUT):
                 # With topics in the constructor this hangs for as long as one is missing.
                 await consumer.start()
-                missing = set(topics) - await consumer.topics()
-            if len(missing) == len(topics):
-                raise BrokerUnavailable(self._missing(topics))
-            session = KafkaSession(consumer, group, topics, bounds, self._servers)
-            session.start(missing)
+                existing = await consumer.topics()
+            if not topics.patterns and topics.names.isdisjoint(existing):
+                raise BrokerUnavailable(missing_text(self._servers, sorted(topics.names)))
+            await seat.refuse(consumer)
+            placing = self._placing(consumer, group)
+            session = KafkaSession(consumer, group, topics, bounds, self._servers, placing, seat)
+            session.start(existing)
         except (TimeoutError, KafkaError, OSError) as error:
             await stop(consumer)
-            raise self._unreachable(error) from error
+            raise await self._unusable(error) from error
         except BaseException:
             await stop(consumer)
             raise
         return session
+
+    def _placing(self, consumer: AIOKafkaConsumer, group: str) -> Placing:
+        reset, stop = self._settings.kafka_auto_offset_reset, self._settings.kafka_on_lost == "stop"
+        return Placing(consumer, group, reset=reset, stop=stop, positions=self._positions, log=log.bind(group=group))
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         """Publish all and wait until every in-sync replica has them. Raises BrokerUnavailable.
@@ -126,9 +154,20 @@ class KafkaBroker:
                     if isinstance(answer, BaseException):
                         raise answer
         except (TimeoutError, KafkaError, OSError) as error:
+            if self._producer is None:
+                raise await self._unusable(error) from error
             raise BrokerUnavailable(
                 f"Kafka at {self._servers} did not confirm {len(messages)} message(s) to topic {name!r}: {words(error)}"
             ) from error
+
+    async def check_destination(self, name: str) -> None:
+        """Whether the topic exists; not whether this user may write to it."""
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
+                if not await partitions_of(admin, name):
+                    raise BrokerUnavailable(missing_text(self._servers, [name]))
+        except (TimeoutError, KafkaError, OSError) as error:
+            raise await self._unusable(error) from error
 
     async def check(self, subscription: Subscription) -> list[Finding]:
         subject = subscription.source
@@ -139,28 +178,29 @@ class KafkaBroker:
             found.append(Finding("warning", subject, text))
         try:
             async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
-                partitions = await _partitions(admin, subscription.name)
-                if not partitions:
-                    return [*found, Finding("error", subject, self._missing([subscription.name]))]
-                retention = await _retention(admin, subscription.name)
+                found += await subscription_findings(self._connection, admin, subscription, self._settings)
         except (TimeoutError, KafkaError, OSError) as error:
-            return [*found, Finding("error", subject, str(self._unreachable(error)))]
-        found.append(Finding("ok", subject, f"topic {subscription.name!r} with {partitions} partition(s)"))
-        if retention is None:
-            found.append(Finding("warning", subject, "this client may not read the topic's retention"))
-        elif math.isinf(retention):
-            found.append(Finding("warning", subject, "Kafka keeps messages for ever; a replay can exceed `retain`"))
-        else:
-            found.append(Finding("ok", subject, f"Kafka keeps messages for {retention:.0f} s"))
+            return [*found, Finding("error", subject, str(await self._unusable(error)))]
         return found
 
-    async def retention_seconds(self, subscription: Subscription) -> float | None:
-        """How long the topic keeps a message, and so can redeliver it; `inf`: for ever, None: unknown."""
+    async def check_together(self, subscriptions: Sequence[Subscription]) -> list[Finding]:
+        """What is wrong with these beside each other. Says nothing of what cannot be reached; `check` does."""
+        if all(not is_pattern(each.source) for each in subscriptions):
+            return []
         try:
             async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
-                return await _retention(admin, subscription.name)
+                return await contested_findings(admin, subscriptions)
+        except (TimeoutError, KafkaError, OSError):
+            return []
+
+    async def retention_seconds(self, subscription: Subscription) -> float | None:
+        """How long the topics keep a message, and so can redeliver it; `inf`: for ever, None: unknown."""
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT), self._admin() as admin:
+                kept = [await retention_of(admin, topic) for topic in await topics_of(admin, subscription)]
         except (TimeoutError, KafkaError, OSError):
             return None
+        return max((each for each in kept if each is not None), default=None)
 
     async def close(self) -> None:
         producer, self._producer = self._producer, None
@@ -187,8 +227,8 @@ class KafkaBroker:
             if name not in self._confirmed:
                 # Sending to a missing topic waits for the whole request time-out, and gives no reason.
                 async with self._admin() as admin:
-                    if not await _partitions(admin, name):
-                        raise BrokerUnavailable(self._missing([name]))
+                    if not await partitions_of(admin, name):
+                        raise BrokerUnavailable(missing_text(self._servers, [name]))
                 self._confirmed.add(name)
             return self._producer
 
@@ -201,70 +241,12 @@ class KafkaBroker:
         finally:
             await admin.close()
 
-    def _missing(self, topics: Sequence[str]) -> str:
-        commands = "; ".join(create_command(self._servers, name) for name in topics)
-        names = ", ".join(repr(name) for name in topics)
-        return f"Kafka at {self._servers} has no topic {names}, or this client may not see it; create it: {commands}"
-
-    def _unreachable(self, error: BaseException) -> BrokerUnavailable:
-        return BrokerUnavailable(
-            f"Kafka at {self._servers} cannot be used ({words(error)}); start it, or "
-            "correct IDEMCONSUMER_KAFKA, IDEMCONSUMER_KAFKA_SECURITY_PROTOCOL and the credentials"
-        )
-
-
-def _connection(settings: Settings) -> dict[str, Any]:
-    """The arguments of every client of aiokafka. Raises ConfigurationError."""
-    protocol, mechanism = settings.kafka_security_protocol.upper(), settings.kafka_sasl_mechanism.upper()
-    if protocol not in PROTOCOLS:
-        raise ConfigurationError(f"kafka_security_protocol: {protocol!r}; write one of {', '.join(PROTOCOLS)}")
-    options: dict[str, Any] = {"bootstrap_servers": settings.kafka, "security_protocol": protocol}
-    if protocol.startswith("SASL"):
-        if mechanism not in MECHANISMS:
-            raise ConfigurationError(f"kafka_sasl_mechanism: {mechanism!r}; write one of {', '.join(MECHANISMS)}")
-        if settings.kafka_sasl_username is None or settings.kafka_sasl_password is None:
-            raise ConfigurationError(
-                f"kafka_security_protocol: {protocol} needs credentials; set "
-                "IDEMCONSUMER_KAFKA_SASL_USERNAME and IDEMCONSUMER_KAFKA_SASL_PASSWORD"
-            )
-        options["sasl_mechanism"] = mechanism
-        options["sasl_plain_username"] = settings.kafka_sasl_username
-        options["sasl_plain_password"] = settings.kafka_sasl_password
-    if protocol.endswith("SSL"):
-        try:
-            context = ssl.create_default_context(cafile=settings.kafka_ca_file)
-            if settings.kafka_cert_file is not None:
-                context.load_cert_chain(settings.kafka_cert_file, settings.kafka_key_file)
-        except OSError as error:
-            raise ConfigurationError(
-                f"kafka: a certificate file cannot be used ({error}); IDEMCONSUMER_KAFKA_CA_FILE, _CERT_FILE "
-                "and _KEY_FILE name PEM files"
-            ) from error
-        options["ssl_context"] = context
-    return options
+    async def _unusable(self, error: BaseException) -> BrokerUnavailable:
+        why = await unusable(self._connection) or words(error)
+        return BrokerUnavailable(f"Kafka at {self._servers} cannot be used: {why}")
 
 
 def _instance(name: str | None) -> str | None:
     """The static member's id; each worker process of one program needs its own."""
     worker = os.environ.get("IDEMCONSUMER_WORKER")
     return f"{name}-{worker}" if name and worker else name
-
-
-async def _partitions(admin: AIOKafkaAdminClient, topic: str) -> int:
-    [found] = await admin.describe_topics([topic])
-    return 0 if found["error_code"] else len(found["partitions"])
-
-
-async def _retention(admin: AIOKafkaAdminClient, topic: str) -> float | None:
-    names = dict.fromkeys(("retention.ms", "cleanup.policy"))
-    [answer] = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic, names)])
-    values = {
-        entry["config_names"]: entry["config_value"]
-        for resource in answer.to_object()["resources"]
-        for entry in resource["config_entries"]
-    }
-    if "delete" not in str(values.get("cleanup.policy", "delete")):
-        return math.inf  # compacted: the last message of a key stays
-    if (milliseconds := values.get("retention.ms")) is None:
-        return None
-    return math.inf if int(milliseconds) < 0 else int(milliseconds) / 1000

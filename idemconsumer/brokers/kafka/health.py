@@ -11,6 +11,7 @@ from aiokafka.errors import KafkaError
 
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka.client import create_command, end_offsets, name_of, position_of, words
+from idemconsumer.brokers.kafka.topics import Topics
 
 GIVE_UP = 60.0  # seconds without an answer: longer than a group remembers a silent member
 
@@ -18,54 +19,75 @@ GIVE_UP = 60.0  # seconds without an answer: longer than a group remembers a sil
 class Health:
     """Broker down, topic missing, fetch stalled: each is logged once when it begins and once when it is over."""
 
-    def __init__(self, consumer: AIOKafkaConsumer, topics: frozenset[str], servers: str, log: Any) -> None:
+    def __init__(self, consumer: AIOKafkaConsumer, topics: Topics, servers: str, log: Any) -> None:
         self._consumer = consumer
         self._topics = topics
         self._servers = servers
         self._log = log
         self._down_since: float | None = None
         self._missing: frozenset[str] = frozenset()
+        self._unmatched: frozenset[str] = frozenset()
+        self._contested: frozenset[str] = frozenset()
         self._stalled: frozenset[TopicPartition] = frozenset()
         self._positions: Mapping[TopicPartition, int] = {}
-        self._empty_polls = 0
+        self._empty_polls: set[str] = set()
 
-    def polled(self, brought: bool) -> None:
-        """The consumer was asked for more."""
-        self._empty_polls += not brought
+    def polled(self, sources: Iterable[str]) -> None:
+        """The consumer was asked for more of these, waited, and got nothing."""
+        self._empty_polls.update(sources)
 
-    def missing(self, topics: Iterable[str]) -> None:
-        """These topics do not exist now, the others do."""
-        missing = frozenset(topics)
+    def existing(self, topics: Iterable[str]) -> None:
+        """These topics exist now."""
+        topics = frozenset(topics)
+        missing = self._topics.names - topics
         for topic in sorted(missing - self._missing):
             self._log.warning("kafka topic missing", topic=topic, instead=create_command(self._servers, topic))
         for topic in sorted(self._missing - missing):
             self._log.info("kafka topic found", topic=topic)
         self._missing = missing
+        unmatched = frozenset(self._topics.unmatched(topics))
+        for source in sorted(unmatched - self._unmatched):
+            self._log.warning("kafka pattern matches no topic", source=source)
+        for source in sorted(self._unmatched - unmatched):
+            self._log.info("kafka pattern matches a topic", source=source)
+        self._unmatched = unmatched
+        contested = self._topics.contested(topics)
+        for topic in sorted(contested.keys() - self._contested):
+            self._log.error(
+                "kafka topic matches two handlers, neither reads it",
+                topic=topic,
+                sources=contested[topic],
+                instead='narrow one of the patterns, or give one handler a consumer_group="…" of its own',
+            )
+        self._contested = frozenset(contested)
 
     async def probe(self) -> str | None:
         """Why the session should end; None as long as it may go on."""
-        known = self._topics - self._absent()
+        known = self._existing()
+        named = {TopicPartition(topic, 0) for topic in known & self._topics.names}
         ours = {at for at in self._consumer.assignment() if at.topic in known}
         ends: Mapping[TopicPartition, int] = {}
         try:
-            if known:
-                ends = await end_offsets(self._consumer, ours or {TopicPartition(topic, 0) for topic in known})
+            if ours or named:
+                ends = await end_offsets(self._consumer, ours or named)
             else:
                 async with asyncio.timeout(kafka_client.PROBE_TIMEOUT):
                     await self._consumer.topics()
         except (TimeoutError, KafkaError) as error:
-            if self._absent() == self._topics - known:
+            if self._existing() == known:
                 return self._unreachable(error)
             # Otherwise a topic disappeared during the request.
         if self._down_since is not None:
             self._down_since = None
             self._log.info("kafka reachable", servers=self._servers)
-        self.missing(self._absent())
+        self.existing(self._existing())
         await self._look_for_stalls({at: ends[at] for at in ours if at in ends})
         return None
 
-    def _absent(self) -> frozenset[str]:
-        return frozenset(topic for topic in self._topics if not self._consumer.partitions_for_topic(topic))
+    def _existing(self) -> frozenset[str]:
+        """The topics that the client knows: of a membership with patterns all, else its own."""
+        known = self._consumer._client.cluster.topics() | self._topics.names
+        return frozenset(topic for topic in known if self._consumer.partitions_for_topic(topic))
 
     def _unreachable(self, error: Exception) -> str | None:
         now = asyncio.get_running_loop().time()
@@ -82,7 +104,7 @@ class Health:
         return None
 
     async def _look_for_stalls(self, ends: Mapping[TopicPartition, int]) -> None:
-        """A stall: a poll brought nothing since the last probe, and a partition with more records did not move."""
+        """A stall: a partition with more records has not moved since the last probe, though it was polled."""
         paused = self._consumer.paused()
         positions = {at: found for at in ends if (found := await position_of(self._consumer, at)) is not None}
         stalled = frozenset(
@@ -90,9 +112,10 @@ class Health:
             for at, position in positions.items()
             if position < ends[at] and position == self._positions.get(at) and at not in paused
         )
-        if not self._empty_polls:
-            stalled &= self._stalled
-        self._empty_polls, self._positions = 0, positions
+        polled = {at for at in stalled if self._topics.source_of(at.topic) in self._empty_polls}
+        stalled &= polled | self._stalled
+        self._empty_polls.clear()
+        self._positions = positions
         for at in sorted(stalled - self._stalled):
             self._log.warning(
                 "kafka fetch stalled",

@@ -38,6 +38,11 @@ class Tracker:
         return len(self._unfinished)
 
     @property
+    def unfinished(self) -> Iterable[int]:
+        """The offsets that were delivered and are not finished, in any order."""
+        return self._unfinished
+
+    @property
     def span(self) -> int:
         """The offsets from the low-water mark to the end of what was delivered: what a crash can repeat."""
         return self._highest + 1 - self._order[0] if self._order else 0

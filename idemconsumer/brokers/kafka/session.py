@@ -19,42 +19,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.abc import ConsumerRebalanceListener
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
 
 from idemconsumer.brokers.kafka.client import end_offsets, name_of, position_of, stop, words
+from idemconsumer.brokers.kafka.diagnosis import refusal
+from idemconsumer.brokers.kafka.faults import watch
 from idemconsumer.brokers.kafka.health import Health
 from idemconsumer.brokers.kafka.low_water import Tracker
-from idemconsumer.errors import SessionEnded
-from idemconsumer.message.message import Message
-from idemconsumer.ports.broker import Bounds, Delivery, Epoch
+from idemconsumer.brokers.kafka.membership import watch_membership
+from idemconsumer.brokers.kafka.placing import Placing
+from idemconsumer.brokers.kafka.reading import Partition, Reading
+from idemconsumer.brokers.kafka.seat import Seat
+from idemconsumer.brokers.kafka.topics import Topics
+from idemconsumer.brokers.kafka.unreadable import Unreadable
+from idemconsumer.brokers.last_will import WILL
+from idemconsumer.errors import Replaced, SessionEnded, StoreUnavailable
+from idemconsumer.ports.broker import Bounds, Delivery
 
 POLL = 1.0  # seconds that an empty fetch waits
-PATIENCE = 3.0  # seconds without room before pausing: a pause throws the client's buffer away
+SHORT_POLL = 0.1  # the same, while there is a topic of which no more may be taken yet
 COMMIT_EVERY = 1.0
 COMMIT_TIMEOUT = 3.0  # two of them and the drain fit into the rebalance time-out (drain + 10 s)
 PROBE_EVERY = 10.0
+TOPICS_EVERY = 3.0  # a topic that was made anew is read from its start within five seconds
 WORTH_LOGGING = 5  # commits that failed in a row; one or two are a rebalance
 
+# Asking for the records of no partition is a poll, which keeps the membership, and leaves the client's buffer alone; a
+# pause would throw away what it has fetched (K6).
+NOWHERE = TopicPartition("", -1)
+
 log = structlog.get_logger("idemconsumer")
-
-
-@dataclass(slots=True, eq=False)
-class _Partition:
-    """A partition while it is ours."""
-
-    epoch: Epoch
-    tracker: Tracker
-    capped: bool = False
-
-    def end(self) -> None:
-        self.epoch.end()
-        self.tracker.end()
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]
@@ -77,48 +77,66 @@ class KafkaSession:
     """
 
     def __init__(
-        self, consumer: AIOKafkaConsumer, group: str, topics: Sequence[str], bounds: Bounds, servers: str
+        self,
+        consumer: AIOKafkaConsumer,
+        group: str,
+        topics: Topics,
+        bounds: Bounds,
+        servers: str,
+        placing: Placing,
+        seat: Seat,
     ) -> None:
         self._consumer = consumer
+        self._placing = placing
+        self._seat = seat
         self._group = group
-        self._topics = frozenset(topics)
+        self._topics = topics
         self._bounds = bounds
         self._log = log.bind(group=group)
 
-        self._partitions: dict[TopicPartition, _Partition] = {}
+        self._reading = Reading(consumer, topics, bounds, placing, self._log)
+        self._unreadable = Unreadable(consumer, self._reading, placing, self._log)
         self._joined = False
         self._rebalancing = True
         self._over: str | None = None
+        self._replaced: Replaced | None = None
         self._changed = asyncio.Event()
         self._closing = asyncio.Event()
-        self._draining = False
 
         self._poll: asyncio.Task[list[Delivery]] | None = None
         self._skipped = False
-        self._full_since: float | None = None
-        self._held = False
 
         self._committing = asyncio.Lock()
         self._failed_commits = 0
         self._health = Health(consumer, self._topics, servers, self._log)
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, missing: Iterable[str]) -> None:
-        """Subscribe and begin. A missing topic is consumed from the rebalance on in which it appears."""
-        self._health.missing(missing)
-        self._consumer.subscribe(list(self._topics), listener=_Listener(self))
+    def start(self, existing: Iterable[str]) -> None:
+        """Subscribe and begin. A topic that is missing now is consumed from the rebalance on in which it appears."""
+        self._health.existing(existing)
+        watch(self._consumer, self._unreadable.halt)
+        if self._seat.instance is None:  # a static member keeps its partitions while it restarts
+            watch_membership(self._consumer, partial(WILL.joined, self._group))
+        if self._topics.patterns:  # as `subscribe` does with a pattern
+            self._consumer._subscription.subscribe_pattern(self._topics, listener=_Listener(self))
+            self._consumer._client.set_topics([])
+        else:
+            self._consumer.subscribe(list(self._topics.names), listener=_Listener(self))
         self._tasks = [
             asyncio.create_task(self._every(COMMIT_EVERY, self._commit)),
             asyncio.create_task(self._every(PROBE_EVERY, self._probe)),
+            asyncio.create_task(self._every(0, self._reading.place)),
+            asyncio.create_task(self._every(0, self._unreadable.look)),
+            asyncio.create_task(self._every(TOPICS_EVERY, self._reading.look_for_other_topics)),
         ]
 
     # ----------------------------------------------------------------------------------------------- the port
     async def fetch(self) -> Sequence[Delivery]:
         self._raise_if_over()
-        self._regulate()
+        self._reading.regulate()
         if self._poll is None:
-            if not self._held and not await self._has_room():
-                return ()
+            await self._until(lambda: self._reading.draining or bool(self._reading.room()))
+            self._raise_if_over()
             self._poll = asyncio.create_task(self._next())
         await asyncio.wait({self._poll}, timeout=POLL + 0.25)
         self._raise_if_over()
@@ -128,16 +146,17 @@ class KafkaSession:
         try:
             deliveries = poll.result()
         except Exception as error:
-            self._end(f"fetching failed: {words(error)}")
+            self._end(f"fetching failed: {refusal(error)}")
             raise self._ended() from error
-        if not deliveries and (self._held or self._draining):
-            await self._until(lambda: not self._draining and self._outstanding <= self._bounds.in_flight // 2)
-        return () if self._draining else deliveries
+        if self._reading.draining:
+            await self._until(lambda: False)
+        return () if self._reading.draining else deliveries
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:
             partition, offset = delivery.handle
             partition.tracker.finish(offset)
+            partition.outstanding.left((delivery.handle,))
         self._changed.set()
 
     async def release(self, deliveries: Sequence[Delivery]) -> None:
@@ -147,135 +166,97 @@ class KafkaSession:
         if not self._member():
             return False
         assignment = self._consumer.assignment()
+        if not all(at in self._reading.partitions and self._reading.partitions[at].placed for at in assignment):
+            return False
         try:
             ends = await end_offsets(self._consumer, assignment)
         except (TimeoutError, KafkaError):
             return False
         for partition in assignment:
-            if await position_of(self._consumer, partition) != ends.get(partition):
+            # The end is that of committed transactions. What comes behind an open one is not delivered yet (K3).
+            if not ends.get(partition) == await position_of(self._consumer, partition) == self._high_water(partition):
                 return False
-        undelivered = self._poll is not None and self._poll.done()
+        undelivered = self._unreadable.late or (self._poll is not None and self._poll.done())
         return not undelivered and self._member() and self._consumer.assignment() is assignment
 
+    def _high_water(self, at: TopicPartition) -> int | None:
+        return self._consumer.highwater(at) if at in self._consumer.assignment() else None
+
     async def stop_fetching(self) -> None:
-        self._draining = True
-        self._pause()
+        self._reading.draining = True
+        self._reading.pause()
         self._changed.set()
 
     async def close(self) -> None:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._draining = True
+        self._reading.draining = True
         await self._commit()
         self._end("closed")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._placing.close()
         await stop(self._consumer)
+        WILL.left(self._group)
         if self._poll is not None:  # it may still wait for an assignment that will never come
             self._poll.cancel()
             await asyncio.gather(self._poll, return_exceptions=True)
 
     # ----------------------------------------------------------------------------------------------- fetching
     async def _next(self) -> list[Delivery]:
-        paused = self._held or self._draining
+        room = {} if self._reading.draining else self._reading.room()
+        if len(room) > 1:  # each source up to its own bound: a slow handler must not use up what a fast one may take
+            deliveries = [each for source in room for each in await self._poll_once({source: room[source]}, 0)]
+            if deliveries:
+                return deliveries
+        return await self._poll_once(room, POLL if len(room) == len(self._topics.sources) else SHORT_POLL)
+
+    async def _poll_once(self, room: Mapping[str, int], seconds: float) -> list[Delivery]:
+        """Take so many records of these sources."""
+        if len(room) == len(self._topics.sources):
+            among = []
+        else:
+            ours = self._consumer.assignment()
+            among = [at for at in ours if self._topics.source_of(at.topic) in room] or [NOWHERE]
         try:
             fetched = await self._consumer.getmany(
-                timeout_ms=0 if paused else int(POLL * 1000),
-                max_records=max(1, self._bounds.in_flight - self._outstanding),
+                *among,
+                timeout_ms=int(seconds * 1000) if room else 0,
+                max_records=min(room.values(), default=1),
             )
+        except NoOffsetForPartitionError:
+            return []  # it has not been placed yet
+        except OffsetOutOfRangeError as error:
+            for at in error.args[0]:  # retention has overtaken its reader, or its log was made anew
+                self._reading.begin(at)
+            self._reading.pause()
+            return []
         except BaseException:
             # The client may have stepped over records of one partition before it failed at another: from now on
             # a position says nothing about what was delivered.
             self._skipped = True
             raise
-        return self._register(fetched)  # no await in between: see the head of this file
-
-    def _register(self, fetched: Mapping[TopicPartition, Sequence[Any]]) -> list[Delivery]:
-        deliveries: list[Delivery] = []
-        if self._over:
-            return deliveries
-        for at, records in fetched.items():
-            partition = self._partitions.get(at)
-            # The assigned callback may come after the first records. An offset at or below a former one means
-            # that the reader was reset (truncated or recreated topic): what it brings is not what the tracker
-            # knows.
-            if partition is None or records[0].offset <= partition.tracker.highest:
-                partition = self._begin(at)
-            partition.tracker.deliver(record.offset for record in records)
-            source = f"kafka:{at.topic}"
-            for record in records:
-                message = Message(
-                    source=source,
-                    body=record.value or b"",
-                    headers={name: _text(value) for name, value in record.headers},
-                    order_hint=record.key,
-                    position=f"{at.topic}-{at.partition}-{record.offset}",
-                )
-                deliveries.append(Delivery(message, partition.epoch, (partition, record.offset)))
-        self._health.polled(bool(deliveries))
-        return deliveries
-
-    def _begin(self, at: TopicPartition) -> _Partition:
-        if (former := self._partitions.get(at)) is not None:
-            former.end()
-        self._partitions[at] = partition = _Partition(Epoch(probation=self._bounds.group), Tracker())
-        return partition
-
-    # ------------------------------------------------------------------------------------------------- bounds
-    @property
-    def _outstanding(self) -> int:
-        return sum(partition.tracker.outstanding for partition in self._partitions.values())
-
-    async def _has_room(self) -> bool:
-        """Wait for settlements before pausing: a shortage mostly ends sooner than a refetch would."""
-        if self._outstanding < self._bounds.in_flight:
-            self._full_since = None
-            return True
-        now = asyncio.get_running_loop().time()
-        self._full_since = self._full_since or now
-        if await self._until(lambda: self._outstanding < self._bounds.in_flight):
-            self._full_since = None
-            return True
-        if now - self._full_since >= PATIENCE:
-            self._full_since, self._held = None, True
-            self._pause()
-            self._log.info("kafka paused", reason="in flight", bound=self._bounds.in_flight)
-        return self._held
-
-    def _regulate(self) -> None:
-        if self._held and self._outstanding <= self._bounds.in_flight // 2:
-            self._held = False
-            self._log.info("kafka resumed", reason="in flight", bound=self._bounds.in_flight)
-        bound = self._bounds.max_uncommitted
-        for at, partition in self._partitions.items():
-            span = partition.tracker.span
-            if span > bound // 2 if partition.capped else span >= bound:
-                if not partition.capped:
-                    partition.capped = True
-                    self._log.info("kafka paused", reason="uncommitted", partition=name_of(at), bound=bound)
-            elif partition.capped:
-                partition.capped = False
-                self._log.info("kafka resumed", reason="uncommitted", partition=name_of(at), bound=bound)
-        self._pause()
-
-    def _pause(self) -> None:
-        """Bring the client's pauses to what they should be; compared anew, since a rebalance forgets them (K6)."""
-        ours = self._consumer.assignment()
-        if self._held or self._draining:
-            wanted = set(ours)
-        else:
-            wanted = {at for at in ours if at in self._partitions and self._partitions[at].capped}
-        paused = self._consumer.paused()
-        self._consumer.pause(*(wanted - paused))
-        self._consumer.resume(*(paused - wanted))
+        if not fetched and seconds:
+            self._health.polled(room)
+        late, self._unreadable.late = self._unreadable.late, []
+        return [*late, *self._reading.register(fetched)]  # no await in between: see the head of this file
 
     # ------------------------------------------------------------------------------------ commits, rebalances
     async def revoked(self) -> None:
-        """All partitions are taken away: let what runs finish (at most `bounds.drain`), commit, end."""
+        """All partitions are taken away: let what runs finish (at most `bounds.drain`), commit, end.
+
+        The client joins again when this returns. Only a cancellation keeps it from that; `close()` copes with it.
+        """
         self._rebalancing = True
-        leaving = list(self._partitions.values())
+        try:
+            await self._seat.refuse(self._consumer)
+        except Replaced as replaced:
+            self._replaced = replaced
+            self._end("replaced")
+            raise asyncio.CancelledError from replaced
+        leaving = list(self._reading.partitions.values())
         try:
             for partition in leaving:
                 partition.epoch.retiring = True
@@ -283,22 +264,21 @@ class KafkaSession:
                 self._log.info("kafka drain timed out", seconds=self._bounds.drain)
             await self._commit()
         finally:
-            for partition in self._partitions.values():
-                partition.end()
-            self._partitions.clear()
+            self._reading.end()
+            self._reading.partitions.clear()
             self._changed.set()
 
     def assigned(self, partitions: Iterable[TopicPartition]) -> None:
         if self._over:
             return
         self._joined, self._rebalancing = True, False
+        self._seat.taken(self._consumer._coordinator.member_id)
         for at in partitions:
-            if at not in self._partitions:  # even if nothing is ever delivered, holes may be stepped over
-                self._begin(at)
-        self._pause()
+            self._reading.begin(at)  # even if nothing is ever delivered, holes may be stepped over
+        self._reading.pause()
         self._log.info("kafka assigned", partitions=sorted(map(name_of, partitions)))
 
-    async def _quiet(self, partitions: Iterable[_Partition]) -> bool:
+    async def _quiet(self, partitions: Iterable[Partition]) -> bool:
         """Whether nothing of them runs any more; cut short by `close()`, which has waited for that itself."""
         waiting = asyncio.gather(*(partition.epoch.quiet() for partition in partitions))
         closing = asyncio.ensure_future(self._closing.wait())
@@ -315,7 +295,9 @@ class KafkaSession:
         async with self._committing:
             due: dict[TopicPartition, int] = {}
             trackers: dict[TopicPartition, Tracker] = {}
-            for at, partition in list(self._partitions.items()):
+            for at, partition in list(self._reading.partitions.items()):
+                if not partition.placed:
+                    continue
                 tracker = trackers[at] = partition.tracker
                 read_on = not tracker.outstanding and not self._skipped
                 position = await position_of(self._consumer, at) if read_on else None
@@ -325,8 +307,12 @@ class KafkaSession:
                 return
             try:
                 async with asyncio.timeout(COMMIT_TIMEOUT):  # with the broker down a commit never returns
-                    await self._consumer.commit(due)
-            except (TimeoutError, KafkaError) as error:
+                    commits = await self._placing.save(due)
+                    if commits is None:
+                        self._place_anew()
+                        return
+                    await self._consumer.commit(commits)
+            except (TimeoutError, KafkaError, StoreUnavailable) as error:
                 self._failed_commits += 1
                 if self._failed_commits == WORTH_LOGGING:
                     self._log.warning("kafka commits fail, a restart would redeliver", error=words(error))
@@ -337,10 +323,20 @@ class KafkaSession:
                 for at, offset in due.items():
                     trackers[at].committed(offset)
 
+    def _place_anew(self) -> None:
+        """The database may lack what was finished here: forget all deliveries, and ask again where to begin (K12)."""
+        if self._over or self._rebalancing:
+            return
+        self._log.warning("the database was restarted or replaced, kafka positions are read anew")
+        self._reading.place_anew()
+        self._changed.set()
+
     # --------------------------------------------------------------------------------------------- being over
     async def _probe(self) -> None:
         if (why := await self._health.probe()) is not None:
             self._end(why)
+        elif await self._placing.replaced():
+            self._place_anew()
 
     def _member(self) -> bool:
         return self._joined and not self._rebalancing and self._over is None
@@ -348,16 +344,16 @@ class KafkaSession:
     def _end(self, why: str) -> None:
         """The session is over: whatever it delivered is forgotten, `fetch()` raises."""
         self._over = self._over or why
-        for partition in self._partitions.values():
-            partition.end()
+        self._reading.over = True
+        self._reading.end()
         self._changed.set()
 
     def _raise_if_over(self) -> None:
         if self._over:
             raise self._ended()
 
-    def _ended(self) -> SessionEnded:
-        return SessionEnded(f"kafka group {self._group!r}: {self._over}")
+    def _ended(self) -> SessionEnded | Replaced:
+        return self._replaced or SessionEnded(f"kafka group {self._group!r}: {self._over}")
 
     async def _until(self, condition: Callable[[], bool]) -> bool:
         """Whether `condition` came true within a second; settling and revoking check it again."""
@@ -376,12 +372,3 @@ class KafkaSession:
             except Exception as error:
                 self._end(f"{act.__name__.strip('_')} failed: {words(error)}")
                 raise
-
-
-def _text(value: bytes | None) -> str | bytes:
-    if value is None:
-        return ""
-    try:
-        return value.decode("utf-8")
-    except UnicodeDecodeError:
-        return value

@@ -1,4 +1,5 @@
 """RabbitMQ, through aio-pika. The only room that imports that driver.
 
-`session` consumes and acknowledges, `link` connects, `limits` reports what a queue's arguments would lose.
+`session` consumes and acknowledges, `tap` reads its deliveries from the bytes, `link` connects, `limits` reports what a
+queue's arguments would lose.
 """

@@ -31,27 +31,27 @@ class AckTags:
         """These deliveries are finished. Tags that were acked before are ignored."""
         self._finished.update(tag for tag in tags if tag > self._through and tag not in self._alone)
 
-    def due(self) -> Ack | None:
-        """The ack to send next: the finished prefix, else one tag beyond it. None: all are sent."""
+    def due(self) -> list[Ack]:
+        """The acks to send next: one for the finished prefix, and one for each finished tag beyond it."""
         tag, last, taken = self._through + 1, 0, 0
         while (finished := tag in self._finished) or tag in self._alone:
             if finished:
                 last, taken = tag, taken + 1
             tag += 1
-        if taken:
-            return Ack(last, multiple=taken > 1)
-        return Ack(next(iter(self._finished)), multiple=False) if self._finished else None
+        acks = [Ack(last, multiple=taken > 1)] if taken else []
+        return acks + [Ack(beyond, multiple=False) for beyond in sorted(self._finished) if beyond > last]
 
-    def sent(self, ack: Ack) -> None:
-        """`ack` was handed to the channel."""
-        if ack.multiple:
-            covered = range(self._through + 1, ack.tag + 1)
-            self._finished.difference_update(covered)
-            self._alone.difference_update(covered)
-            self._through = ack.tag
-        else:
-            self._finished.discard(ack.tag)
-            self._alone.add(ack.tag)
+    def sent(self, acks: Iterable[Ack]) -> None:
+        """These were handed to the channel."""
+        for ack in acks:
+            if ack.multiple:
+                covered = range(self._through + 1, ack.tag + 1)
+                self._finished.difference_update(covered)
+                self._alone.difference_update(covered)
+                self._through = ack.tag
+            else:
+                self._finished.discard(ack.tag)
+                self._alone.add(ack.tag)
         while self._through + 1 in self._alone:
             self._through += 1
             self._alone.remove(self._through)

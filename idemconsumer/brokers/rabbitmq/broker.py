@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from aio_pika.abc import AbstractChannel, AbstractConnection
 from aiormq import spec
 from aiormq.abc import AbstractChannel as Wire
 from aiormq.abc import DeliveredMessage
+from aiormq.exceptions import ChannelNotFoundEntity
 
-from idemconsumer.addresses import read_url
-from idemconsumer.brokers.rabbitmq.limits import limits, read_queue
+from idemconsumer.brokers.rabbitmq.limits import limits, read_queue, time_to_live
 from idemconsumer.brokers.rabbitmq.link import LOSS, Link, answered, farewell
 from idemconsumer.brokers.rabbitmq.session import RabbitmqSession
-from idemconsumer.errors import BrokerUnavailable
+from idemconsumer.brokers.rabbitmq.streams import is_stream
+from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing
 from idemconsumer.redaction import error_text
@@ -24,6 +26,7 @@ from idemconsumer.settings import Settings
 # never answers.
 CONFIRM = 30.0
 PERSISTENT = 2
+_STREAM = "is a stream, without acks per message: what it held before would be passed over; use a quorum queue"
 
 
 class RabbitmqBroker:
@@ -37,32 +40,46 @@ class RabbitmqBroker:
     def __init__(self, settings: Settings) -> None:
         self._link = Link(settings)
         self._management = settings.rabbitmq_management
-        if self._management is not None:
-            example = "http(s)://user:password@host:15672"
-            read_url(self._management, "rabbitmq_management", ("http", "https"), example)
+        self._priority = settings.rabbitmq_consumer_priority
         self._publisher = _Publisher(self._link)
 
     def feed(self, subscription: Subscription) -> str:
         return subscription.source
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> RabbitmqSession:
+        """ConfigurationError for a stream."""
         (queue,) = {subscription.name for subscription in subscriptions}
-        connection = await self._link.connect(f"consumer of {queue}")
-        session = RabbitmqSession(self._link, connection, queue)
+        connection = await self._link.connect_consumer(f"consumer of {queue}")
         try:
-            await session.start(bounds)
+            if await is_stream(connection, queue):  # each time: the name may be another queue's by now
+                raise ConfigurationError(f"rabbitmq:{queue}: {_STREAM}")
+            session = RabbitmqSession(self._link, connection, queue, bounds, self._priority)
+            await session.start()
         except BaseException:
             await farewell(connection)
             raise
         return session
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
-        """Publish to the queue, persistent and confirmed, with `Outgoing.key` as message id.
+        """Publish to a queue, or to `exchange/routing.key`; persistent and confirmed, `Outgoing.key` is the message id.
 
-        Raises BrokerUnavailable when the queue is missing, or when not every message was confirmed in time.
-        Some may have been: publish all again, with the same keys.
+        The first `/` ends the exchange's name: `/a/b` is the queue `a/b`. Raises BrokerUnavailable when there is no
+        such queue, when the exchange routes a message to none, or when not every message was confirmed in time. Some
+        may have been: publish all again, with the same keys.
         """
         await self._publisher.publish(name, messages)
+
+    async def check_destination(self, name: str) -> None:
+        """Whether the queue or the exchange exists; not whether the exchange routes the key to a queue."""
+        exchange, key = route(name)
+        connection = await self._link.connect("check")
+        try:
+            if exchange:
+                await self._has_exchange(connection, exchange, key, name)
+            else:
+                await self._exists(connection, key)
+        finally:
+            await farewell(connection)
 
     async def check(self, subscription: Subscription) -> list[Finding]:
         subject, queue = subscription.source, subscription.name
@@ -74,6 +91,8 @@ class RabbitmqBroker:
             connection = await self._link.connect("check")
             try:
                 await self._exists(connection, queue)
+                if await is_stream(connection, queue):
+                    return [*found, Finding("error", subject, f"{queue!r} {_STREAM}")]
             finally:
                 await farewell(connection)
         except BrokerUnavailable as error:
@@ -83,12 +102,23 @@ class RabbitmqBroker:
             unread = "set IDEMCONSUMER_RABBITMQ_MANAGEMENT=http://user:password@host:15672"
             return [*found, Finding("warning", subject, f"limits of {queue!r} were not read; {unread}")]
         try:
-            described, version = await asyncio.to_thread(
-                read_queue, self._management, self._link.vhost, queue, self._link.tls
-            )
+            described, version = await self._read(self._management, queue)
         except (OSError, ValueError) as error:
             return [*found, Finding("warning", subject, f"limits of {queue!r} cannot be read: {error_text(error)}")]
         return [*found, *limits(subject, described, version)]
+
+    async def retention_seconds(self, subscription: Subscription) -> float | None:
+        """How long a message may wait in the queue, and so be delivered again; `inf`: for ever, None: unknown."""
+        if self._management is None:
+            return None
+        try:
+            described, _ = await self._read(self._management, subscription.name)
+        except (OSError, ValueError):
+            return None
+        return time_to_live(described)
+
+    async def _read(self, management: str, queue: str) -> tuple[dict[str, Any], str]:
+        return await asyncio.to_thread(read_queue, management, self._link.vhost, queue, self._link.tls)
 
     async def close(self) -> None:
         await self._publisher.close()
@@ -100,6 +130,16 @@ class RabbitmqBroker:
             await answered(channel.declare_queue(queue, passive=True))
         except LOSS as error:
             raise self._link.refused(queue, error) from error
+
+    async def _has_exchange(self, connection: AbstractConnection, exchange: str, key: str, name: str) -> None:
+        try:
+            channel = connection.channel()
+            await answered(channel.initialize())
+            await answered(channel.declare_exchange(exchange, passive=True))
+        except ChannelNotFoundEntity as error:
+            raise self._link.unrouted(exchange, key, name) from error
+        except LOSS as error:
+            raise self._link.unavailable(f"exchange {exchange!r} cannot be used", error) from error
 
 
 class _Publisher:
@@ -115,29 +155,30 @@ class _Publisher:
         self._connecting = asyncio.Lock()
         self._spare: list[AbstractChannel] = []
 
-    async def publish(self, queue: str, messages: Sequence[Outgoing]) -> None:
+    async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
+        exchange, key = route(name)
         try:
-            answers = await answered(self._send_all(queue, messages), CONFIRM)
+            answers = await answered(self._send_all(exchange, key, messages), CONFIRM)
         except TimeoutError as error:
             await self.close()
             raise BrokerUnavailable(
-                f"RabbitMQ at {self._link.where} did not confirm what went to {queue!r} in {CONFIRM:.0f} s; "
+                f"RabbitMQ at {self._link.where} did not confirm what went to {name!r} in {CONFIRM:.0f} s; "
                 "does it have an alarm? See `rabbitmq-diagnostics alarms`"
             ) from error
         except LOSS as error:
-            raise self._link.unavailable(f"publishing to {queue!r} failed", error) from error
+            raise self._link.unavailable(f"publishing to {name!r} failed", error) from error
         for answer in answers:
-            if isinstance(answer, DeliveredMessage):
-                raise self._link.missing(queue)
+            if isinstance(answer, DeliveredMessage | ChannelNotFoundEntity):
+                raise self._link.unrouted(exchange, key, name) if exchange else self._link.missing(key)
             if isinstance(answer, BaseException):
-                raise self._link.unavailable(f"publishing to {queue!r} failed", answer) from answer
+                raise self._link.unavailable(f"publishing to {name!r} failed", answer) from answer
 
-    async def _send_all(self, queue: str, messages: Sequence[Outgoing]) -> list[object]:
+    async def _send_all(self, exchange: str, key: str, messages: Sequence[Outgoing]) -> list[object]:
         """The answer to each: a confirmation, the message itself if no queue took it, an error."""
         channel = await self._channel()
         try:
             wire = await channel.get_underlay_channel()
-            sends = (_send(wire, queue, message) for message in messages)
+            sends = (_send(wire, exchange, key, message) for message in messages)
             return await asyncio.gather(*sends, return_exceptions=True)
         finally:
             if not channel.is_closed:
@@ -163,6 +204,14 @@ class _Publisher:
         return channel
 
 
-async def _send(wire: Wire, queue: str, message: Outgoing) -> object:
+def route(name: str) -> tuple[str, str]:
+    """Exchange and routing key of a destination. The exchange without a name leads to the queue of the key's name."""
+    exchange, slash, key = name.partition("/")
+    return (exchange, key) if slash else ("", name)
+
+
+async def _send(wire: Wire, exchange: str, key: str, message: Outgoing) -> object:
     properties = spec.Basic.Properties(delivery_mode=PERSISTENT, headers=dict(message.headers), message_id=message.key)
-    return await wire.basic_publish(message.body, routing_key=queue, mandatory=True, properties=properties)
+    return await wire.basic_publish(
+        message.body, exchange=exchange, routing_key=key, mandatory=True, properties=properties
+    )

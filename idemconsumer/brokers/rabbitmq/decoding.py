@@ -9,10 +9,11 @@ seen, RabbitMQ 3.10). Each such value carries its length, so the rest of the mes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
-from pamqp import decode
+from pamqp import constants, decode
 from pamqp.common import FieldTable, FieldValue
 
 Reader = Callable[[bytes], tuple[int, FieldValue]]
@@ -26,14 +27,16 @@ def read_everything() -> None:
     the interpreter's recursion limit; text that is not UTF-8 is read as Latin-1.
     """
     taught: dict[Any, Reader] = {
-        decode.timestamp: _timestamp(decode.timestamp),
+        decode.timestamp: read_timestamp,
         decode.short_str: _short_str(decode.short_str),
-        decode.field_table: _bounded(_field_table),
+        decode.field_table: read_table,
         decode.field_array: _bounded(decode.field_array),
     }
     tables: tuple[dict[Any, Any], ...] = (decode.METHODS, decode.TABLE_MAPPING)
     for table in tables:
         table.update({code: taught[reader] for code, reader in table.items() if reader in taught})
+    # It also refuses names of queues and exchanges that RabbitMQ allows: all of up to 255 bytes.
+    constants.DOMAIN_REGEX.update(dict.fromkeys(constants.DOMAIN_REGEX, re.compile(".*", re.DOTALL)))
 
 
 def _timestamp(strict: Reader) -> Reader:
@@ -54,7 +57,7 @@ def _short_str(strict: Reader) -> Reader:
             return strict(value)
         except UnicodeDecodeError:
             end = 1 + value[0]
-            return end, _text(value[1:end])
+            return end, read_text(value[1:end])
 
     return read
 
@@ -71,7 +74,7 @@ def _field_table(value: bytes) -> tuple[int, FieldValue]:
         offset = start + value[offset]
         if offset > end:
             raise ValueError("Field table key length exceeds data")
-        name = _text(value[start:offset])
+        name = read_text(value[start:offset])
         consumed, table[name] = decode.embedded_value(value[offset:])
         offset += consumed
     return end, table
@@ -87,9 +90,13 @@ def _bounded(reader: Reader) -> Reader:
     return read
 
 
-def _text(raw: bytes) -> str:
-    """Latin-1 gives each byte a character of its own: a replacement character would make one key of two ids."""
+def read_text(raw: bytes) -> str:
+    """UTF-8, else Latin-1, since a replacement character would make one key of two ids."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
         return raw.decode("latin-1")
+
+
+read_timestamp = _timestamp(decode.timestamp)
+read_table = _bounded(_field_table)

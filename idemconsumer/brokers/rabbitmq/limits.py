@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import ssl
 import urllib.request
 from collections.abc import Mapping
@@ -29,10 +30,7 @@ def read_queue(base: str, vhost: str, queue: str, tls: ssl.SSLContext | None) ->
 
 def limits(subject: str, queue: Mapping[str, Any], version: str) -> list[Finding]:
     """Findings on one queue. Its own arguments win over a policy; the lower of two delivery limits holds."""
-    arguments: Mapping[str, Any] = queue.get("arguments") or {}
-    policy: Mapping[str, Any] = queue.get("effective_policy_definition") or {}
-    if not isinstance(policy, Mapping):  # an empty one is sent as a list
-        policy = {}
+    arguments, policy = _given(queue)
     name, kind = queue.get("name", subject), queue.get("type", "classic")
     if kind == "stream":
         return [Finding("error", subject, f"{name!r} is a stream, without acks per message; use a quorum queue")]
@@ -54,6 +52,19 @@ def limits(subject: str, queue: Mapping[str, Any], version: str) -> list[Finding
     if not queue.get("durable", True):
         found.append(Finding("warning", subject, f"queue {name!r} is not durable: a restart loses it"))
     return found or [Finding("ok", subject, f"{kind} queue {name!r} has no limit that loses messages")]
+
+
+def time_to_live(queue: Mapping[str, Any]) -> float:
+    """Seconds after which the queue drops a message; `inf` without a limit. The lower of two holds."""
+    arguments, policy = _given(queue)
+    both = (arguments.get("x-message-ttl"), policy.get("message-ttl"))
+    return min((int(limit) / 1000 for limit in both if limit is not None), default=math.inf)
+
+
+def _given(queue: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Its own arguments, and what a policy adds."""
+    policy = queue.get("effective_policy_definition") or {}
+    return queue.get("arguments") or {}, policy if isinstance(policy, Mapping) else {}  # an empty one is sent as a list
 
 
 def _delivery_limit(subject: str, name: object, limit: int, dead_letters: object, *, is_default: bool) -> Finding:

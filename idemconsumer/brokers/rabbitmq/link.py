@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
+import shlex
 import ssl
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
-from urllib.parse import parse_qs, unquote
+from urllib.parse import SplitResult, parse_qs, unquote
 
 import aio_pika
 import aiormq
 from aio_pika.abc import AbstractConnection
 from aio_pika.exceptions import CONNECTION_EXCEPTIONS
 
-from idemconsumer.addresses import is_local, read_url
+from idemconsumer.addresses import is_local, rabbitmq_urls
 from idemconsumer.brokers.rabbitmq.decoding import read_everything
+from idemconsumer.brokers.rabbitmq.tap import TappedConnection
+from idemconsumer.brokers.reaching import speaks_tls, unreached
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
@@ -25,6 +29,7 @@ from idemconsumer.user_code.cancellation import being_cancelled
 read_everything()
 
 T = TypeVar("T")
+C = TypeVar("C", bound=AbstractConnection)
 
 # Seconds. aiormq calls a silent peer dead after three heartbeats; shorter ones would cost the connection
 # whenever a handler keeps the event loop busy for some seconds.
@@ -42,6 +47,16 @@ class _Closable(Protocol):
     def close(self) -> Awaitable[None]: ...
 
 
+class _Host:
+    """One server of a cluster."""
+
+    def __init__(self, parts: SplitResult) -> None:
+        self.url = parts.geturl()
+        self.encrypted = parts.scheme == "amqps"
+        self.name, self.port = parts.hostname or "", parts.port or (5671 if self.encrypted else 5672)
+        self.at = f"{self.name}:{self.port}"
+
+
 class Link:
     """Where RabbitMQ is and how to get in. Raises ConfigurationError for settings that cannot work."""
 
@@ -49,37 +64,70 @@ class Link:
         if settings.rabbitmq is None:
             raise ConfigurationError(
                 "settings: a `rabbitmq:` source is used, but no address is given; "
-                "set IDEMCONSUMER_RABBITMQ=amqp://user:password@host:5672/vhost"
+                "set IDEMCONSUMER_RABBITMQ=amqp://user:password@host:5672[,host:5672]/vhost"
             )
-        example = "amqp://user:password@host:5672/vhost, or amqps:// for TLS"
-        parts = read_url(settings.rabbitmq, "rabbitmq", ("amqp", "amqps"), example)
-        self.where = f"{parts.hostname}:{parts.port or (5671 if parts.scheme == 'amqps' else 5672)}"
-        self.vhost = unquote(parts.path[1:]) or "/"
+        hosts = rabbitmq_urls(settings.rabbitmq)
+        random.shuffle(hosts)  # so that workers spread over a cluster
+        self._hosts = [_Host(parts) for parts in hosts]
+        self.where = ",".join(host.at for host in self._hosts)
+        self.vhost = unquote(hosts[0].path[1:]) or "/"
         self.tls = _tls(settings)
-        self.exposed = parts.scheme == "amqp" and not is_local(parts.hostname)
-        self._url = settings.rabbitmq
-        self._heartbeat = None if "heartbeat" in parse_qs(parts.query) else HEARTBEAT
+        self.exposed = not all(host.encrypted or is_local(host.name) for host in self._hosts)
+        self._guest = hosts[0].username == "guest"
+        self._heartbeat = None if "heartbeat" in parse_qs(hosts[0].query) else HEARTBEAT
         for name in ("aio_pika", "aiormq"):
             # Both log every loss several times, as errors; the feed that reconnects logs once that a session ended.
             if (logger := logging.getLogger(name)).level == logging.NOTSET:
                 logger.setLevel(logging.CRITICAL)
 
     async def connect(self, purpose: str) -> AbstractConnection:
+        """For all but consuming."""
+        return await self._connect(purpose, aio_pika.Connection)
+
+    async def connect_consumer(self, purpose: str) -> TappedConnection:
+        return await self._connect(purpose, TappedConnection)
+
+    async def _connect(self, purpose: str, kind: type[C]) -> C:
         """A plain connection (Q4): one that reconnected by itself would ack old tags on a new channel.
 
-        Raises BrokerUnavailable.
+        Of several hosts the first one that takes it. Raises BrokerUnavailable.
         """
-        try:
-            return await answered(
-                aio_pika.connect(
-                    self._url,
-                    ssl_context=self.tls,
-                    client_properties={"connection_name": f"idemconsumer {purpose}"},
-                    heartbeat=self._heartbeat,
+        why = []
+        for host in list(self._hosts):
+            try:
+                return await answered(
+                    aio_pika.connect(
+                        host.url,
+                        ssl_context=self.tls,
+                        client_properties={"connection_name": f"idemconsumer {purpose}"},
+                        heartbeat=self._heartbeat,
+                        connection_class=kind,
+                    )
                 )
+            except LOSS as error:
+                why.append((f"RabbitMQ at {host.at}: cannot connect: {await self._why_not(host, error)}", error))
+                if host is self._hosts[0]:
+                    self._hosts.append(self._hosts.pop(0))  # the next connection tries it last
+        raise BrokerUnavailable("; ".join(text for text, _ in why)) from why[-1][1]
+
+    async def _why_not(self, host: _Host, error: BaseException) -> str:
+        """What is wrong where no connection can be made."""
+        if isinstance(error, aiormq.exceptions.ProbableAuthenticationError):
+            only_local = "; the user guest may only connect from the server's own machine" if self._guest else ""
+            return f"the login was refused: wrong user or password in IDEMCONSUMER_RABBITMQ{only_local}"
+        if isinstance(error, aiormq.exceptions.InvalidFrameError) and "OpenOk" in str(error):
+            return (
+                f"the vhost {self.vhost!r} is refused: it does not exist, or this user may not use it; see "
+                "`rabbitmqctl list_permissions`, or correct IDEMCONSUMER_RABBITMQ (the vhost / is written as nothing)"
             )
-        except LOSS as error:
-            raise self.unavailable("cannot connect", error) from error
+        if why := unreached(error, host.at, "IDEMCONSUMER_RABBITMQ", "IDEMCONSUMER_RABBITMQ_CA_FILE"):
+            return why
+        if (tls := await speaks_tls(host.name, host.port)) not in (None, host.encrypted):
+            instead = "amqps://" if tls else "amqp://"
+            return f"it speaks {'TLS' if tls else 'no TLS'} on that port; write {instead}, or the other port"
+        if isinstance(error, aiormq.exceptions.IncompatibleProtocolError) or "0 bytes" in str(error):
+            return f"it does not speak AMQP 0.9.1 on that port ({text_of(error)})"
+        return text_of(error)
 
     def unavailable(self, what: str, error: BaseException) -> BrokerUnavailable:
         return BrokerUnavailable(f"RabbitMQ at {self.where}: {what}: {text_of(error)}")
@@ -91,15 +139,21 @@ class Link:
         if isinstance(error, TimeoutError):
             return BrokerUnavailable(
                 f"RabbitMQ at {self.where}: no answer about queue {queue!r} in {ANSWER:.0f} s; a quorum queue without "
-                f"a leader does not answer: see `rabbitmq-queues quorum_status {queue}`"
+                f"a leader does not answer: see `rabbitmq-queues quorum_status {shlex.quote(queue)}`"
             )
         return self.unavailable(f"queue {queue!r} cannot be consumed", error)
 
     def missing(self, queue: str) -> BrokerUnavailable:
         return BrokerUnavailable(
             f"RabbitMQ at {self.where} has no queue {queue!r} in vhost {self.vhost!r}; create it, for "
-            f"example: rabbitmqadmin --vhost={self.vhost} declare queue name={queue} durable=true "
+            f"example: rabbitmqadmin --vhost={self.vhost} declare queue {shlex.quote(f'name={queue}')} durable=true "
             """arguments='{"x-queue-type":"quorum"}'"""
+        )
+
+    def unrouted(self, exchange: str, key: str, queue_like: str) -> BrokerUnavailable:
+        return BrokerUnavailable(
+            f"RabbitMQ at {self.where}: exchange {exchange!r} in vhost {self.vhost!r} does not exist, or routes "
+            f"{key!r} to no queue; bind one, or write rabbitmq:/{queue_like} for the queue {queue_like!r}"
         )
 
 

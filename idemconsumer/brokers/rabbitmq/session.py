@@ -4,78 +4,87 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
-from aio_pika.abc import AbstractChannel, AbstractConnection
+from aio_pika.abc import AbstractChannel
 from aiormq.abc import AbstractChannel as Wire
-from aiormq.abc import DeliveredMessage
 
+from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.brokers.rabbitmq.ack_tags import AckTags
+from idemconsumer.brokers.rabbitmq.arrivals import Arrival
+from idemconsumer.brokers.rabbitmq.consumers import Consumers
 from idemconsumer.brokers.rabbitmq.limits import TAKE_OVER_AFTER
 from idemconsumer.brokers.rabbitmq.link import FAREWELL, LOSS, Link, answered, farewell, text_of
+from idemconsumer.brokers.rabbitmq.tap import TappedConnection
 from idemconsumer.errors import SessionEnded
-from idemconsumer.message.message import Message
+from idemconsumer.message.message import PROPERTIES, Message
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch
 
 T = TypeVar("T")
 
-# AMQP carries the prefetch as 16 bits, and 0 would mean "no bound".
-MAX_PREFETCH = 65_535
 # Seconds that an empty fetch waits.
 POLL = 1.0
 # A quorum queue takes this many unconfirmed acks from a channel; the channel holds the others back for a while.
 ACKS_ON_THE_WAY = 32
+# The order is part of what dead letters are recognised by.
+_NAMED = ("type", *(name for name in PROPERTIES if name not in ("routing_key", "exchange", "type")))
 # Seconds for the channel to hand on what it held back: a few forced writes of the queue's log.
 HANDING_ON = 0.4
 
 
 class RabbitmqSession:
-    """See `ports.Session`. The broker itself keeps at most `bounds.in_flight` deliveries unacked.
+    """See `ports.Session`. The prefetch follows what may be outstanding, by number and by size.
 
-    Nothing is ever nacked or rejected (Q1): on a quorum queue each return counts towards the delivery limit,
-    beyond which the broker deletes the message. So `release` gives nothing back; what was released, and what
-    is unsettled at `close`, comes again when the channel is closed, which costs one delivery count.
+    Nothing is nacked or rejected while it consumes (Q1): on a quorum queue each return counts towards the delivery
+    limit, beyond which the broker deletes the message. So `release` gives nothing back; what was released, and what
+    is unsettled at `close`, comes again when the channel is closed, which costs one delivery count before RabbitMQ 4.3.
     """
 
-    def __init__(self, link: Link, connection: AbstractConnection, queue: str) -> None:
+    def __init__(self, link: Link, connection: TappedConnection, queue: str, bounds: Bounds, priority: int = 0) -> None:
         self._link = link
         self._connection = connection
         self._queue = queue
+        self._priority = priority
         self._channel: AbstractChannel = connection.channel(publisher_confirms=False)
         self._wire: Wire
-        self._consumer = ""
-        self._epoch = Epoch()
+        self._consumers: Consumers
+        self._consuming = asyncio.Lock()
+        self._outstanding = Outstanding(bounds, f"rabbitmq:{queue}")
+        self._epoch = Epoch(returns_count=True)
         self._tags = AckTags()
-        self._sending = asyncio.Lock()
         self._arrived: deque[Delivery] = deque()
         self._wake = asyncio.Event()
         self._stopped = False
         self._ended: str | None = None
         self._acks = 0
 
-    async def start(self, bounds: Bounds) -> None:
+    async def start(self) -> None:
         """Begin to consume. Raises BrokerUnavailable, naming the queue if it is missing."""
         try:
-            await answered(self._consume(min(bounds.in_flight, MAX_PREFETCH)))
+            await answered(self._consume())
         except LOSS as error:
             raise self._link.refused(self._queue, error) from error
 
-    async def _consume(self, prefetch: int) -> None:
+    async def _consume(self) -> None:
         await self._channel.initialize()
         self._wire = await self._channel.get_underlay_channel()
+        self._epoch.returns_count = not nack_is_free(self._wire.connection.server_properties)
         self._connection.close_callbacks.add(self._on_close)
         self._channel.close_callbacks.add(self._on_close)
         # A deleted queue closes neither channel nor connection: this is its only sign.
         self._wire.on_consumer_cancel_callbacks.add(self._on_cancel)
         await self._wire.queue_declare(self._queue, passive=True)
-        await self._wire.basic_qos(prefetch_count=prefetch)
-        self._consumer = (await self._wire.basic_consume(self._queue, self._on_message)).consumer_tag or ""
+        self._consumers = Consumers(self._wire, self._queue, self._priority)
+        self._connection.take(self._wire.number, self._on_arrival)
+        await self._consumers.begin(self._outstanding.may_hold(0))
 
     async def fetch(self) -> Sequence[Delivery]:
+        await self._regulate()
         if self._ended is None and not self._arrived:
             self._wake.clear()
             try:
@@ -90,10 +99,20 @@ class RabbitmqSession:
         self._arrived.clear()
         return arrived
 
+    async def _regulate(self) -> None:
+        async with self._consuming:
+            if self._stopped or self._ended is not None:
+                return
+            held = self._outstanding
+            with contextlib.suppress(SessionEnded):
+                await self._ask(self._consumers.regulate(held.may_hold(self._epoch.waiting), held.most))
+
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
         # Tags mean something to their own channel only: elsewhere the same number is another message.
-        self._tags.finish(delivery.handle for delivery in deliveries if delivery.epoch is self._epoch)
-        await self._flush()
+        tags = [delivery.handle for delivery in deliveries if delivery.epoch is self._epoch]
+        self._tags.finish(tags)
+        self._outstanding.left(tags)
+        self._flush()
 
     async def release(self, deliveries: Sequence[Delivery]) -> None:
         return
@@ -113,32 +132,33 @@ class RabbitmqSession:
     async def stop_fetching(self) -> None:
         self._stopped = True
         self._arrived.clear()
-        if self._ended is None:
-            with contextlib.suppress(SessionEnded):
-                await self._ask(self._wire.basic_cancel(self._consumer))
+        async with self._consuming:
+            if self._ended is None:
+                with contextlib.suppress(SessionEnded):
+                    await self._ask(self._consumers.cancel())
 
     async def close(self) -> None:
-        await self._flush()
+        await self._return()
         await self._hand_on()
         self._end("closed")
         # The channel first: its close is answered after the acks before it were taken.
         await farewell(self._channel, self._connection)
 
-    async def _flush(self) -> None:
-        """Send every ack that is due; forget every loss, since the messages come again.
+    def _flush(self) -> None:
+        """Send every ack that is due (Q3). What is lost is forgotten, since the messages come again."""
+        if not self._epoch.ended and not self._wire.is_closed and (acks := self._tags.due()):
+            self._connection.acknowledge(self._wire.number, acks)
+            self._tags.sent(acks)
+            self._acks += len(acks)
 
-        One sender at a time: a `multiple` that overtook a smaller ack would cover its tag, and the smaller
-        ack would then close the channel. A cancelled sender leaves the rest to the next one.
+    async def _return(self) -> None:
+        """Where a nack costs no delivery count, give back what is unsettled: the channel's close would cost one (Q1).
+
+        Only after the consumer is gone, or it would be delivered here once more.
         """
-        async with self._sending:
-            try:
-                while not self._epoch.ended and (ack := self._tags.due()) is not None:
-                    # A dead connection's writer takes nothing more from its full queue, and reports nothing.
-                    await answered(self._wire.basic_ack(ack.tag, ack.multiple, wait=False), FAREWELL)
-                    self._tags.sent(ack)
-                    self._acks += 1
-            except LOSS as error:
-                self._end(f"acks cannot be sent: {text_of(error)}")
+        if self._ended is None and self._stopped and not self._epoch.returns_count:
+            with contextlib.suppress(*LOSS):
+                await answered(self._wire.basic_nack(0, multiple=True, requeue=True, wait=False), FAREWELL)
 
     async def _hand_on(self) -> None:
         """Keep the channel busy until its acks are with the queue (Q6).
@@ -161,10 +181,12 @@ class RabbitmqSession:
             self._end(f"no answer: {text_of(error)}")
             raise SessionEnded(self._ended) from error
 
-    async def _on_message(self, delivered: DeliveredMessage) -> None:
-        # No await in here: the client runs each delivery as a task, and only so do they stay in order.
-        if not self._stopped:
-            self._arrived.append(delivery_of(delivered, self._queue, self._epoch))
+    def _on_arrival(self, arrival: Arrival) -> None:
+        if not self._stopped and self._ended is None:
+            self._consumers.serves(arrival.consumer_tag)
+            delivery = delivery_of(arrival, self._queue, self._epoch)
+            self._outstanding.arrived(delivery.handle, delivery.message)
+            self._arrived.append(delivery)
             self._wake.set()
 
     def _on_cancel(self, _frame: object) -> None:
@@ -177,36 +199,58 @@ class RabbitmqSession:
         self._epoch.end()
         if self._ended is None:
             self._ended = reason
+        self._outstanding.clear()
         self._arrived.clear()
         self._wake.set()
 
 
-def delivery_of(delivered: DeliveredMessage, queue: str, epoch: Epoch) -> Delivery:
+def nack_is_free(server: Mapping[str, object]) -> bool:
+    """Whether this broker does not count a nack as a delivery: RabbitMQ from 4.3 on, by what it says of itself."""
+    version = server.get("version")
+    text = version.decode() if isinstance(version, bytes) else str(version)
+    major, _, minor = text.partition(".")
+    digits = re.match(r"\d+", minor)
+    return (
+        server.get("product") in ("RabbitMQ", b"RabbitMQ")
+        and major.isdigit()
+        and digits is not None
+        and ((int(major), int(digits[0])) >= (4, 3))
+    )
+
+
+def delivery_of(arrival: Arrival, queue: str, epoch: Epoch) -> Delivery:
     """Translate one arrival. Headers that are neither text nor bytes become JSON text (`x-death` is a list).
 
     `x-delivery-count` (quorum queues) is trusted only on a redelivery (Q8): a message that was dead-lettered or
     shovelled from another queue may carry the count of its former queue. A classic queue only tells that it
     is not the first time.
     """
-    properties = delivered.header.properties
-    raw = properties.headers or {}
+    carried = arrival.properties
+    raw = carried.get("headers") or {}
     returned = raw.get("x-delivery-count")
     returned = returned if isinstance(returned, int) else 0
-    redelivered = bool(delivered.redelivered)
-    count = 1 + max(returned, 1) if redelivered else 1
+    count = 1 + max(returned, 1) if arrival.redelivered else 1
+    message_id = carried.get("message_id")
+    properties: dict[str, str | int] = {"routing_key": arrival.routing_key, "exchange": arrival.exchange}
+    for name in _NAMED:
+        if name in carried:
+            properties[name] = carried[name]
     return Delivery(
         message=Message(
             source=f"rabbitmq:{queue}",
-            body=delivered.body,
+            body=arrival.body,
             headers={name: _text(value) for name, value in raw.items()},
-            message_id=properties.message_id,
-            position=f"{queue}#{properties.message_id or delivered.delivery_tag}",
+            message_id=message_id,
+            position=f"{queue}#{message_id or arrival.tag}",
+            timestamp=carried.get("timestamp"),
+            properties=properties,
         ),
         epoch=epoch,
-        handle=delivered.delivery_tag,
-        suspect=redelivered or returned > 0,
+        handle=arrival.tag,
+        suspect=arrival.redelivered or returned > 0,
         count=count,
         take_over=count > TAKE_OVER_AFTER,
+        anonymous=True,
     )
 
 

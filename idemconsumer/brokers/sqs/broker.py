@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
-from idemconsumer.brokers.sqs.client import LOSS, Client, Link, Queue, farewell
+from idemconsumer.brokers.sqs.client import LOSS, Client, Link, Queue, address_of, farewell
 from idemconsumer.brokers.sqs.limits import limits, max_receives, retention
 from idemconsumer.brokers.sqs.session import CONNECTIONS, SqsSession
 from idemconsumer.brokers.sqs.wire import Entry, entry_of, requests
@@ -22,7 +22,8 @@ SENDS: Final = 8  # requests at a time; one after another for a FIFO queue
 class SqsBroker:
     """See `ports.Broker`. Each session has a client of its own; all publishing shares another one.
 
-    The endpoint is the setting `sqs`, or AWS; region and credentials are found as every AWS client finds them.
+    The endpoint is the setting `sqs`, or AWS; credentials, and the region unless an ARN or a URL names it, are found as
+    every AWS client finds them.
     Raises ConfigurationError for an endpoint that cannot be one. Large payloads that another client left in S3 are not
     fetched: the handler gets the pointer.
     """
@@ -32,7 +33,7 @@ class SqsBroker:
     def __init__(self, settings: Settings) -> None:
         self._link = Link(settings)
         self._connecting = asyncio.Lock()
-        self._client: Client | None = None
+        self._clients: dict[tuple[str | None, str | None], Client] = {}  # by endpoint and region
         self._queues: dict[str, Queue] = {}
 
     def feed(self, subscription: Subscription) -> str:
@@ -40,9 +41,10 @@ class SqsBroker:
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> SqsSession:
         (name,) = {subscription.name for subscription in subscriptions}
-        client = await self._link.connect(CONNECTIONS)
+        at = address_of(name)
+        client = await self._link.connect(CONNECTIONS, at)
         try:
-            queue = await self._link.queue(client, name)
+            queue = await self._link.queue(client, at)
         except BaseException:
             await farewell(client)
             raise
@@ -74,6 +76,10 @@ class SqsBroker:
             self._queues.pop(name, None)
             raise self._link.refused(name, error) from error
 
+    async def check_destination(self, name: str) -> None:
+        """Whether the queue exists; not whether these credentials may send to it."""
+        await self._ready(name, anew=True)
+
     async def check(self, subscription: Subscription) -> list[Finding]:
         subject = subscription.source
         try:
@@ -81,7 +87,10 @@ class SqsBroker:
         except (BrokerUnavailable, ConfigurationError) as error:
             return [Finding("error", subject, str(error))]
         kind = "FIFO queue" if queue.fifo else "queue"
-        return [Finding("ok", subject, f"{self._link.where} has the {kind} {queue.name!r}"), *limits(subject, queue)]
+        return [
+            Finding("ok", subject, f"{self._link.where} has the {kind} {subscription.name!r}"),
+            *limits(subject, queue),
+        ]
 
     async def retention_seconds(self, subscription: Subscription) -> float | None:
         """How long the queue keeps a message, and so can redeliver it; None: unknown."""
@@ -100,17 +109,19 @@ class SqsBroker:
         return max_receives(queue)
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
             await farewell(client)
 
     async def _ready(self, name: str, *, anew: bool = False) -> tuple[Client, Queue]:
         async with self._connecting:
-            if self._client is None:
-                self._client = await self._link.connect(SENDS)
+            at = address_of(name)
+            place = at.endpoint, at.region
+            if (client := self._clients.get(place)) is None:
+                client = self._clients[place] = await self._link.connect(SENDS, at)
             if anew or name not in self._queues:
-                self._queues[name] = await self._link.queue(self._client, name)
-            return self._client, self._queues[name]
+                self._queues[name] = await self._link.queue(client, at)
+            return client, self._queues[name]
 
     async def _send(self, client: Client, queue: Queue, batch: Sequence[Entry]) -> None:
         answer: dict[str, Any] = await client.send_message_batch(QueueUrl=queue.url, Entries=batch)

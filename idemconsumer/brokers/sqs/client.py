@@ -7,13 +7,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
 
 from aiobotocore.config import AioConfig
 from aiobotocore.session import get_session
-from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError, NoRegionError
+from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from idemconsumer.addresses import read_url
+from idemconsumer.brokers.reaching import unreached
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
+from idemconsumer.message.queues import QueueAddress, queue_address
 from idemconsumer.redaction import error_text, redact
 from idemconsumer.settings import Settings
 
@@ -39,7 +42,7 @@ LEAST_VISIBILITY: Final = 10  # seconds: it is extended several times within it,
 class Client(Protocol):
     """The part of the client that is used; requests and answers are as in the SQS API reference."""
 
-    async def get_queue_url(self, *, QueueName: str) -> dict[str, Any]: ...  # noqa: N803
+    async def get_queue_url(self, **request: Any) -> dict[str, Any]: ...
     async def get_queue_attributes(self, **request: Any) -> dict[str, Any]: ...
     async def receive_message(self, **request: Any) -> dict[str, Any]: ...
     async def send_message_batch(self, **request: Any) -> dict[str, Any]: ...
@@ -55,6 +58,11 @@ class Queue:
     name: str
     url: str
     attributes: Mapping[str, str] = field(default_factory=dict)
+    given: str = ""  # as the source names it, if otherwise
+
+    @property
+    def source(self) -> str:
+        return f"sqs:{self.given or self.name}"
 
     @property
     def fifo(self) -> bool:
@@ -82,8 +90,6 @@ class Link:
     """Where SQS is and how to get in. Raises ConfigurationError for an endpoint that cannot be one."""
 
     def __init__(self, settings: Settings) -> None:
-        if settings.sqs is not None:
-            read_url(settings.sqs, "sqs", ("http", "https"), "http(s)://host:port, or leave it out for AWS")
         self.where = f"SQS at {redact(settings.sqs)}" if settings.sqs else "SQS"
         self._endpoint = settings.sqs
         self._session = get_session()
@@ -92,8 +98,8 @@ class Link:
             if (logger := logging.getLogger(name)).level == logging.NOTSET:
                 logger.setLevel(logging.CRITICAL)
 
-    async def connect(self, requests: int) -> Client:
-        """A client for `requests` at a time. It connects with its first one.
+    async def connect(self, requests: int, at: QueueAddress) -> Client:
+        """A client for `requests` at a time, in the queue's region. It connects with its first one.
 
         Raises ConfigurationError when no region is given.
         """
@@ -105,7 +111,7 @@ class Link:
         )
         try:
             client: Client = await self._session.create_client(
-                "sqs", endpoint_url=self._endpoint, config=config
+                "sqs", region_name=at.region, endpoint_url=at.endpoint or self._endpoint, config=config
             ).__aenter__()
         except NoRegionError as error:
             raise ConfigurationError(f"{self.where}: no region is given; set AWS_DEFAULT_REGION=eu-west-1") from error
@@ -113,32 +119,51 @@ class Link:
             raise self.unavailable("no client can be made", error) from error
         return client
 
-    async def queue(self, client: Client, name: str) -> Queue:
+    async def queue(self, client: Client, at: QueueAddress) -> Queue:
         """Raises BrokerUnavailable, naming the queue if it is missing."""
         try:
-            url = (await client.get_queue_url(QueueName=name))["QueueUrl"]
+            owner = {} if at.account is None else {"QueueOwnerAWSAccountId": at.account}
+            url = at.url or (await client.get_queue_url(QueueName=at.name, **owner))["QueueUrl"]
             answer = await client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])
         except LOSS as error:
-            raise self.refused(name, error) from error
-        return Queue(name, url, answer.get("Attributes") or {})
+            raise self.refused(at.given, error) from error
+        return Queue(at.name, url, answer.get("Attributes") or {}, at.given)
 
-    def refused(self, queue: str, error: Exception) -> BrokerUnavailable:
+    def refused(self, given: str, error: Exception) -> BrokerUnavailable:
         """In our words, why a queue cannot be used."""
+        at = address_of(given)
         if code_of(error) in _GONE:
-            fifo = " --attributes FifoQueue=true" if queue.endswith(".fifo") else ""
+            fifo = " --attributes FifoQueue=true" if at.name.endswith(".fifo") else ""
+            region = f" --region {at.region}" if at.region else ""
+            where = f"account {at.account}" if at.account else "this account"
+            where += f" and region {at.region}" if at.region else " and region"
             return BrokerUnavailable(
-                f"{self.where} has no queue {queue!r} in this account and region; create it, for example: "
-                f"aws sqs create-queue --queue-name {queue}{fifo}"
+                f"{self.where} has no queue {given!r} in {where}; create it, for example: "
+                f"aws sqs create-queue --queue-name {at.name}{fifo}{region}"
             )
-        return self.unavailable(f"queue {queue!r} cannot be used", error)
+        return self.unavailable(f"queue {given!r} cannot be used", error, "the queue's URL" if at.endpoint else None)
 
-    def unavailable(self, what: str, error: Exception) -> BrokerUnavailable:
+    def unavailable(self, what: str, error: Exception, address: str | None = None) -> BrokerUnavailable:
+        """`address`: where the endpoint is set, if not where every client's is."""
+        setting = address or ("IDEMCONSUMER_SQS" if self._endpoint else "AWS_DEFAULT_REGION")
+        at = urlsplit(str(getattr(error, "kwargs", {}).get("endpoint_url") or self._endpoint or "")).netloc
+        if why := unreached(error, at.rpartition("@")[2] or "AWS", setting, "AWS_CA_BUNDLE"):
+            return BrokerUnavailable(f"{self.where}: {what}: {why}")
         advice = ""
-        if isinstance(error, NoCredentialsError):
+        if isinstance(error, BotoConnectionError | HTTPClientError):
+            advice = f"; see that SQS answers there, or correct {setting}"
+        elif isinstance(error, NoCredentialsError):
             advice = "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the machine a role"
         elif code_of(error).startswith(_DENIED):
             advice = "; docs/operations.md lists the IAM actions that are needed"
         return BrokerUnavailable(f"{self.where}: {what}: {text_of(error)}{advice}")
+
+
+def address_of(name: str) -> QueueAddress:
+    """Of the name of a source or destination. Raises ConfigurationError."""
+    if (address := queue_address(name)) is None:
+        raise ConfigurationError(f"sqs:{name} is neither the name of a queue, nor its ARN, nor its URL")
+    return address
 
 
 def text_of(error: Exception) -> str:

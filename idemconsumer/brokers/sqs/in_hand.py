@@ -35,6 +35,9 @@ class Held:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, message: str) -> bool:
+        return message in self._entries
+
     def arrive(self, message: str, handle: str, group: str | None, until: float) -> None:
         """Received, and invisible to others `until` then. `group` is given in FIFO queues."""
         entry = self._entries.get(message)

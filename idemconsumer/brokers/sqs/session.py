@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import structlog
 
+from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.brokers.sqs.client import READ_TIMEOUT, Client, Link, Queue, farewell, throttled
 from idemconsumer.brokers.sqs.in_hand import Held
 from idemconsumer.brokers.sqs.wire import BATCH, GROUP, message_of, receives
@@ -23,6 +24,7 @@ log = structlog.get_logger("idemconsumer")
 # bring stays hidden for its whole visibility timeout.
 WAIT: Final = 1
 POLLS: Final = 8  # at a time, while each brings a full batch; one when the queue is empty
+_WORTH: Final = 4  # polls for all that may be outstanding: one for each message would cost more than waiting for some
 DELETIONS: Final = 4  # at a time, while each is a full batch
 EXTENSIONS: Final = 4
 CONNECTIONS: Final = POLLS + DELETIONS + EXTENSIONS
@@ -48,8 +50,8 @@ class SqsSession:
         self._link = link
         self._client = client
         self._queue = queue
-        self._bounds = bounds
-        self._epoch = Epoch()
+        self._outstanding = Outstanding(bounds, queue.source)
+        self._epoch = Epoch(returns_count=True)
         self._held = Held()
         self._arrived: deque[Delivery] = deque()
         self._due: deque[str] = deque()
@@ -88,7 +90,7 @@ class SqsSession:
         """Receive until stopped. Never cancelled. An `extra` one ends when it does not bring a full batch."""
         failures = 0
         while not (self._stopped or self._lost):
-            if (want := min(BATCH, self._room())) <= 0:
+            if (want := self._room()) <= 0:
                 await self._wait_for_room()
                 continue
             self._reserved += want
@@ -119,7 +121,7 @@ class SqsSession:
             MaxNumberOfMessages=want,
             WaitTimeSeconds=WAIT,
             VisibilityTimeout=visibility,
-            MessageSystemAttributeNames=["ApproximateReceiveCount", GROUP, "MessageDeduplicationId"],
+            MessageSystemAttributeNames=["ApproximateReceiveCount", GROUP, "MessageDeduplicationId", "SentTimestamp"],
             MessageAttributeNames=["All"],
         )
         arrivals = [self._delivery(raw, started + visibility) for raw in answer.get("Messages") or ()]
@@ -135,13 +137,15 @@ class SqsSession:
         message, count = message_of(self._queue, raw), receives(raw)  # the count is a hint (A6)
         group = message.order_hint if isinstance(message.order_hint, str) else None
         self._held.arrive(raw["MessageId"], raw["ReceiptHandle"], group, until)
+        self._outstanding.arrived(raw["MessageId"], message)
         return Delivery(message, self._epoch, handle=raw["MessageId"], suspect=count > 1, count=count)
 
     def _room(self) -> int:
-        """Deliveries in the waiting room do not count as fetched ahead."""
-        taken = len(self._held) + self._reserved
-        ahead = max(BATCH, self._bounds.ahead)
-        return min(ahead - (taken - self._epoch.waiting), self._bounds.in_flight - taken)
+        """How many messages the next poll is to bring. None while those would be fewer than are worth a request."""
+        held, waiting = self._outstanding, self._epoch.waiting
+        worth = min(BATCH, max(1, held.may_hold(waiting) // _WORTH))
+        room = min(BATCH, held.may_take(waiting, asked_for=self._reserved))
+        return room if room >= worth or not len(held) + self._reserved else 0
 
     async def _wait_for_room(self) -> None:
         self._freed.clear()
@@ -179,6 +183,11 @@ class SqsSession:
         else:
             log.debug("deletion refused, left to redelivery", queue=self._queue.name, messages=len(left))
         self._due.extend(self._held.deleted(used))
+        self._left(used)
+
+    def _left(self, messages: Iterable[str]) -> None:
+        """Some of these are no longer held."""
+        self._outstanding.left([message for message in messages if message not in self._held])
         self._freed.set()
 
     async def _return(self, messages: Sequence[str]) -> None:
@@ -193,7 +202,7 @@ class SqsSession:
             await asyncio.wait(self._deletions, timeout=_FAREWELL)
         handles = self._held.handles(messages)
         self._held.forget(messages)
-        self._freed.set()
+        self._left(messages)
         await asyncio.gather(*(self._set_visibility(batch, 0) for batch in _batches(handles)))
 
     # ------------------------------------------------------------------------------------------------------- visibility
@@ -309,9 +318,10 @@ class SqsSession:
     def _end(self, error: Exception | None) -> None:
         """`error`: why the session was lost; None: it was not, we leave."""
         if self._lost is None:
-            name = self._queue.name
-            self._lost = f"sqs:{name}: closed" if error is None else str(self._link.refused(name, error))
+            given = self._queue.given or self._queue.name
+            self._lost = f"sqs:{given}: closed" if error is None else str(self._link.refused(given, error))
         self._epoch.end()
+        self._outstanding.clear()
         self._arrived.clear()
         self._wake.set()
         self._freed.set()

@@ -10,8 +10,10 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import uuid4
 
@@ -23,6 +25,7 @@ from idemconsumer.ports.broker import Outgoing
 
 BATCH: Final = 10  # messages in one request
 MAX_ATTRIBUTES: Final = 10
+MAX_DELAY: Final = 900.0  # seconds
 GROUP: Final = "MessageGroupId"
 """The header that names the group of a message, published or received."""
 
@@ -64,7 +67,18 @@ def entry_of(queue: Queue, message: Outgoing) -> Entry:
         entry["MessageAttributes"] = {
             name: {"DataType": "String", "StringValue": value} for name, value in attributes.items()
         }
+    if message.delay:
+        entry["DelaySeconds"] = _delay(queue, message.delay)
     return entry | _fifo(queue, group, message.key)
+
+
+def _delay(queue: Queue, seconds: float) -> int:
+    instead = f"publish to a postgres: queue with the delay, and have its handler publish to {queue.source}"
+    if queue.fifo:
+        raise ConfigurationError(f"publish to {queue.source} with a delay: a FIFO queue delays no message; {instead}")
+    if seconds > MAX_DELAY:
+        raise ConfigurationError(f"publish to {queue.source} with a delay: SQS takes 15 minutes at most; {instead}")
+    return math.ceil(seconds)
 
 
 def requests(queue: Queue, entries: Sequence[Entry]) -> Iterator[list[Entry]]:
@@ -117,13 +131,13 @@ def _size(body: str, attributes: Mapping[str, str]) -> int:
 def _fifo(queue: Queue, group: str | None, key: str | None) -> Entry:
     if group is not None and not _TOKEN.fullmatch(group):
         raise ConfigurationError(
-            f"publish to sqs:{queue.name}: the header {GROUP} has 1 to 128 letters, digits or punctuation, no spaces"
+            f"publish to {queue.source}: the header {GROUP} has 1 to 128 letters, digits or punctuation, no spaces"
         )
     if not queue.fifo:
         return {} if group is None else {GROUP: group}  # fair queues share the workers among groups
     if group is None:
         raise ConfigurationError(
-            f"publish to sqs:{queue.name}: a FIFO queue keeps order within a group, so each message names its own; "
+            f"publish to {queue.source}: a FIFO queue keeps order within a group, so each message names its own; "
             f"give headers={{{GROUP!r}: customer_id}}, or --header {GROUP}=…"
         )
     if key is not None:
@@ -158,12 +172,13 @@ def message_of(queue: Queue, raw: Mapping[str, Any]) -> Message:
     if token == hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest():
         token = None
     return Message(
-        source=f"sqs:{queue.name}",
+        source=queue.source,
         body=body,
         headers=headers,
         message_id=given if isinstance(given, str) else token or raw["MessageId"],
         order_hint=group if queue.fifo else None,
         position=f"{queue.name}#{raw['MessageId']}",
+        timestamp=_time(system.get("SentTimestamp")),
     )
 
 
@@ -171,6 +186,11 @@ def receives(raw: Mapping[str, Any]) -> int:
     """How often the message was received, this time included; approximate, as SQS says."""
     count = str((raw.get("Attributes") or {}).get("ApproximateReceiveCount", "1"))
     return max(1, int(count)) if count.isdecimal() else 1
+
+
+def _time(milliseconds: object) -> datetime | None:
+    text = str(milliseconds)
+    return datetime.fromtimestamp(int(text) / 1000, UTC) if text.isdecimal() and len(text) < 15 else None
 
 
 def _read(text: str, mark: str | bytes | None) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import signal
 import subprocess
 import uuid
 from collections.abc import Mapping
@@ -87,6 +88,13 @@ class Kafka:
 
     def kill(self) -> None:
         self._processes.kill()
+
+    def freeze(self) -> None:
+        """It says nothing more, until `thaw()`; its connections stay open."""
+        self._processes.send(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._processes.send(signal.SIGCONT)
 
     def close(self) -> None:
         self._processes.close()

@@ -9,6 +9,7 @@ from typing import Protocol
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from tests.support.servers.elasticmq import ElasticMQ
 from tests.support.servers.kafka import Kafka
+from tests.support.servers.pgbouncer import PgBouncer
 from tests.support.servers.rabbitmq import RabbitMQ
 
 
@@ -23,6 +24,12 @@ class PrivatePostgres(Protocol):
     def __call__(
         self, *, binaries: Path | None = None, settings: Mapping[str, str] | None = None
     ) -> EmbeddedPostgres: ...
+
+
+class PrivatePgBouncer(Protocol):
+    def __call__(
+        self, dsn: str, pool_mode: str, *, newer: bool = True, settings: Mapping[str, str] | None = None
+    ) -> PgBouncer: ...
 
 
 class PrivateKafka(Protocol):

@@ -100,6 +100,11 @@ class Processes:
         self._running.clear()
         self._watchdog.watch()
 
+    def send(self, signal_number: signal.Signals) -> None:
+        """To all of them: SIGSTOP makes them silent, SIGCONT ends that."""
+        for process in self._running:
+            os.killpg(process.pid, signal_number)
+
     def close(self) -> None:
         """Kill the server and remove its folder; a second time does nothing."""
         if not self.folder.exists():

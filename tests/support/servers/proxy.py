@@ -1,4 +1,4 @@
-"""A TCP proxy that loses connections on purpose, also at an exact byte of the conversation."""
+"""A TCP proxy that loses or freezes connections on purpose, also at an exact byte of the conversation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 @dataclass
 class Trap:
-    """One cut that waits for its bytes. `sprung` is set when the connection is gone."""
+    """One cut that waits for its bytes. `sprung` is set when the connection is gone, or `frozen`."""
 
     needle: bytes
     mode: Literal["before", "after"]
     answer: bytes
+    frozen: bool = False
     sprung: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -34,6 +35,8 @@ class Proxy:
 
     `cut()` resets every connection and refuses new ones until `restore()`. `cut_at` resets one connection,
     the one on which a client first sends the given bytes, and leaves the others and new ones alone.
+
+    `freeze()` and `freeze_at` instead leave connections open, and silent for good: what either side sends is dropped.
     """
 
     def __init__(self, target_port: int, host: str = "127.0.0.1") -> None:
@@ -43,6 +46,7 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._pairs: set[_Pair] = set()
         self._trap: Trap | None = None
+        self.frozen = False  # what is accepted now
 
     @property
     def connections(self) -> int:
@@ -68,6 +72,29 @@ class Proxy:
         """Accept connections (again), on the same port."""
         if self._server is None:
             self._server = await asyncio.start_server(self._accept, self._host, self.port)
+
+    def lead_to(self, target_port: int) -> None:
+        """Where new connections go; the others stay where they are."""
+        self._target_port = target_port
+
+    def freeze(self, *, answers_only: bool = False) -> None:
+        """Freeze all connections; new ones are accepted and as silent until `thaw()`. `answers_only`: the server still
+        gets what these clients send, and new connections work."""
+        self.frozen = not answers_only
+        for pair in self._pairs:
+            pair.deaf = not answers_only
+            pair.dumb = True
+
+    def thaw(self) -> None:
+        """New connections work again."""
+        self.frozen = False
+
+    def freeze_at(
+        self, needle: bytes = COMMIT, *, mode: Literal["before", "after"], answer: bytes = READY_FOR_QUERY
+    ) -> Trap:
+        """As `cut_at`, but the connection stays open."""
+        self._trap = Trap(needle, mode, answer, frozen=True)
+        return self._trap
 
     def cut_at(
         self, needle: bytes = COMMIT, *, mode: Literal["before", "after"], answer: bytes = READY_FOR_QUERY
@@ -123,6 +150,7 @@ class _Pair:
         self._client_reader, self._client_writer = client
         self._server_reader, self._server_writer = server
         self._sprung: Trap | None = None
+        self.deaf = self.dumb = proxy.frozen  # to the client; towards it
 
     async def run(self) -> None:
         directions = [asyncio.create_task(self._to_server()), asyncio.create_task(self._to_client())]
@@ -148,10 +176,15 @@ class _Pair:
                 trap = None if self._sprung else self._proxy.take_trap(seen)
                 self._sprung = self._sprung or trap
                 if trap is not None and trap.mode == "before":
-                    return
-                self._server_writer.write(sent)
-                await self._server_writer.drain()
-            if self._sprung is not None:  # the client has given up; the server's answer is still awaited
+                    if not trap.frozen:
+                        return
+                    self.deaf = self.dumb = True
+                    trap.sprung.set()
+                if not self.deaf:
+                    self._server_writer.write(sent)
+                    await self._server_writer.drain()
+            if self._sprung is not None and not self._sprung.frozen:
+                # The client has given up; the server's answer is still awaited.
                 await asyncio.Event().wait()
 
     async def _to_client(self) -> None:
@@ -159,12 +192,16 @@ class _Pair:
         with contextlib.suppress(OSError):
             while received := await self._server_reader.read(65_536):
                 if self._sprung is None:
-                    self._client_writer.write(received)
-                    await self._client_writer.drain()
+                    if not self.dumb:
+                        self._client_writer.write(received)
+                        await self._client_writer.drain()
                     continue
                 kept += received
                 if self._sprung.answer in kept:
-                    return
+                    if not self._sprung.frozen:
+                        return
+                    self._sprung.sprung.set()
+                    self.deaf = True
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

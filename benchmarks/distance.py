@@ -1,0 +1,117 @@
+"""The store path with the database farther away: what costs then is each round trip that somebody waits for.
+
+`one pipeline` is the limit: groups as large as ours, nothing claimed, and all statements of a group sent before the
+first answer is read. A handler that reads before it writes has to wait for what it reads, with whatever library.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from benchmarks._child import Child, child
+from benchmarks._crew import LANES, Crew, crew, fill_stock
+from benchmarks._loads import Load
+from benchmarks._measure import Result, Subject, Table, Target, side_by_side
+from benchmarks._sizes import OURS
+from benchmarks._stage import Stage
+from benchmarks.rivals.applying import AUTOCOMMIT
+from benchmarks.rivals.store import PIPELINED
+
+_TRIPS = (0.0, 0.5, 1.0, 2.0)  # ms that the proxy adds; 0: no proxy
+_GOALS = {0.5: 10.0, 1.0: 18.0}  # of ours to bare
+_ARTICLES = 20_000  # taken in turn, so that no two messages meet at one
+_MOST = 1_000_000  # deliveries; each run is over earlier
+
+Reach = Callable[[str], str]  # the address of a database -> where it is reached
+
+
+async def distance(stage: Stage) -> Result:
+    tables = []
+    async with crew(stage) as team, child("benchmarks.delaying") as proxy:
+        tables.append(await _proxy_itself(stage, team, proxy))
+        for trip in _TRIPS:
+            far, facts = await _away(stage, proxy, trip)
+            limits = [Target(OURS, "bare", _GOALS.get(trip)), Target(OURS, PIPELINED, 0.7 if trip else None)]
+            names = ["bare", AUTOCOMMIT, "by hand", OURS, PIPELINED]
+            targets = [*limits, Target(OURS, AUTOCOMMIT), Target(OURS, "by hand")]
+            tables.append(await _table(stage, team, f"{trip:g} ms away", names, targets, far, facts=facts))
+        for trip in (0.0, 1.0):
+            far, facts = await _away(stage, proxy, trip)
+            for does, names in (("two", ["bare", "by hand", OURS, PIPELINED]), ("read", ["bare", "by hand", OURS])):
+                title = f"{trip:g} ms away, {'an insert and an update' if does == 'two' else 'a read, then an insert'}"
+                targets = [Target(OURS, to) for to in names if to != OURS]
+                tables.append(await _table(stage, team, title, names, targets, far, does=does, facts=facts))
+    return Result("distance", tables)
+
+
+async def _proxy_itself(stage: Stage, team: Crew, proxy: Child) -> Table:
+    """It adds nothing here, and so shows what it costs by being there."""
+    through = await _through(proxy, stage.postgres, 0.0)
+    ways: dict[str, Reach] = {"direct": _direct, "through the proxy": through}
+    subjects = {
+        f"{name}, {way}": _subject(stage, team, name, reach)
+        for name in ("bare", PIPELINED)
+        for way, reach in ways.items()
+    }
+    targets = [Target(f"{name}, through the proxy", f"{name}, direct") for name in ("bare", PIPELINED)]
+    facts = {f"round trip, {way}": _measured(reach(stage.postgres)) for way, reach in ways.items()}
+    return await side_by_side(
+        "The proxy itself", subjects, targets, rounds=1 if stage.quick else 3, say=stage.say, facts=facts
+    )
+
+
+async def _table(
+    stage: Stage, team: Crew, title: str, names: Sequence[str], targets: Sequence[Target], reach: Reach, *,
+    facts: Mapping[str, object], does: str = "",
+) -> Table:  # fmt: skip
+    subjects = {name: _subject(stage, team, name, reach, does) for name in names}
+    rounds = 1 if stage.quick else 3
+    return await side_by_side(title, subjects, targets, rounds=rounds, say=stage.say, plot=not does, facts=facts)
+
+
+def _subject(stage: Stage, team: Crew, name: str, reach: Reach, does: str = "") -> Subject:
+    seconds = 0.5 if stage.quick else 4.0
+
+    async def measured(number: int) -> float:
+        with stage.database() as dsn:
+            if does:
+                await fill_stock(dsn, _ARTICLES)
+            load = Load(prefix="w", count=_MOST, seconds=seconds / 4, does=does, hot=_ARTICLES if does else 0)
+            await team.ask(name, load, reach(dsn))
+            load = msgspec.structs.replace(load, prefix="m", seconds=seconds)
+            (answer,) = await team.ask(name, load, reach(dsn))
+            await team.close()
+            return float(answer["count"] / answer["seconds"])
+
+    return measured
+
+
+async def _away(stage: Stage, proxy: Child, trip: float) -> tuple[Reach, dict[str, object]]:
+    reach = await _through(proxy, stage.postgres, trip / 1_000) if trip else _direct
+    return reach, {"lanes": LANES, "round trip": _measured(reach(stage.postgres))}
+
+
+async def _through(proxy: Child, dsn: str, round_trip: float) -> Reach:
+    port = await proxy.ask(port=int(str(conninfo_to_dict(dsn).get("port") or 5432)), round_trip=round_trip)
+    return lambda address: make_conninfo(address, host="127.0.0.1", port=port)
+
+
+def _direct(address: str) -> str:
+    return address
+
+
+def _measured(dsn: str) -> str:
+    """The median of some statements that do nothing."""
+    took = []
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for _ in range(200):
+            began = time.perf_counter()
+            connection.execute("select 1")
+            took.append(time.perf_counter() - began)
+    return f"{statistics.median(took) * 1_000:.2f} ms"

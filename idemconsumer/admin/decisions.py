@@ -1,0 +1,39 @@
+"""A person's answer for a call of unknown outcome (L52)."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.message import codecs
+from idemconsumer.ports.handler import Done, NotDone
+from idemconsumer.rules.values import StepState
+from idemconsumer.stores.claims import PostgresClaims
+
+_STATEMENTS: Final = {
+    (StepState.INTENT, True): ("decide_done", "done"),
+    (StepState.INTENT, False): ("decide_not_done", "not done"),
+    (StepState.UNDO_INTENT, True): ("decide_undone", "undone"),
+    (StepState.UNDO_INTENT, False): ("decide_not_undone", "not undone"),
+}
+
+
+async def decide(claims: PostgresClaims, key: bytes, step: str, answer: Done[Any] | NotDone) -> None:
+    """In a transaction that holds the saga's row, and that the caller completes. `answer` is about the undo, if that is
+    what was begun. Raises ConfigurationError when that step has no call of unknown outcome, and TypeError when the
+    result is not JSON."""
+    rows = await claims.send("open_calls", {"key": key})
+    states = {name: StepState(state) for name, state in rows}
+    if (state := states.get(step)) is None:
+        there = ", ".join(map(repr, states)) or "no step"
+        raise ConfigurationError(
+            f"saga {key.hex()[:12]}: step {step!r} is no call of unknown outcome; such are: {there}"
+        )
+    done = answer if isinstance(answer, Done) else None
+    if state is StepState.UNDO_INTENT and done is not None and done.result is not None:
+        raise ConfigurationError(f"step {step!r} was being undone, and an undo has no output; write null")
+    output = None if done is None else codecs.encode(done.result, "output", "give")
+    statement, word = _STATEMENTS[state, done is not None]
+    body, content_type = (None, None) if output is None else (output.body, output.content_type)
+    await claims.send("note", {"key": key, "what": "decided", "detail": f"step {step}: {word}"})
+    await claims.send(statement, {"key": key, "name": step, "output": body, "content_type": content_type})

@@ -1,0 +1,179 @@
+"""The histories of sagas that have not ended, to be kept in a file for tests that replay them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+from psycopg.rows import tuple_row
+
+from idemconsumer.admin.dead_letters import connected
+from idemconsumer.message.delivered import with_delivered
+from idemconsumer.message.headers import decode_headers
+from idemconsumer.message.message import Message, StoredResult
+from idemconsumer.ports.leases import LeasedSaga
+from idemconsumer.rules.values import State, StepKind, StepRow, StepState
+from idemconsumer.sql.queries import load
+from idemconsumer.stores.leases import step_row
+
+
+class Octets(msgspec.Struct, frozen=True):
+    """Bytes that are no text."""
+
+    base64: bytes
+
+
+class MessageHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The message that began a saga. `headers` and `delivered` are JSON, as they are stored."""
+
+    source: str
+    position: str
+    body: str | Octets
+    message_id: str | None = None
+    headers: str | Octets = "{}"
+    delivered: str | Octets | None = None
+
+
+class StepHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A recorded step, or the answer of a `saga.patched`. `output` is what its function returned, as it is stored."""
+
+    name: str
+    kind: str
+    state: str
+    has_undo: bool = False
+    overlapped: bool = False
+    position: int | None = None
+    attempts: int = 1
+    output: str | Octets | None = None
+    content_type: str | None = None
+
+
+class SagaHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One line of `idemconsumer sagas export`: a saga that has not ended, and what is recorded of it.
+
+    `key` (hexadecimal) and `scope` (app, tenant and handler) are those under which it is stored, since `started_at`;
+    `handler` has it now, in `version`. `state` is processing or undoing, also while it is put aside for the reason
+    `parked`; `rejection` is why it is undone; `cancel`: it is to be cancelled, undone or as it is. `message` began it.
+    `steps` are in the order in which they finished, those of unknown outcome and waits that are not over last: each
+    with its kind and state, whether it has an undo, whether it `overlapped` others and so has no fixed place, and its
+    output.
+    """
+
+    key: str
+    scope: str
+    handler: str
+    state: str
+    started_at: datetime
+    message: MessageHistory
+    steps: list[StepHistory]
+    version: str | None = None
+    parked: str | None = None
+    cancel: bool | None = None
+    rejection: str | Octets | None = None
+
+    def __str__(self) -> str:
+        """Handler, the beginning of the key, and how many steps are recorded: for the name of a test."""
+        return f"{self.handler}-{self.key[:12]}-{len(self.steps)}"
+
+    def rows(self) -> list[StepRow]:
+        """The steps as a run reads them."""
+        return [
+            StepRow(
+                step.name, StepKind[_name(step.kind)], StepState[_name(step.state)], step.has_undo, step.overlapped,
+                step.position, step.attempts, _output(step),
+            )
+            for step in self.steps
+        ]  # fmt: skip
+
+    def leased(self) -> LeasedSaga:
+        """The saga as a worker takes it for its next attempt."""
+        its = self.message
+        headers = decode_headers(_body(its.headers))
+        message = Message(its.source, _body(its.body), headers, message_id=its.message_id, position=its.position)
+        return LeasedSaga(
+            key=bytes.fromhex(self.key), scope=self.scope, handler=self.handler, token=1, worker=1,
+            state=State[_name(self.state)], attempt=1, version=self.version,
+            rejection=None if self.rejection is None else _body(self.rejection), stale=False, cancel=self.cancel,
+            message=with_delivered(message, None if its.delivered is None else _body(its.delivered)),
+        )  # fmt: skip
+
+
+async def histories(
+    dsn: str,
+    schema: str,
+    *,
+    handler: str | None = None,
+    state: Literal["processing", "undoing", "dead"] | None = None,
+    since: float | None = None,
+    limit: int = 1000,
+) -> AsyncIterator[SagaHistory]:
+    """Of sagas that have not ended, newest first, all as of one moment. `since`: begun in the last so many seconds.
+
+    What has ended is not among them: its message is not kept. Raises StoreUnavailable, and ConfigurationError when the
+    schema is not migrated.
+    """
+    queries, params = load(schema), {"handler": handler, "state": state, "since": since, "limit": limit}
+    async with connected(dsn, schema) as connection, connection.transaction():
+        await connection.execute("set transaction isolation level repeatable read, read only")
+        for row in await (await connection.execute(queries["saga_histories"], params)).fetchall():
+            cursor = connection.cursor(row_factory=tuple_row)
+            steps = await (await cursor.execute(queries["steps"], {"key": row["key"], "window": 1 << 40})).fetchall()
+            yield SagaHistory(
+                key=row["key"].hex(),
+                scope=row["scope"],
+                handler=row["handler"],
+                version=row["version"],
+                state=_word(State(row["state"])),
+                parked=row["parked"],
+                cancel=row["cancel"],
+                rejection=_stored(row["rejection"]),
+                started_at=row["started_at"],
+                message=MessageHistory(
+                    source=row["source"],
+                    position=row["position"],
+                    message_id=row["message_id"],
+                    body=_stored(row["body"]) or "",
+                    headers=_stored(row["headers"]) or "{}",
+                    delivered=_stored(row["delivered"]),
+                ),
+                steps=[_step(step_row(*step)) for step in steps],
+            )
+
+
+def _step(row: StepRow) -> StepHistory:
+    return StepHistory(
+        name=row.name,
+        kind=_word(row.kind),
+        state=_word(row.state),
+        has_undo=row.has_undo,
+        overlapped=row.overlapped,
+        position=row.position,
+        attempts=row.attempt,
+        output=None if row.output is None else _stored(row.output.body),
+        content_type=None if row.output is None else row.output.content_type,
+    )
+
+
+def _output(step: StepHistory) -> StoredResult | None:
+    return None if step.output is None else StoredResult(_body(step.output), step.content_type or "")
+
+
+def _stored(body: bytes | None) -> str | Octets | None:
+    try:
+        return None if body is None else body.decode()
+    except UnicodeDecodeError:
+        return Octets(body or b"")
+
+
+def _body(stored: str | Octets) -> bytes:
+    return stored.base64 if isinstance(stored, Octets) else stored.encode()
+
+
+def _word(value: State | StepKind | StepState) -> str:
+    return value.name.lower().replace("_", " ")
+
+
+def _name(word: str) -> str:
+    return word.upper().replace(" ", "_")

@@ -1,0 +1,90 @@
+"""Sagas that nobody continues: their handler, its version or their app is gone (L31)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from idemconsumer.admin.dead_letters import connected
+from idemconsumer.rules.saga import ANY_VERSION
+from idemconsumer.sql.queries import load
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """Sagas of one app, handler and version that have not ended and are not put aside. Not `begun`: others have started
+    them, and their messages wait; they have no version."""
+
+    app: str
+    handler: str
+    version: str | None
+    sagas: int
+    begun: bool = True
+
+
+class Orphans(msgspec.Struct, frozen=True, kw_only=True):
+    """Sagas that nobody continues, as far as can be seen, and what to do about it."""
+
+    waiting: Waiting
+    text: str
+
+
+async def find_orphans(dsn: str, schema: str, app: str, sagas: Mapping[str, str | None]) -> list[Orphans]:
+    """`sagas`: the versions of all handlers of sagas that `app` has, by name. Raises StoreUnavailable, and
+    ConfigurationError when the schema is not migrated."""
+    queries = load(schema)
+    async with connected(dsn, schema) as connection:
+        groups = await (await connection.execute(queries["waiting_sagas"])).fetchall()
+        children = await (await connection.execute(queries["unbegun_children"])).fetchall()
+        alive = await (await connection.execute(queries["live_workers"])).fetchall()
+    waiting = [
+        Waiting(app=unquote(row["app"]), handler=row["handler"], version=row["version"], sagas=row["sagas"])
+        for row in groups
+    ]
+    waiting += [Waiting(version=None, begun=False, **row) for row in children]
+    return orphans(waiting, [row["runs"] for row in alive], app, sagas)
+
+
+def orphans(
+    waiting: Iterable[Waiting], alive: Sequence[list[Any] | None], app: str, sagas: Mapping[str, str | None]
+) -> list[Orphans]:
+    """`alive`: what each live worker runs; None for one of an earlier version of idemconsumer, which may run any."""
+    found = []
+    for group in waiting:
+        served = any(each is None or any(_runs(one, group) for one in each) for each in alive)
+        if (text := _problem(group, app, sagas, served=served)) is not None:
+            found.append(Orphans(waiting=group, text=text))
+    return found
+
+
+def _runs(found: Any, group: Waiting) -> bool:
+    its = {"app": group.app, "handler": group.handler, "version": group.version}
+    return bool(found == its if group.begun else {**found, "version": None} == its)
+
+
+def _problem(group: Waiting, app: str, sagas: Mapping[str, str | None], *, served: bool) -> str | None:
+    if not group.begun:
+        if served or (group.app == app and group.handler in sagas):
+            return None
+        return (
+            f"{group.sagas} sagas of app {group.app!r} that others have started wait to begin, and no worker runs it; "
+            "bring it back, since what has not begun cannot be moved"
+        )
+    move = f"`idemconsumer sagas move {group.app}/{group.handler} APP/HANDLER` gives them to another handler"
+    if group.app == app and group.handler not in sagas:
+        return (
+            f"{group.sagas} sagas wait for it, and app {app!r} has no such handler of sagas; bring it back, or {move}, "
+            "or `idemconsumer sagas abandon` ends them one by one"
+        )
+    if served or group.version == ANY_VERSION:
+        return None
+    if group.app != app:
+        return f"{group.sagas} sagas of app {group.app!r} wait for it, and no worker runs it; start one, or {move}"
+    if group.version == sagas[group.handler]:
+        return None
+    return (
+        f"{group.sagas} sagas began with version {group.version!r}, which no worker runs; start one, or they are put "
+        "aside (saga_changed) ten minutes after the last one left"
+    )

@@ -1,0 +1,70 @@
+"""Partitions of Kafka that stand still before something unreadable (K13), and the decision to skip it."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+
+from idemconsumer.admin.dead_letters import connected
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.sql.queries import load
+
+_PLACE: Final = re.compile(r"kafka:([^/@\s]+)/(\d+)@(\d+)")
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True):
+    """A group's reader cannot read the offsets from `first` up to, not including, `next`. A worker stood there last at
+    `seen_at`; times are the database's."""
+
+    group: str
+    topic: str
+    partition: int
+    first: int
+    next: int
+    error: str
+    since: datetime
+    seen_at: datetime
+
+    @property
+    def place(self) -> str:
+        return f"kafka:{self.topic}/{self.partition}@{self.first}"
+
+
+class Stops:
+    """Of one schema, with a new connection for each call. Raises like `Admin`."""
+
+    def __init__(self, dsn: str, schema: str) -> None:
+        self._dsn = dsn
+        self._schema = schema
+
+    async def stopped(self, group: str | None = None) -> list[Stop]:
+        return await self._find(group, None, None, None)
+
+    async def skip(self, place: str, group: str | None = None) -> Stop:
+        """A worker puts a dead letter in its place within seconds, and goes on. `place` is as `Stop.place`, and `group`
+        is needed where several groups stand there. Raises ConfigurationError for a place where nobody stands."""
+        if (found := _PLACE.fullmatch(place)) is None:
+            raise ConfigurationError(f"{place!r} is no place in Kafka; write kafka:TOPIC/PARTITION@OFFSET")
+        topic, partition, first = found[1], int(found[2]), int(found[3])
+        stops = await self._find(group, topic, partition, first)
+        if not stops:
+            elsewhere = ", ".join(stop.place for stop in await self.stopped(group)) or "nowhere"
+            raise ConfigurationError(f"no worker stands still at {place}; workers stand still at: {elsewhere}")
+        if len(stops) > 1:
+            groups = ", ".join(stop.group for stop in stops)
+            raise ConfigurationError(f"several groups stand still at {place}: {groups}; choose one with --group")
+        given = {"group": stops[0].group, "topic": topic, "partition": partition, "first": first}
+        async with connected(self._dsn, self._schema) as connection:
+            await connection.execute(b"begin read write")
+            await connection.execute(load(self._schema)["skip_kafka_stop"], given)
+            await connection.execute(b"commit")
+        return stops[0]
+
+    async def _find(self, group: str | None, topic: str | None, partition: int | None, first: int | None) -> list[Stop]:
+        given: dict[str, Any] = {"group": group, "topic": topic, "partition": partition, "first": first}
+        async with connected(self._dsn, self._schema) as connection:
+            rows = await (await connection.execute(load(self._schema)["list_kafka_stops"], given)).fetchall()
+        return [Stop(**row) for row in rows]

@@ -1,0 +1,183 @@
+"""What an app is asked about one saga by its key: to begin it, to tell it something, to end it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Concatenate, TypeVar
+
+from psycopg import AsyncConnection
+
+from idemconsumer.admin.cancellations import Cancellation
+from idemconsumer.admin.saga_status import SagaStatus, status
+from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.app.inline import InlineRunner
+from idemconsumer.brokers.postgres import enqueue
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.handlers.decorator import Handler
+from idemconsumer.handlers.handler import TENANT, BoundHandler, given_key
+from idemconsumer.message import codecs, keys
+from idemconsumer.ports.broker import Broker, Outgoing
+from idemconsumer.ports.handler import Done, NotDone, Tx
+from idemconsumer.rules.values import Signalled
+from idemconsumer.settings import Settings
+from idemconsumer.stores.signals import Signal, send
+from idemconsumer.stores.tx import connection_of
+from idemconsumer.user_code.resources import Resources
+
+T = TypeVar("T")
+
+
+class SagaCalls(ABC):
+    """The calls of `App` that name a saga. What they need of the app comes by the methods below, which it has."""
+
+    name: str
+    _sagas_admin: SagaAdmin | None = None
+
+    @abstractmethod
+    def _has(self, handler: Handler[..., Any]) -> bool:
+        """Whether it is a handler of this app. Raises ConfigurationError for what is none."""
+
+    @abstractmethod
+    def _configured(self) -> Settings: ...
+
+    @abstractmethod
+    def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler: ...
+
+    @abstractmethod
+    def _broker(self, scheme: str, settings: Settings) -> Broker: ...
+
+    @abstractmethod
+    async def _running(self) -> InlineRunner:
+        """What runs single messages and calls in this process, opened by the first that needs it."""
+
+    async def start(
+        self,
+        handler: Handler[Concatenate[T, ...], Any],
+        payload: T,
+        *,
+        key: str,
+        tenant: str | None = None,
+        tx: Tx | AsyncConnection[Any] | None = None,
+    ) -> None:
+        """Begin a saga from code; a worker of this app runs it.
+
+        With `tx` (of a handler, or a psycopg connection of your own) it begins if and only if that transaction
+        commits; without, it is committed on return. A second start under the same key is a duplicate, or a conflict
+        when its payload differs. `key` stands in for the handler's key rule, and `tenant` for its tenant rule.
+        Raises BadMessage when the handler could not take the payload or the key, TypeError when the payload is not
+        JSON, and ConfigurationError when it is not a saga of this app.
+        """
+        if not self._has(handler) or not handler.plan.signature.needs_saga:
+            raise ConfigurationError(
+                f"app {self.name!r}: {handler.name!r} is not a saga of this app; start a handler that takes Saga; "
+                "for any other, publish to its source"
+            )
+        settings = self._configured()
+        bound = self._bind(handler, settings, Resources(()))
+        message = bound.from_code(payload, key=key, tenant=tenant).arrived
+        outgoing = Outgoing(message.body, {} if tenant is None else {TENANT: tenant}, message.message_id)
+        queue = bound.own_source.partition(":")[2]
+        if tx is not None:
+            await enqueue(connection_of(tx), settings.schema, queue, [outgoing])
+        else:
+            await self._broker("postgres", settings).publish(queue, [outgoing])
+
+    async def saga(self, handler: Handler[..., Any], *, key: str, tenant: str | None = None) -> SagaStatus | None:
+        """The state of a saga, its recovery point and its steps; None if there is no record: it has not begun, is
+        pruned, or its key is another one.
+
+        For people and for tests: no promise that it is still so when this returns.
+        Raises StoreUnavailable, BadMessage for an invalid key, and ConfigurationError when it is no saga of this app.
+        """
+        admin, digest = self._saga_of(handler, tenant, key, "ask for its result")
+        detail = await admin.look_up(digest)
+        return None if detail is None else status(detail)
+
+    async def signal(
+        self,
+        handler: Handler[..., Any],
+        *,
+        key: str,
+        name: str,
+        payload: object = None,
+        tenant: str | None = None,
+        tx: Tx | AsyncConnection[Any] | None = None,
+    ) -> Signalled:
+        """Send a signal to a saga, for its `saga.wait(name)`; each wait takes the oldest one that is left.
+
+        With `tx` (of a handler, or a psycopg connection of your own, in a READ COMMITTED transaction) it is sent if and
+        only if that transaction commits; without, it is on return. A saga that has not begun gets it later, if it
+        begins within the handler's `retain`. Not guaranteed: that a wait takes it before the saga ends. Raises
+        StoreUnavailable, BadMessage for an invalid key, TypeError for a payload that is not JSON, and
+        ConfigurationError for an invalid name, or when it is not a saga of this app.
+        """
+        self._check_saga(handler, "signal")
+        digest = keys.digest(self.name, tenant, handler.name, given_key(key))
+        scope = keys.scope_name(self.name, tenant, handler.name)
+        signal = Signal(digest, scope, name, codecs.encode(payload, "payload", "give"))
+        if tx is not None:
+            return await send(connection_of(tx), self._configured().schema, signal)
+        return await (await self._running()).signal(signal)
+
+    async def cancel(
+        self, handler: Handler[..., Any], *, key: str, tenant: str | None = None, undo: bool = False
+    ) -> Cancellation:
+        """Cancel a saga that has not ended; with `undo`, its finished steps are undone.
+
+        Returns once the request is stored, or once it is known that the saga's end came first: never both. Its worker
+        notices within a second or so, and the saga ends FAILED with the code `cancelled`, which `result` waits for. A
+        step in a transaction that is in flight is waited for, for a minute. A call in flight is cut off, and how it
+        ended is learnt as after a lost worker; if nobody can tell, the saga is put aside as `unknown_effect`. What was
+        put aside is cancelled too. Raises StoreUnavailable, BadMessage for an invalid key, and ConfigurationError when
+        it is not a saga of this app, or a worker of an earlier version runs it.
+        """
+        admin, digest = self._saga_of(handler, tenant, key, "only a saga can be cancelled")
+        return await admin.cancel(digest, undo=undo)
+
+    async def decide(
+        self, handler: Handler[..., Any], step: str, answer: Done[Any] | NotDone, *, key: str, tenant: str | None = None
+    ) -> None:
+        """Say how a call of unknown outcome ended, or its undo if that was begun; then the saga goes on at once, with
+        all its attempts.
+
+        `Done(result)` stores the result as the step's output, in JSON; it is read back by the annotation of the step's
+        function when the saga goes on, and if it does not fit, the saga is put aside as `saga_changed`. `NotDone()`
+        lets the call be made again, with the same key. Raises StoreUnavailable, BadMessage for an invalid key,
+        TypeError for a result that is not JSON, and ConfigurationError when it is no such step, or a worker runs the
+        saga.
+        """
+        admin, digest = self._saga_of(handler, tenant, key, "only a saga has steps")
+        await admin.decide(digest, step, answer)
+
+    def _saga_of(self, handler: Handler[..., Any], tenant: str | None, key: str, why: str) -> tuple[SagaAdmin, bytes]:
+        if not self._has(handler) or not handler.plan.signature.needs_saga:
+            raise ConfigurationError(f"app {self.name!r}: {handler.name!r} is not a saga of this app; {why}")
+        return self._admin(), keys.digest(self.name, tenant, handler.name, given_key(key))
+
+    def _admin(self) -> SagaAdmin:
+        settings = self._configured()
+        if settings.dsn is None:
+            raise ConfigurationError(f"app {self.name!r}: no database is given; set IDEMCONSUMER_DSN")
+        if self._sagas_admin is None:
+            self._sagas_admin = SagaAdmin(settings.dsn, settings.schema)
+        return self._sagas_admin
+
+    def _check_saga(self, handler: Handler[..., Any], what: str) -> None:
+        if not self._has(handler) or not handler.plan.signature.needs_saga:
+            raise ConfigurationError(
+                f"app {self.name!r}: {what}: {handler.name!r} is not a saga of this app; name a handler that takes Saga"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AppStarter:
+    """See `ports.starter.Starter`."""
+
+    app: SagaCalls
+
+    async def start(self, handler: Any, payload: Any, *, key: str, tenant: str | None, tx: Tx | None) -> None:
+        await self.app.start(handler, payload, key=key, tenant=tenant, tx=tx)
+
+    async def cancel(self, key: bytes, *, undo: bool) -> Cancellation:
+        return await self.app._admin().cancel(key, undo=undo)

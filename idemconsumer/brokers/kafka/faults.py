@@ -1,0 +1,78 @@
+"""What the client cannot read costs one partition its progress, not the group its sessions (K13).
+
+The client raises a fault out of a fetch of many partitions, and loses the records that it had read before it. Here each
+fetch of a partition ends before its fault, which is reported instead of raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.consumer.fetcher import READ_COMMITTED, FetchResult
+from aiokafka.errors import LeaderNotAvailableError, for_code
+from aiokafka.protocol.fetch import FetchRequest
+
+from idemconsumer.brokers.kafka import client as kafka_client
+from idemconsumer.brokers.kafka.batches import Batch, batch_at
+
+_WAIT_MS = 500
+_BATCH_BYTES = 1024 * 1024  # a batch that is larger comes whole all the same
+
+Report = Callable[[TopicPartition], None]
+
+
+def watch(consumer: AIOKafkaConsumer, report: Report) -> None:
+    """From now on `report` is told of a fault, within `getmany` and instead of its raising. Call it after `start`."""
+    consumer._fetcher._records = _Watched(report)
+
+
+class _Watched(OrderedDict[TopicPartition, Any]):
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self._report = report
+
+    def __setitem__(self, at: TopicPartition, fetched: Any) -> None:
+        if type(fetched) is FetchResult:
+            fetched.getall = partial(_getall, fetched, self._report)
+        super().__setitem__(at, fetched)
+
+
+def _getall(fetched: Any, report: Report, max_records: int | None = None) -> list[Any]:
+    """As FetchResult.getall, but what was read before a fault is returned."""
+    at = fetched._topic_partition
+    if not fetched.check_assignment(at) or not fetched.has_more():
+        return []
+    taken: list[Any] = []
+    try:
+        for record in fetched._partition_records:
+            taken.append(record)
+            if len(taken) == max_records:
+                fetched._update_position()
+                return taken
+    except Exception:  # noqa: BLE001 - of a codec's library too
+        report(at)
+    fetched._update_position()
+    fetched._partition_records = None
+    return taken
+
+
+async def read_batch(consumer: AIOKafkaConsumer, at: TopicPartition, position: int) -> Batch | None:
+    """The batch at `position`, whatever is wrong with it; None if there is none. Raises TimeoutError or KafkaError."""
+    client = consumer._client
+    leader = client.cluster.leader_for_partition(at)
+    if leader is None or leader < 0:
+        raise LeaderNotAvailableError(at)
+    wanted = [(at.topic, [(at.partition, position, _BATCH_BYTES)])]
+    async with asyncio.timeout(kafka_client.PROBE_TIMEOUT):
+        answer = await client.send(leader, FetchRequest(_WAIT_MS, 1, _BATCH_BYTES, READ_COMMITTED, wanted))
+    for _, partitions in answer.topics:
+        for _, code, _, *rest in partitions:
+            if code:
+                raise for_code(code)(at)
+            return batch_at(at, bytes(rest[-1] or b""), position)
+    return None

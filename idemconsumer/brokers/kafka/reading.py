@@ -1,0 +1,176 @@
+"""The partitions of a session while they are ours: where they begin, how much of them is taken, what was delivered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from idemconsumer.brokers.kafka.client import name_of
+from idemconsumer.brokers.kafka.low_water import Tracker
+from idemconsumer.brokers.kafka.placing import Placing
+from idemconsumer.brokers.kafka.records import message_of
+from idemconsumer.brokers.kafka.topics import Topics
+from idemconsumer.brokers.outstanding import Outstanding
+from idemconsumer.errors import BadMessage
+from idemconsumer.ports.broker import Bounds, Delivery, Epoch
+
+PLACE_AGAIN = 1.0  # seconds before Kafka is asked again where a partition begins
+SAY_AGAIN = 60.0  # seconds after which a partition that stands still is looked at, and said, again
+
+NOTHING: Final[Mapping[int, BadMessage]] = {}
+
+
+@dataclass(slots=True, eq=False)
+class Partition:
+    """A partition while it is ours. Nothing of it is read, or committed, until its reader has been placed (K11).
+    `halted`: the client has met something that it cannot read (K13)."""
+
+    source: str
+    epoch: Epoch
+    tracker: Tracker
+    outstanding: Outstanding
+    placed: bool = False
+    due: float = 0.0
+    halted: bool = False
+    capped: bool = False
+
+    def end(self) -> None:
+        self.epoch.end()
+        self.outstanding.left([(self, offset) for offset in self.tracker.unfinished])
+        self.tracker.end()
+
+
+class Reading:
+    """From an assignment to its end. Once `over`, nothing is delivered; while `draining`, nothing more is read."""
+
+    def __init__(self, consumer: AIOKafkaConsumer, topics: Topics, bounds: Bounds, placing: Placing, log: Any) -> None:
+        self._consumer = consumer
+        self._topics = topics
+        self._bounds = bounds
+        self._placing = placing
+        self._log = log
+        self.partitions: dict[TopicPartition, Partition] = {}
+        self.draining = False
+        self.over = False
+        self._outstanding = {source: Outstanding(bounds, source) for source in topics.sources}
+        self._unplaced = asyncio.Event()
+
+    def begin(self, at: TopicPartition, *, placed: bool = False) -> Partition:
+        """A new epoch, and unless it goes on where the former one ended, a reader to be placed."""
+        if (former := self.partitions.get(at)) is not None:
+            former.end()
+        bounds = self._bounds
+        epoch = Epoch(probation=bounds.group, unread=bounds.max_uncommitted + bounds.in_flight)
+        source = self._topics.source_of(at.topic)
+        assert source is not None, f"{at} is not ours"
+        self.partitions[at] = partition = Partition(source, epoch, Tracker(), self._outstanding[source], placed)
+        if not placed:
+            self._unplaced.set()
+        return partition
+
+    def end(self) -> None:
+        for partition in self.partitions.values():
+            partition.end()
+
+    def register(
+        self, fetched: Mapping[TopicPartition, Sequence[Any]], refused: Mapping[int, BadMessage] = NOTHING
+    ) -> list[Delivery]:
+        """Deliveries of these records, in order. Without an await: see the head of `session`."""
+        deliveries: list[Delivery] = []
+        if self.over:
+            return deliveries
+        for at, records in fetched.items():
+            partition = self.partitions.get(at)
+            if partition is None or not partition.placed:
+                continue  # its reader will be placed, and what came too early is read then
+            # An offset at or below a former one means that the reader was set back: what it brings is not what the
+            # tracker knows.
+            if records[0].offset <= partition.tracker.highest:
+                partition = self.begin(at, placed=True)
+            partition.tracker.deliver(record.offset for record in records)
+            source = f"kafka:{at.topic}"
+            for record in records:
+                message, handle = message_of(source, record), (partition, record.offset)
+                partition.outstanding.arrived(handle, message)
+                refusal = refused.get(record.offset)
+                delivery = Delivery(message, partition.epoch, handle, refusal=refusal, source=partition.source)
+                deliveries.append(delivery)
+        return deliveries
+
+    async def place(self) -> None:
+        """Ask where new partitions begin, and let them be read from there."""
+        await self._unplaced.wait()
+        now = asyncio.get_running_loop().time()
+        waiting = {at: each for at, each in self.partitions.items() if not each.placed}
+        due = [at for at, each in waiting.items() if each.due <= now]
+        starts = await self._placing.place(due) if due else {}
+        for at, offset in starts.items():
+            partition = self.partitions.get(at)
+            if partition is None or partition is not waiting[at] or at not in self._consumer.assignment():
+                continue  # there was a rebalance meanwhile
+            if offset is None:
+                partition.due = now + SAY_AGAIN
+            else:
+                self._consumer.seek(at, offset)
+                partition.placed = True
+        self.pause()
+        if all(partition.placed for partition in self.partitions.values()):
+            self._unplaced.clear()
+        else:
+            await asyncio.sleep(PLACE_AGAIN)
+
+    def place_anew(self) -> None:
+        """Forget all deliveries, and ask again where to begin."""
+        for at in list(self.partitions):
+            self.begin(at)
+        self.pause()
+
+    async def look_for_other_topics(self) -> None:
+        """Begin anew where a topic was made anew: its reader stands in the middle of another log (K18)."""
+        placed = {at: each for at, each in self.partitions.items() if each.placed}
+        for at in await self._placing.recreated(placed):
+            if self.partitions.get(at) is placed[at]:
+                self.begin(at)
+        self.pause()
+
+    def room(self) -> dict[str, int]:
+        """The sources of which more may be taken now, and how many records."""
+        waiting = Counter[str]()
+        for partition in self.partitions.values():
+            waiting[partition.source] += partition.epoch.waiting
+        room = {source: held.may_take(waiting[source]) for source, held in self._outstanding.items()}
+        return {source: most for source, most in room.items() if most}
+
+    def regulate(self) -> None:
+        """Pause what has too many offsets above its low-water mark, and resume what has few again (D8)."""
+        bound = self._bounds.max_uncommitted
+        for at, partition in self.partitions.items():
+            span = partition.tracker.span
+            if span > bound // 2 if partition.capped else span >= bound:
+                if not partition.capped:
+                    partition.capped = True
+                    self._log.info("kafka paused", reason="uncommitted", partition=name_of(at), bound=bound)
+            elif partition.capped:
+                partition.capped = False
+                self._log.info("kafka resumed", reason="uncommitted", partition=name_of(at), bound=bound)
+        self.pause()
+
+    def pause(self) -> None:
+        """Bring the client's pauses to what they should be; compared anew, since a rebalance forgets them (K6)."""
+        ours = self._consumer.assignment()
+        if self.draining:
+            wanted = set(ours)
+        else:
+            wanted = {at for at in ours if not self._readable(at)}
+        paused = self._consumer.paused()
+        self._consumer.pause(*(wanted - paused))
+        self._consumer.resume(*(paused - wanted))
+
+    def _readable(self, at: TopicPartition) -> bool:
+        partition = self.partitions.get(at)
+        return partition is not None and partition.placed and not partition.halted and not partition.capped

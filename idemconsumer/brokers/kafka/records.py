@@ -1,0 +1,45 @@
+"""A record of Kafka as a message."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from idemconsumer.message.message import Message
+
+
+def message_of(source: str, record: Any) -> Message:
+    """Translate one record of aiokafka. Without a value it is a tombstone; a header without a value is empty text."""
+    pairs = tuple((name, _text(value)) for name, value in record.headers)
+    headers = dict(pairs)
+    return Message(
+        source=source,
+        body=record.value or b"",
+        headers=headers,
+        order_hint=record.key,
+        position=f"{record.topic}-{record.partition}-{record.offset}",
+        timestamp=_time(record.timestamp),
+        partition=record.partition,
+        offset=record.offset,
+        record_key=record.key,
+        repeated_headers=pairs if len(headers) < len(pairs) else (),
+        tombstone=record.value is None,
+    )
+
+
+def _time(milliseconds: int | None) -> datetime | None:
+    if milliseconds is None or milliseconds < 0:
+        return None
+    try:
+        return datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (ValueError, OverflowError, OSError):  # microseconds, a common slip, are a year beyond 9999
+        return None
+
+
+def _text(value: bytes | None) -> str | bytes:
+    if value is None:
+        return ""
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value

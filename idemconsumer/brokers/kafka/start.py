@@ -1,0 +1,112 @@
+"""Where the reading of a partition begins. Pure: what Kafka and the database say in, an offset out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from idemconsumer.ports.positions import Kept
+
+_MARK: Final = re.compile(r"idemconsumer:(\w+):(\d+):(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What goes with each offset that is committed to Kafka: the row of the database that was written before (K12)."""
+
+    history: str
+    counter: int
+    base: int
+
+    def __str__(self) -> str:
+        return f"idemconsumer:{self.history}:{self.counter}:{self.base}"
+
+    @classmethod
+    def of(cls, metadata: str) -> Mark | None:
+        """None for an offset that somebody else has set."""
+        found = _MARK.fullmatch(metadata)
+        return None if found is None else cls(found[1], int(found[2]), int(found[3]))
+
+
+def history_of(topic: str | None, drawn: str) -> str:
+    """The name of a new history of the topic with this id."""
+    return drawn if topic is None else f"{drawn}_{topic}"
+
+
+def topic_of(history: str) -> str | None:
+    """The id of the topic that it is of; None where that was not known."""
+    return history.partition("_")[2] or None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Up to where the group has read, None for nowhere. `set_back`: by the database, which lacks what came behind.
+    `anew`: what was read is another topic of that name. `kept`: the history that goes on; None: a new one begins."""
+
+    offset: int | None
+    set_back: bool = False
+    kept: Kept | None = None
+    anew: bool = False
+
+
+def resume(committed: int | None, mark: Mark | None, kept: Kept | None, topic: str | None = None) -> Resume:
+    """What to believe: the offset in Kafka with its mark, or what the database has kept (K12). `topic` is the id of the
+    topic that has the name now, None where Kafka does not tell it.
+
+    An offset without a mark was set by a person, or by a version without marks, and is obeyed. A mark whose row the
+    database has, or had, says that everything below the offset is in it. Otherwise the database was set back. What
+    belongs to another topic says nothing about this one (K18).
+    """
+    anew = kept is not None and _of_another(kept.history, topic)
+    kept = None if anew else kept
+    if mark is not None and _of_another(mark.history, topic):
+        return Resume(None if kept is None else kept.position, kept=kept, anew=kept is None)
+    if committed is None and anew:
+        return Resume(None, anew=True)
+    if committed is None or mark is None:
+        return Resume(committed)
+    if kept is None:
+        return Resume(None, set_back=True)
+    if kept.former == mark.history:  # it was set back before, and Kafka has not heard of it yet
+        return Resume(min(kept.position, committed), set_back=True, kept=kept)
+    if kept.history != mark.history:  # nor has the database heard of this history
+        return Resume(min(kept.position, mark.base), set_back=True)
+    if mark.counter > kept.counter:
+        return Resume(min(kept.position, committed), set_back=True)
+    return Resume(committed, kept=kept)
+
+
+def _of_another(history: str, topic: str | None) -> bool:
+    its = topic_of(history)
+    return its is not None and topic is not None and its != topic
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What a partition holds now: offsets from `start` up to but not including `end`."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """`lost`: how many offsets nobody will read, because the log no longer has them (K11). `beyond`: by how many the
+    group's offset is above the log's end, which is another log than the one that the group has read."""
+
+    offset: int
+    lost: int = 0
+    beyond: int = 0
+
+
+def start_at(group: int | None, log: Log, *, latest: bool) -> Start:
+    """`group` is the offset up to which the group has read, None for a new group, which begins at the log's start, or
+    with `latest` at its end."""
+    if group is None:
+        return Start(log.end if latest else log.start)
+    if group < log.start:
+        return Start(log.start, lost=log.start - group)
+    if group > log.end:
+        return Start(log.start, beyond=group - log.end)
+    return Start(group)

@@ -1,0 +1,97 @@
+"""Tokens for logins by OAUTHBEARER: from an OAuth server by client credentials, or signed for Amazon MSK."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from typing import Final
+
+from aiokafka.abc import AbstractTokenProvider
+from aiokafka.errors import KafkaError
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.redaction import error_text, redact
+from idemconsumer.settings import Settings
+
+_USED: Final = 0.8  # of a token's life: Kafka closes a connection whose token is over
+_SHORTEST: Final = 60.0  # seconds, where the server does not say
+_ANSWER: Final = 5.0  # seconds
+
+Fetched = tuple[str, float]  # a token, and for how many seconds it is good
+
+
+class NoToken(KafkaError):  # type: ignore[misc]
+    """The server of tokens cannot be used. The text says why, without secrets."""
+
+
+class Tokens(AbstractTokenProvider):  # type: ignore[misc]
+    """See aiokafka. A token is kept for most of its life; `fetch` may block, and raises NoToken."""
+
+    def __init__(self, fetch: Callable[[], Fetched]) -> None:
+        self._fetch = fetch
+        self._token = ""
+        self._until = 0.0
+        self._fetching = asyncio.Lock()
+
+    async def token(self) -> str:
+        async with self._fetching:
+            if time.monotonic() >= self._until:
+                self._token, seconds = await asyncio.to_thread(self._fetch)
+                self._until = time.monotonic() + _USED * seconds
+            return self._token
+
+
+def oauth_tokens(settings: Settings, tls: ssl.SSLContext | None) -> Tokens:
+    """By client credentials (RFC 6749, 4.4). ConfigurationError for settings that are missing."""
+    url, user = settings.kafka_oauth_token_url, settings.kafka_oauth_client_id
+    password, scope = settings.kafka_oauth_client_secret, settings.kafka_oauth_scope
+    if url is None or user is None or password is None:
+        raise ConfigurationError(
+            "kafka_sasl_mechanism: OAUTHBEARER needs a server of tokens; set IDEMCONSUMER_KAFKA_OAUTH_TOKEN_URL, "
+            "IDEMCONSUMER_KAFKA_OAUTH_CLIENT_ID and IDEMCONSUMER_KAFKA_OAUTH_CLIENT_SECRET"
+        )
+    quoted = ":".join(urllib.parse.quote(part, safe="") for part in (user, password))
+    form = {"grant_type": "client_credentials", **({} if scope is None else {"scope": scope})}
+    request = urllib.request.Request(url, urllib.parse.urlencode(form).encode())
+    request.add_header("Authorization", f"Basic {base64.b64encode(quoted.encode()).decode()}")
+    request.add_header("Accept", "application/json")
+
+    def fetch() -> Fetched:
+        try:
+            with urllib.request.urlopen(request, timeout=_ANSWER, context=tls) as response:
+                answer = json.load(response)
+            return str(answer["access_token"]), float(answer.get("expires_in", _SHORTEST))
+        except urllib.error.HTTPError as error:
+            raise NoToken(
+                f"{redact(url)} refused a token with status {error.code}; correct the client id and secret"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise NoToken(f"{redact(url)} gave no token: {type(error).__name__}: {error_text(error)}") from None
+
+    return Tokens(fetch)
+
+
+def msk_tokens(settings: Settings) -> Tokens:
+    """Signed with the credentials that AWS clients find. ConfigurationError without the signer or a region."""
+    try:
+        from aws_msk_iam_sasl_signer import MSKAuthTokenProvider as Signer
+    except ImportError as error:
+        raise ConfigurationError("AWS_MSK_IAM needs its signer; pip install 'idemconsumer[msk]'") from error
+    if settings.kafka_aws_region is None:
+        raise ConfigurationError("kafka_sasl_mechanism: AWS_MSK_IAM; set IDEMCONSUMER_KAFKA_AWS_REGION=eu-west-1")
+
+    def fetch() -> Fetched:
+        try:
+            token, expires_ms = Signer.generate_auth_token(settings.kafka_aws_region)
+        except Exception as error:  # noqa: BLE001 - whatever botocore finds wrong with credentials
+            raise NoToken(f"AWS gave no credentials: {type(error).__name__}: {error_text(error)}") from None
+        return str(token), max(0.0, expires_ms / 1000 - time.time())
+
+    return Tokens(fetch)

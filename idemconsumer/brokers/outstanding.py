@@ -1,0 +1,74 @@
+"""What a session holds of one source, in messages and in bytes, and how many more it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from idemconsumer.message.delivered import size_of
+from idemconsumer.message.message import Message
+from idemconsumer.ports.broker import Bounds
+from idemconsumer.rules import fetching
+
+
+class Outstanding:
+    """Everything that arrived and has not left again, by how its broker knows it.
+
+    Never more messages than `Bounds.wanted`. Never more bytes than the bound of the process, as long as no message is
+    larger than the largest of late; one that is too large for it is held alone.
+    """
+
+    def __init__(self, bounds: Bounds, source: str) -> None:
+        self._bounds = bounds
+        self._source = source
+        self._memory = bounds.memory
+        self._sizes: dict[Hashable, int] = {}
+        self._bytes = 0
+        self._expected: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def arrived(self, handle: Hashable, message: Message) -> None:
+        size = size_of(message)
+        self._add(size - self._sizes.get(handle, 0))
+        self._sizes[handle] = size
+        self._expected = fetching.expected_size(self._expected, (size,))
+
+    def left(self, handles: Iterable[Hashable]) -> None:
+        """Settled, given back or no longer ours. What is not held is ignored."""
+        self._add(-sum(self._sizes.pop(handle, 0) for handle in handles))
+
+    def clear(self) -> None:
+        self._sizes.clear()
+        self._add(-self._bytes)
+
+    def may_hold(self, waiting: int) -> int:
+        """How many messages in all; `waiting` of them are in the waiting room."""
+        return fetching.may_hold(self._bounds.wanted(self._source, waiting), self._allowed, self._size)
+
+    def may_take(self, waiting: int, asked_for: int = 0) -> int:
+        """How many more, when `asked_for` are on their way."""
+        held, size = len(self._sizes) + asked_for, self._size
+        wanted = self._bounds.wanted(self._source, waiting)
+        return fetching.may_take(wanted, held, self._allowed, self._bytes + int(asked_for * size), size)
+
+    @property
+    def bytes_left(self) -> int:
+        return max(0, self._allowed - self._bytes)
+
+    @property
+    def most(self) -> int:
+        """How many messages memory and `in_flight` allow, whatever the lanes could begin."""
+        return fetching.may_hold(self._bounds.in_flight, self._allowed, self._size)
+
+    @property
+    def _allowed(self) -> int:
+        return fetching.allowance(self._memory.bound, self._memory.held - self._bytes)
+
+    @property
+    def _size(self) -> float:
+        return fetching.expected_size(self._expected, ())
+
+    def _add(self, size: int) -> None:
+        self._bytes += size
+        self._memory.held += size

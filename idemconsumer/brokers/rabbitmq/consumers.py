@@ -1,0 +1,75 @@
+"""The consumer of one channel, and its prefetch, which follows what the worker can begin soon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiormq.abc import AbstractChannel as Wire
+from aiormq.abc import DeliveredMessage
+from pamqp.common import FieldTable
+
+from idemconsumer.rules.fetching import next_prefetch
+
+# AMQP carries the prefetch as 16 bits, and 0 would mean "no bound".
+MAX_PREFETCH = 65_535
+
+
+@dataclass(slots=True)
+class _Consumer:
+    tag: str
+    prefetch: int
+
+
+class Consumers:
+    """Mostly one; two while one replaces the other (Q11).
+
+    RabbitMQ applies `basic.qos` to new consumers only, and a quorum queue refuses one for the channel. So another
+    prefetch needs another consumer. The former one is cancelled when the new one has got a delivery: of a queue with
+    a single active consumer it never gets one, and a cancel would make another worker's consumer the active one while
+    this worker still runs what it got. What a cancelled consumer got stays with its channel, unacked.
+    """
+
+    def __init__(self, wire: Wire, queue: str, priority: int) -> None:
+        self._wire = wire
+        self._queue = queue
+        self._arguments: FieldTable | None = {"x-priority": priority} if priority else None
+        self._consumers: list[_Consumer] = []
+        self._served: set[str] = set()
+        self._begun = 0
+
+    def serves(self, tag: str) -> None:
+        """The consumer with this tag has got a delivery. It may come before the answer to the request to consume."""
+        self._served.add(tag)
+
+    async def begin(self, prefetch: int) -> None:
+        prefetch = min(prefetch, MAX_PREFETCH)
+        await self._wire.basic_qos(prefetch_count=prefetch)
+        self._begun += 1
+        tag = f"idemconsumer-{self._begun}"
+        await self._wire.basic_consume(self._queue, _tapped, consumer_tag=tag, arguments=self._arguments)
+        self._consumers.append(_Consumer(tag, prefetch))
+
+    async def regulate(self, wanted: int, most: int) -> None:
+        """Bring the prefetch to `wanted`, if it is worth a change; never leave it above `most`."""
+        *former, newest = self._consumers
+        if newest.tag in self._served:
+            await self._cancel(former)
+        prefetch = min(next_prefetch(newest.prefetch, wanted, most), MAX_PREFETCH)
+        if prefetch == newest.prefetch:
+            return
+        if former and newest.tag not in self._served:
+            await self._cancel([newest])
+        await self.begin(prefetch)
+
+    async def cancel(self) -> None:
+        await self._cancel(list(self._consumers))
+
+    async def _cancel(self, consumers: list[_Consumer]) -> None:
+        for consumer in consumers:
+            self._consumers.remove(consumer)
+            self._served.discard(consumer.tag)
+            await self._wire.basic_cancel(consumer.tag)
+
+
+async def _tapped(_: DeliveredMessage) -> None:
+    """What the client would call: the session takes deliveries before the client sees them (Q12)."""

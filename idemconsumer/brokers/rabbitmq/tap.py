@@ -1,0 +1,180 @@
+"""A connection whose deliveries do not pass through the client (Q12); all else does.
+
+The client lets its user make the transport. Ours looks at the bytes as they arrive: frames of a delivery, on a channel
+whose deliveries somebody takes, become an `Arrival` on the spot, and all others are handed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import aio_pika
+import aiormq
+from aiormq.exceptions import AMQPConnectionError
+from yarl import URL
+
+from idemconsumer.brokers.rabbitmq.ack_tags import Ack
+from idemconsumer.brokers.rabbitmq.arrivals import (
+    BODY,
+    DELIVER,
+    HEADER,
+    HEARTBEAT,
+    METHOD,
+    Arrival,
+    delivered,
+    described,
+)
+
+Taker = Callable[[Arrival], None]
+
+_FRAME: Final = struct.Struct(">BHI")
+_END: Final = 0xCE
+_KINDS: Final = frozenset((METHOD, HEADER, BODY, HEARTBEAT))
+_ALIVE: Final = _FRAME.pack(HEARTBEAT, 0, 0) + bytes([_END])
+_ACK: Final = struct.Struct(">BHIHHQBB")
+_BASIC, _BASIC_ACK = 60, 80
+_ACK_SIZE: Final = 13
+
+
+class _Coming:
+    """A delivery of which not all frames have arrived."""
+
+    __slots__ = ("arrival", "left", "parts")
+
+    def __init__(self, arrival: Arrival) -> None:
+        self.arrival = arrival
+        self.left: int | None = None  # bytes of the body; unknown before the header
+        self.parts: list[bytes] = []
+
+
+class DeliveryReader(asyncio.StreamReader):
+    """What the client reads from. `takers` get the deliveries of their channels, as they arrive and in order."""
+
+    def __init__(self) -> None:
+        super().__init__(loop=asyncio.get_running_loop())
+        self.takers: dict[int, Taker] = {}
+        self._coming: dict[int, _Coming] = {}
+        self._rest = bytearray()  # the beginning of a frame
+        self._needed = _FRAME.size
+        self._is_amqp = True
+        self._told = 0.0
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        if not self._is_amqp:
+            super().feed_data(data)
+            return
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._needed:
+                return
+            data, self._rest = bytes(self._rest), bytearray()
+        try:
+            self._read(data)
+        except Exception as error:  # noqa: BLE001 - here it would end the connection without its reason
+            self.set_exception(ConnectionError(f"a delivery cannot be read: {error!r}"))
+
+    def feed_eof(self) -> None:
+        if self._rest:
+            super().feed_data(bytes(self._rest))
+        super().feed_eof()
+
+    def _read(self, data: bytes) -> None:
+        at = passed = 0
+        end, self._needed = len(data), _FRAME.size
+        while end - at >= _FRAME.size:
+            kind, channel, size = _FRAME.unpack_from(data, at)
+            following = at + _FRAME.size + size + 1
+            if kind not in _KINDS or (following <= end and data[following - 1] != _END):
+                self._is_amqp = False  # the client says what it is
+                super().feed_data(data[passed:])
+                return
+            if following > end:
+                self._needed = following - at
+                break
+            if channel in self.takers and self._take(kind, channel, data[at + _FRAME.size : following - 1]):
+                if passed < at:
+                    super().feed_data(data[passed:at])
+                passed = following
+            at = following
+        if passed < at:
+            super().feed_data(data[passed:at])
+        elif passed:
+            self._tell()
+        self._rest += data[at:]
+
+    def _take(self, kind: int, channel: int, content: bytes) -> bool:
+        coming = self._coming.get(channel)
+        if coming is None:
+            if kind != METHOD or content[:4] != DELIVER:
+                return False
+            self._coming[channel] = _Coming(delivered(content))
+            return True
+        if kind == HEADER and coming.left is None:
+            coming.left, coming.arrival.properties = described(content)
+        elif kind == BODY and coming.left:
+            coming.parts.append(content)
+            coming.left -= len(content)
+        else:
+            raise ValueError(f"a frame of kind {kind} within a delivery")
+        if coming.left <= 0:
+            del self._coming[channel]
+            arrival, parts = coming.arrival, coming.parts
+            arrival.body = parts[0] if len(parts) == 1 else b"".join(parts)
+            self.takers[channel](arrival)
+        return True
+
+    def _tell(self) -> None:
+        """That the broker is alive: it sends no heartbeats while it delivers, and the client waits for some frame."""
+        if (now := time.monotonic()) - self._told > 1.0:
+            self._told = now
+            super().feed_data(_ALIVE)
+
+
+class TappedConnection(aio_pika.Connection):
+    """A plain connection of the client with deliveries and acks of its own."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.kwargs["transport_factory"] = _Transport(self)
+        self.reader: DeliveryReader
+        self.writer: asyncio.StreamWriter
+
+    def take(self, channel: int, taker: Taker) -> None:
+        """From now on the deliveries of this channel go to `taker`, and not to a callback of the client."""
+        self.reader.takers[channel] = taker
+
+    def acknowledge(self, channel: int, acks: Iterable[Ack]) -> None:
+        """Send all of them, before whatever the client is asked to send from now on. Lost on a dead connection."""
+        if self.writer.is_closing():
+            return
+        frames = [_ACK.pack(METHOD, channel, _ACK_SIZE, _BASIC, _BASIC_ACK, a.tag, a.multiple, _END) for a in acks]
+        self.writer.write(b"".join(frames))
+
+
+class _Transport(aiormq.TransportFactory):
+    def __init__(self, connection: TappedConnection) -> None:
+        self._connection = connection
+
+    async def create(self, url: URL, **given: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        tls = given.pop("ssl_context_provider")
+        assert url.host is not None
+        assert url.port is not None
+        loop, reader = asyncio.get_running_loop(), DeliveryReader()
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        try:
+            transport, _ = await loop.create_connection(
+                lambda: protocol,
+                url.host,
+                url.port,
+                ssl=await tls.get_context() if url.scheme == "amqps" else None,
+                **given,
+            )
+        except OSError as error:
+            raise AMQPConnectionError(*error.args) from error
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        self._connection.reader, self._connection.writer = reader, writer
+        return reader, writer

@@ -1,0 +1,157 @@
+"""Who may run beside whom in one process: what may have killed a worker runs with nobody beside it (B16)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextvars import ContextVar
+from typing import Final
+
+import structlog
+
+log = structlog.get_logger("idemconsumer")
+
+PATIENCE: Final = 1.0  # seconds that sagas have left when another wants to be alone: most end, or finish a step
+LONGEST: Final = 10.0  # seconds after which nobody waits any longer: for a saga alone, or one that does not give way
+_INSIDE: Final[ContextVar[tuple[Company, ...]]] = ContextVar("idemconsumer_company", default=())
+
+
+class Stay:
+    """One time inside, of somebody who is alone or shares. See `Company`."""
+
+    __slots__ = ("alone", "give_way")
+
+    def __init__(self, *, alone: bool, give_way: Callable[[], None] | None) -> None:
+        self.alone = alone
+        self.give_way = give_way
+
+
+class Company:
+    """A lock that many share or one has alone.
+
+    Whoever wants to be alone waits for those inside, and those who come later wait behind it. After one that was alone,
+    all who wait to share come first: so neither side starves. What is inside may come in again, as a handler does that
+    has another message processed.
+
+    Sagas may stay for hours, so they come with a `give_way`. It is called when another has waited for `patience`
+    seconds to be alone, and makes them leave; after `longest` seconds more they are not waited for any longer.
+    """
+
+    def __init__(self, *, patience: float = PATIENCE, longest: float = LONGEST) -> None:
+        self._patience = patience
+        self._longest = longest
+        self._inside: set[Stay] = set()
+        self._one_alone = False
+        self._waiting: deque[tuple[Stay, asyncio.Future[None]]] = deque()
+        self._impatience: asyncio.TimerHandle | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether one is alone, or waits to be."""
+        return self._one_alone or bool(self._waiting)
+
+    def shared(self, give_way: Callable[[], None] | None = None) -> AbstractAsyncContextManager[Stay]:
+        """Beside others, but not beside one that is alone."""
+        return self._in(Stay(alone=False, give_way=give_way))
+
+    def alone(self) -> AbstractAsyncContextManager[Stay]:
+        """With nobody beside it, except what it is part of."""
+        return self._in(Stay(alone=True, give_way=None))
+
+    @asynccontextmanager
+    async def alone_at_first(self, give_way: Callable[[], None]) -> AsyncIterator[Stay]:
+        """With nobody beside it for `longest` seconds, or until `share`."""
+        async with self._in(Stay(alone=True, give_way=give_way)) as stay:
+            bound = asyncio.get_running_loop().call_later(self._longest, self.share, stay)
+            try:
+                yield stay
+            finally:
+                bound.cancel()
+
+    def share(self, stay: Stay) -> None:
+        """One that was alone lets others in beside it."""
+        if stay in self._inside:
+            self._let_others_in(stay)
+
+    @asynccontextmanager
+    async def _in(self, stay: Stay) -> AsyncIterator[Stay]:
+        if self in _INSIDE.get():
+            yield stay
+            return
+        await self._enter(stay)
+        inside = _INSIDE.set((*_INSIDE.get(), self))
+        try:
+            yield stay
+        finally:
+            _INSIDE.reset(inside)
+            self._leave(stay)
+
+    async def _enter(self, stay: Stay) -> None:
+        if not self._waiting and self._may_enter(stay):
+            self._let_in(stay)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((stay, turn))
+        self._hurry()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                with suppress(ValueError):  # another one's end has passed over it already
+                    self._waiting.remove((stay, turn))
+                self._admit()
+            else:  # let in at the same moment
+                self._leave(stay)
+            raise
+
+    def _may_enter(self, stay: Stay) -> bool:
+        return not self._inside if stay.alone else not self._one_alone
+
+    def _let_in(self, stay: Stay) -> None:
+        self._inside.add(stay)
+        self._one_alone = stay.alone
+
+    def _leave(self, stay: Stay) -> None:
+        if stay in self._inside:  # else it was not waited for any longer
+            self._inside.remove(stay)
+            self._let_others_in(stay)
+
+    def _let_others_in(self, stay: Stay) -> None:
+        if stay.alone:
+            stay.alone = self._one_alone = False
+            sharing = [waiter for waiter in self._waiting if not waiter[0].alone]
+            self._waiting = deque([*sharing, *(waiter for waiter in self._waiting if waiter[0].alone)])
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._may_enter(self._waiting[0][0]):
+            stay, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._let_in(stay)
+                turn.set_result(None)
+        self._hurry()
+
+    # ------------------------------------------------------------------------------------------------------ giving way
+    def _hurry(self) -> None:
+        """Be impatient while the next one waits for those that share to leave."""
+        if self._waiting and not self._one_alone:
+            if self._impatience is None:
+                self._impatience = asyncio.get_running_loop().call_later(self._patience, self._ask)
+        elif self._impatience is not None:
+            self._impatience.cancel()
+            self._impatience = None
+
+    def _ask(self) -> None:
+        self._impatience = asyncio.get_running_loop().call_later(self._longest, self._wait_no_longer)
+        for stay in list(self._inside):
+            if stay.give_way is not None:
+                stay.give_way()
+
+    def _wait_no_longer(self) -> None:
+        stuck = [stay for stay in self._inside if stay.give_way is not None]
+        if stuck:
+            log.warning("sagas do not give way; does their handler catch CancelledError?", sagas=len(stuck))
+        for stay in stuck:
+            self._leave(stay)

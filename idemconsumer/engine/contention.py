@@ -1,0 +1,52 @@
+"""How long messages have done nothing but collide, kept for one process (B15)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+_MOST: Final = 10_000  # keys; those of more are forgotten, oldest first
+
+
+@dataclass(slots=True)
+class Streak:
+    """Collisions in a row. `progress`: what has changed if something else happened to it in between, elsewhere."""
+
+    since: float
+    progress: object
+    collisions: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+    def describe(self, contention: Exception) -> str:
+        """For the dead letter."""
+        return (
+            f"{self.collisions} runs in {self.seconds / 60:.0f} minutes, and each one waited in vain for what another "
+            f"transaction held; the last one: {contention}"
+        )
+
+
+class Contended:
+    """By key, since a delivery that its broker takes back meanwhile comes again as another one."""
+
+    def __init__(self) -> None:
+        self._streaks: dict[bytes, Streak] = {}
+
+    def collided(self, key: bytes, progress: object = None) -> Streak:
+        """One more collision."""
+        streak = self._streaks.get(key)
+        if streak is None or streak.progress != progress:
+            if len(self._streaks) >= _MOST:
+                self._streaks.pop(next(iter(self._streaks)))
+            streak = self._streaks[key] = Streak(time.monotonic(), progress)
+        streak.collisions += 1
+        return streak
+
+    def ended(self, *keys: bytes) -> None:
+        """A run of these ended in another way."""
+        if self._streaks:
+            for key in keys:
+                self._streaks.pop(key, None)

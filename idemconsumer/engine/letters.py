@@ -1,0 +1,57 @@
+"""What is written about a message that is put aside for a person, and what makes two arrivals one letter (R24)."""
+
+from __future__ import annotations
+
+import hashlib
+
+from idemconsumer.engine.work import Work
+from idemconsumer.message import keys
+from idemconsumer.message.delivered import beginning, content_of, encode_delivered
+from idemconsumer.ports.store import DeadLetter
+
+
+def dead_letter(work: Work, reason: str, error: str, attempts: int) -> DeadLetter:
+    """All that its broker gave, but of a message above the limit only the beginning."""
+    message, handler = work.message, work.handler
+    stored = work.leased or work.known_claim
+    kept = beginning(message, handler.max_message_bytes)
+    left_out = len(message.all_headers) - len(kept.all_headers)
+    if left_out:
+        error += f"; {left_out} of its {len(message.all_headers)} headers are left out here"
+    identity, content = _identity(work, reason)
+    return DeadLetter(
+        identity=identity,
+        handler=handler.name,
+        scope=keys.scope_name(handler.app, None, handler.name) if stored is None else stored.scope,
+        source=message.source,
+        position=message.position,
+        reason=reason,
+        error=error,
+        body=kept.body,
+        headers=kept.headers,
+        attempts=attempts,
+        delivered=encode_delivered(kept),
+        body_size=len(message.body),
+        body_sha256=hashlib.sha256(message.body).digest(),
+        content=content,
+        again=None if work.first else content,
+    )
+
+
+def _identity(work: Work, reason: str) -> tuple[bytes, bytes | None]:
+    """The identity, and the content of a message that has none of its own.
+
+    A key that is put aside is one letter. Anything else is a letter for each message: what was sent, and where it is.
+    """
+    scope = work.key or keys.scope_name(work.handler.app, None, work.handler.name).encode()
+    subject = _hash(work.message.source.encode(), reason.encode(), scope)
+    if work.key and reason != "conflict":
+        return subject, None
+    content = _hash(subject, content_of(work.message))
+    if work.own_id is not None:
+        return _hash(content, work.own_id.encode("utf-8", "surrogatepass")), None
+    return _hash(content, work.nonce), content
+
+
+def _hash(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()

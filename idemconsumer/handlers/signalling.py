@@ -1,0 +1,35 @@
+"""A handler whose message is a signal: its signal is stored with its record, and so once (L44)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import TypeAlias, cast
+
+from idemconsumer.errors import HandlerError
+from idemconsumer.handlers.handler import HandlerPlan
+from idemconsumer.message import keys
+from idemconsumer.message.keys import KeySpec
+from idemconsumer.message.message import Message
+from idemconsumer.ports.handler import Saga, Tx
+
+# Of the handler's transaction, the saga's tenant and key, and what the function returned.
+Send: TypeAlias = Callable[[Tx, str | None, str, object], Awaitable[object]]
+
+
+def signalling(plan: HandlerPlan, saga_key: KeySpec, send: Send) -> HandlerPlan:
+    """The plan of a handler that sends what its function returns, in its own transaction. Its result is what `send`
+    answers. Raises HandlerError for a function that takes Saga or Batch, or a key that its payload does not have."""
+    signature = plan.signature
+    if signature.needs_saga or signature.batch:
+        what = "Saga" if signature.needs_saga else "Batch"
+        raise HandlerError(plan.name, f"it sends signals, and takes {what}", "take the payload of one message")
+    read = keys.compile_key(saga_key, signature.payload_type, handler=plan.name, option="saga_key")
+
+    async def invoke(
+        payload: object, tx: Tx | Saga | None, message: Message, resources: Mapping[type, object]
+    ) -> object:
+        given = await signature.invoke(payload, tx, message, resources)
+        return await send(cast(Tx, tx), message.tenant, read(message, payload), given)
+
+    return replace(plan, signature=replace(signature, needs_tx=True, needs_message=True, invoke=invoke))

@@ -1,0 +1,113 @@
+"""What a broker gave beside body and headers, at rest: as JSON, for a dead letter, a saga, a message taken over."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+
+from idemconsumer.message.headers import sent_headers, stored_name, stored_value
+from idemconsumer.message.message import NO_PROPERTIES, Message
+
+_NO_SUCH_JSON: Final = (msgspec.MsgspecError, RecursionError, UnicodeError, binascii.Error, KeyError, TypeError)
+
+
+class _Delivered(msgspec.Struct, omit_defaults=True):
+    message_id: str | None = None
+    timestamp: datetime | None = None
+    partition: int | None = None
+    offset: int | None = None
+    record_key: bytes | None = None
+    properties: dict[str, str | int] = {}
+    headers: list[tuple[str, Any]] = []
+    tombstone: bool = False
+
+
+def encode_delivered(message: Message) -> bytes:
+    """`{}` where there is nothing. Headers only if one of them is repeated, since the last of each is stored anyhow."""
+    properties = {
+        storable_text(name): storable_text(v) if isinstance(v, str) else v for name, v in message.properties.items()
+    }
+    return msgspec.json.encode(
+        _Delivered(
+            message_id=None if message.message_id is None else storable_text(message.message_id),
+            timestamp=message.timestamp,
+            partition=message.partition,
+            offset=message.offset,
+            record_key=message.record_key,
+            properties=properties,
+            headers=[(stored_name(name), stored_value(value)) for name, value in message.repeated_headers],
+            tombstone=message.tombstone,
+        )
+    )
+
+
+def with_delivered(message: Message, encoded: bytes | None) -> Message:
+    """The same message, with what was stored of it. None, or what cannot be read, adds nothing."""
+    try:
+        found = msgspec.json.decode(encoded or b"{}", type=_Delivered)
+        repeated = tuple((name, given_value(value)) for name, value in found.headers)
+    except _NO_SUCH_JSON:
+        return message
+    return msgspec.structs.replace(
+        message,
+        message_id=message.message_id if found.message_id is None else found.message_id,
+        timestamp=found.timestamp,
+        partition=found.partition,
+        offset=found.offset,
+        record_key=found.record_key,
+        properties=found.properties or NO_PROPERTIES,
+        repeated_headers=repeated,
+        tombstone=found.tombstone,
+    )
+
+
+def content_of(message: Message) -> bytes:
+    """SHA-256 of all that was sent, the same in each delivery of it."""
+    parts = (message.body, sent_headers(message.headers), encode_delivered(message))
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
+
+
+def size_of(message: Message) -> int:
+    """Bytes of body, headers and record key."""
+    size = len(message.body) + len(message.record_key or b"")
+    return size + sum(map(_header_size, message.all_headers)) if message.headers else size
+
+
+def beginning(message: Message, limit: int) -> Message:
+    """The same message with the first `limit` bytes of its body, of its record key, and of all its headers."""
+    if size_of(message) <= limit:
+        return message
+    kept: list[tuple[str, str | bytes]] = []
+    room = limit
+    for name, value in message.all_headers:
+        if (room := room - _header_size((name, value))) < 0:
+            break
+        kept.append((name, value))
+    headers = dict(kept)
+    return msgspec.structs.replace(
+        message,
+        body=message.body[:limit],
+        record_key=None if message.record_key is None else message.record_key[:limit],
+        headers=headers,
+        repeated_headers=tuple(kept) if len(headers) < len(kept) else (),
+    )
+
+
+def _header_size(header: tuple[str, str | bytes]) -> int:
+    name, value = header
+    return len(name) + len(value if isinstance(value, bytes) or value.isascii() else value.encode("utf-8", "replace"))
+
+
+def storable_text(text: str) -> str:
+    """As UTF-8 takes it."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def given_value(found: Any) -> str | bytes:
+    """What `stored_value` was given."""
+    return found if isinstance(found, str) else base64.b64decode(found["base64"], validate=True)

@@ -1,0 +1,158 @@
+"""Envelopes that a service puts around what a producer sent: Amazon SNS, Amazon EventBridge, CloudEvents.
+
+Unwrapped, the message has the producer's payload as its body, and what the envelope says in its headers, message id and
+timestamp. Keys, fingerprint and handler see that; a dead letter keeps the message as it arrived.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import msgspec
+
+from idemconsumer.errors import BadMessage
+from idemconsumer.message.keys import CLOUDEVENT_PREFIXES
+from idemconsumer.message.message import Message
+
+Envelope: TypeAlias = Literal["sns", "eventbridge", "cloudevents"]
+ENVELOPES: Final[tuple[Envelope, ...]] = get_args(Envelope)
+Unwrap: TypeAlias = Callable[[Message], Message]
+
+_NO_SUCH_JSON: Final = (msgspec.MsgspecError, RecursionError, UnicodeError)
+
+
+def unwrapper(envelope: Envelope) -> Unwrap:
+    """The function for this envelope. It raises only BadMessage, `undecodable`, for what is not in one."""
+    return {"sns": _sns, "eventbridge": _eventbridge, "cloudevents": _cloudevents}[envelope]
+
+
+# -------------------------------------------------------------------------------------------------------------- Amazon
+class _Attribute(msgspec.Struct):
+    Type: str
+    Value: str
+
+
+class _Notification(msgspec.Struct, tag="Notification", tag_field="Type"):
+    MessageId: str
+    Message: str
+    Timestamp: Any = None
+    MessageAttributes: dict[str, _Attribute] = {}
+
+
+_notification = msgspec.json.Decoder(_Notification)
+
+
+def _sns(message: Message) -> Message:
+    try:
+        notification = _notification.decode(message.body)
+        attributes = {name: _attribute(each) for name, each in notification.MessageAttributes.items()}
+        body = notification.Message.encode()
+    except (*_NO_SUCH_JSON, binascii.Error):
+        raise _no_envelope("an SNS notification", "with raw message delivery there is no envelope=") from None
+    return msgspec.structs.replace(
+        message,
+        body=body,
+        headers={**message.headers, **attributes},
+        message_id=notification.MessageId,
+        timestamp=_time(notification.Timestamp) or message.timestamp,
+    )
+
+
+def _attribute(attribute: _Attribute) -> str | bytes:
+    if attribute.Type != "Binary":
+        return attribute.Value
+    value = base64.b64decode(attribute.Value, validate=True)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+class _Event(msgspec.Struct):
+    id: str
+    source: str
+    detail: msgspec.Raw
+    detail_type: str = msgspec.field(name="detail-type")
+    account: str = ""
+    region: str = ""
+    time: Any = None
+
+
+_event = msgspec.json.Decoder(_Event)
+
+
+def _eventbridge(message: Message) -> Message:
+    try:
+        event = _event.decode(message.body)
+    except _NO_SUCH_JSON:
+        raise _no_envelope("an EventBridge event", "a target with an input transformer gets none") from None
+    said = {"detail-type": event.detail_type, "source": event.source, "account": event.account, "region": event.region}
+    return msgspec.structs.replace(
+        message,
+        body=bytes(event.detail),
+        headers={**message.headers, **said},
+        message_id=event.id,
+        timestamp=_time(event.time) or message.timestamp,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- CloudEvents
+class _Required(msgspec.Struct):
+    specversion: str
+    id: str
+    source: str
+    type: str
+
+
+_required = msgspec.json.Decoder(_Required)
+_attributes = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _cloudevents(message: Message) -> Message:
+    """In binary mode the payload is the body already. In structured mode the attributes become `ce_…` headers, as they
+    are in Kafka's binary mode."""
+    if any(prefix + "id" in message.headers for prefix in CLOUDEVENT_PREFIXES):
+        return message
+    try:
+        _required.decode(message.body)
+        found = _attributes.decode(message.body)
+        body = _data(found)
+        said = {f"ce_{name}": _plain(value) for name, value in found.items() if name not in ("data", "data_base64")}
+    except (*_NO_SUCH_JSON, binascii.Error):
+        raise _no_envelope("a CloudEvent", "it has neither its headers nor its JSON form") from None
+    return msgspec.structs.replace(
+        message,
+        body=body,
+        headers={**message.headers, **said},
+        timestamp=_time(said.get("ce_time")) or message.timestamp,
+    )
+
+
+def _data(found: dict[str, msgspec.Raw]) -> bytes:
+    if "data_base64" in found:
+        return base64.b64decode(msgspec.json.decode(found["data_base64"], type=str), validate=True)
+    data = bytes(found.get("data", b"null"))
+    kind = msgspec.json.decode(found["datacontenttype"], type=str) if "datacontenttype" in found else "application/json"
+    is_json = kind.partition(";")[0].strip().lower().endswith(("/json", "+json"))
+    return data if is_json or not data.startswith(b'"') else msgspec.json.decode(data, type=str).encode()
+
+
+def _plain(value: msgspec.Raw) -> str:
+    decoded = msgspec.json.decode(value)
+    return decoded if isinstance(decoded, str) else bytes(value).decode()
+
+
+# ---------------------------------------------------------------------------------------------------------------- both
+def _time(text: Any) -> datetime | None:
+    try:
+        return msgspec.convert(text, datetime)
+    except _NO_SUCH_JSON:
+        return None
+
+
+def _no_envelope(what: str, why: str) -> BadMessage:
+    return BadMessage("undecodable", f"the body is not {what}, as envelope= says; {why}")

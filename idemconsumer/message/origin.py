@@ -1,0 +1,72 @@
+"""The origin of a message that was taken over from another broker, as a header of the one in our own queue."""
+
+from __future__ import annotations
+
+import binascii
+from typing import Any, Final
+
+import msgspec
+
+from idemconsumer.message.delivered import encode_delivered, given_value, storable_text, with_delivered
+from idemconsumer.message.headers import stored_value
+from idemconsumer.message.message import Message
+
+ORIGIN: Final = "idemconsumer-origin"
+
+
+class Pending(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is known of a message whose next attempt is due later (D18): under which key and scope it is recorded, how
+    many attempts have failed, and its id at its own broker."""
+
+    key: bytes
+    scope: str
+    attempts: int = 0
+    own_id: str | None = None
+
+
+class _Origin(msgspec.Struct):
+    source: str
+    position: str
+    message_id: str | None
+    delivered: msgspec.Raw = msgspec.Raw(b"{}")
+    order: Any = None
+    pending: Pending | None = None
+
+
+def with_origin(message: Message, pending: Pending | None = None) -> Message:
+    """The same message, about to be moved into our own queue."""
+    delivered = msgspec.Raw(encode_delivered(message))
+    order = None if message.order_hint is None else stored_value(message.order_hint)
+    position, message_id = storable_text(message.position), message.message_id and storable_text(message.message_id)
+    origin = _Origin(message.source, position, message_id, delivered, order, pending)
+    return msgspec.structs.replace(message, headers={**message.headers, ORIGIN: msgspec.json.encode(origin).decode()})
+
+
+def restored(message: Message) -> Message | None:
+    """The message as its own broker delivered it; None when it was not moved."""
+    if (origin := _origin(message)) is None:
+        return None
+    moved = msgspec.structs.replace(
+        message,
+        source=origin.source,
+        position=origin.position,
+        message_id=origin.message_id,
+        headers={name: value for name, value in message.headers.items() if name != ORIGIN},
+        order_hint=origin.order,
+    )
+    return with_delivered(moved, bytes(origin.delivered))
+
+
+def pending_of(message: Message) -> Pending | None:
+    """Of a message in our own queue; None when it does not come for a further attempt."""
+    origin = _origin(message)
+    return None if origin is None else origin.pending
+
+
+def _origin(message: Message) -> _Origin | None:
+    try:
+        origin = msgspec.json.decode(message.headers[ORIGIN], type=_Origin)
+        origin.order = None if origin.order is None else given_value(origin.order)
+    except (KeyError, TypeError, msgspec.MsgspecError, RecursionError, UnicodeError, binascii.Error):
+        return None
+    return origin

@@ -1,0 +1,38 @@
+"""An SQS queue as a source names it: by its name, its ARN or its URL."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+_NAME: Final = r"(?P<name>[A-Za-z0-9_-]{1,80}(\.fifo)?)"
+_ARN: Final = re.compile(rf"arn:aws[a-z-]*:sqs:(?P<region>[a-z0-9-]+):(?P<account>\d{{12}}):{_NAME}")
+_URL: Final = re.compile(rf"https?://[A-Za-z0-9.:\[\]-]+/(?:[^@?#\s]*/)?{_NAME}")
+# https://docs.aws.amazon.com/general/latest/gr/sqs-service.html, its older form, and that of FIPS.
+_AWS: Final = re.compile(r"(?:(?:sqs|sqs-fips)\.([a-z0-9-]+)|([a-z0-9-]+)\.queue)\.amazonaws\.com(?:\.cn)?")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueAddress:
+    """What is known of a queue from how it was written. None: as the credentials and settings say."""
+
+    given: str
+    name: str
+    account: str | None = None
+    region: str | None = None
+    url: str | None = None
+    endpoint: str | None = None
+
+
+def queue_address(given: str) -> QueueAddress | None:
+    """None for a text that cannot be the name, the ARN or the URL of a queue."""
+    if arn := _ARN.fullmatch(given):
+        return QueueAddress(given, arn["name"], arn["account"], arn["region"])
+    if url := _URL.fullmatch(given):
+        parts = urlsplit(given)
+        if aws := _AWS.fullmatch(parts.hostname or ""):
+            return QueueAddress(given, url["name"], region=aws[1] or aws[2], url=given)
+        return QueueAddress(given, url["name"], url=given, endpoint=f"{parts.scheme}://{parts.netloc}")
+    return None if "/" in given or ":" in given else QueueAddress(given, given)

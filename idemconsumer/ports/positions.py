@@ -1,0 +1,66 @@
+"""What a broker that keeps its readers' positions itself needs of the database, so that neither is ahead unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the database knows of a partition: every message from `base` up to `position` is decided in it.
+
+    `history` names the reading that began at `base`, `former` the one before it; `counter` grows with each write.
+    """
+
+    history: str
+    former: str | None
+    base: int
+    counter: int = 0
+    position: int = 0
+
+
+Place = tuple[str, int]  # topic and partition
+
+
+class Positions(Protocol):
+    """Every method raises StoreUnavailable when the database is down, and CommitUnknown when an answer was lost."""
+
+    async def read(self, cluster: str, group: str, topics: Sequence[str]) -> tuple[datetime, Mapping[Place, Kept]]:
+        """When the server that answers was started, and what it knows."""
+        ...
+
+    async def begin(self, cluster: str, group: str, histories: Mapping[Place, Kept], server: datetime) -> bool:
+        """Begin these histories at their `base`. False if the server is another one now: nothing was written."""
+        ...
+
+    async def save(
+        self, cluster: str, group: str, positions: Mapping[Place, tuple[str, int]], server: datetime
+    ) -> Mapping[Place, int]:
+        """Save the position in each history; returns their counters. Missing is what has another history by now; all
+        are missing when the server is another one."""
+        ...
+
+    async def stop(self, cluster: str, group: str, place: Place, first: int, following: int, error: str) -> bool:
+        """A reader stands before what it cannot read, from `first` up to `following`. Whether a person wants a dead
+        letter in its place."""
+        ...
+
+    async def leave(self, cluster: str, group: str, place: Place) -> None:
+        """It could be read after all."""
+        ...
+
+    async def server_started(self) -> datetime:
+        """See `JoinedStore`."""
+        ...
+
+
+@runtime_checkable
+class KeepsPositions(Protocol):
+    """A broker whose sessions compare the positions that it keeps with those of the database."""
+
+    def keep_positions_in(self, positions: Positions) -> None:
+        """To be called before a session is opened."""
+        ...

@@ -1,0 +1,181 @@
+"""saga.all: many branches of one saga, a few of them at a time (L46).
+
+The branches are begun in their order, each in the place of one that has ended, so no more tasks exist than may run.
+Once one has raised, no step begins that is not recorded yet. Recorded ones are asked for all the same, so that a replay
+that meets the rejection first knows what else there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Final, Generic, TypeVar
+
+from idemconsumer.errors import OfTheEngine, SagaMisused
+from idemconsumer.rules.replay import Answer
+from idemconsumer.rules.values import StepRow
+
+T = TypeVar("T")
+
+Branch = Coroutine[Any, Any, T]
+
+
+class NotBegun(OfTheEngine):
+    """A step of a branch that is not recorded, and begins no more. It interrupts no run."""
+
+
+class Group:
+    """The branches of one `all`, as their steps see it. `parent`: the one around it, if it is in a branch itself.
+
+    `end`: the name of a step without a record, which the branches of an undoing saga have come to. `rejection`: the
+    record of the rejection that was replayed last.
+    """
+
+    def __init__(self, run: object, parent: Group | None, stopped: Callable[[], None]) -> None:
+        """`stopped` is called when it is."""
+        self.run = run
+        self.parent = parent
+        self._tell = stopped
+        self.end: str | None = None
+        self.rejection: StepRow | None = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._tell()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped or (self.parent is not None and self.parent.stopped)
+
+    def ends_before(self, row: StepRow | None, answer: Answer, *, ended: bool) -> bool:
+        """Whether a branch that comes to this step ends there. `ended`: the handler has. A call of unknown outcome is
+        run all the same, or nobody would learn how it ended (L4)."""
+        return answer is Answer.END or (answer is Answer.RUN and (ended or (self.stopped and row is None)))
+
+    def refuse(self, name: str, *, end: bool) -> NotBegun:
+        """`end`: the saga is undone, so this step ends its branch."""
+        if end:
+            self.end = name
+        return NotBegun(f"step {name!r} has not begun")
+
+    def rejected(self, row: StepRow) -> None:
+        if self.rejection is None or (row.position or 0) > (self.rejection.position or 0):
+            self.rejection = row
+
+
+_group: Final[ContextVar[Group | None]] = ContextVar("the branches of saga.all", default=None)
+
+
+def group_of(run: object) -> Group | None:
+    """The innermost group of this run that the current task belongs to."""
+    group = _group.get()
+    return group if group is not None and group.run is run else None
+
+
+class Branches(Generic[T]):
+    """Runs the branches of one `all`. `recorded`: whether steps are recorded that were not asked for yet. `mark` is
+    called with each branch and whether it is begun: False for those that are made already, True when one is begun."""
+
+    def __init__(
+        self,
+        branches: Iterable[Branch[T]],
+        limit: int,
+        group: Group,
+        recorded: Callable[[], bool],
+        mark: Callable[[Branch[T], bool], None],
+    ) -> None:
+        self._given = branches
+        self._mark = mark
+        for branch in branches if isinstance(branches, Collection) else ():
+            if isinstance(branch, Coroutine):
+                mark(branch, False)
+        self._items: Iterator[Branch[T]] = iter(branches)
+        self._limit = limit
+        self._group = group
+        self._recorded = recorded
+        self._taken = 0
+        self._exhausted = False
+        self._outputs: dict[int, T] = {}
+        self._errors: dict[int, Exception] = {}
+
+    async def run(self) -> bool:
+        """Run them until all have ended, or no other begins. False if some have no output, and none has raised."""
+        tasks: list[asyncio.Task[None]] = []
+        before = _group.set(self._group)
+        try:
+            while len(tasks) < self._limit and (first := self._take()) is not None:
+                tasks.append(asyncio.create_task(self._work(first)))
+            if tasks:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            _group.reset(before)
+            await self._end(tasks)
+        for task in tasks:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+        if any(task.cancelled() for task in tasks):
+            raise asyncio.CancelledError
+        return bool(self._errors) or (self._exhausted and len(self._outputs) == self._taken)
+
+    def outputs(self) -> list[T]:
+        """In the order of the branches. Raises what the first of them raised."""
+        if self._errors:
+            raise self._errors[min(self._errors)]
+        return [self._outputs[n] for n in range(self._taken)]
+
+    async def _work(self, item: tuple[int, Branch[T]] | None) -> None:
+        while item is not None:
+            n, branch = item
+            try:
+                self._outputs[n] = await branch
+            except NotBegun:
+                pass
+            except Exception as error:  # noqa: BLE001 - raised when the others have ended
+                self._fail(n, error)
+            # Recorded branches may end without waiting. Those taken before must have begun: one may have been rejected.
+            await asyncio.sleep(0)
+            item = self._take()
+
+    def _take(self) -> tuple[int, Branch[T]] | None:
+        """The next branch to begin. One that may have recorded steps is begun in any case."""
+        if (self._group.stopped or self._group.end is not None) and not self._recorded():
+            return None
+        try:
+            branch: object = next(self._items)
+        except StopIteration:
+            self._exhausted = True
+            return None
+        except Exception as error:  # noqa: BLE001 - of the generator that makes them, raised likewise
+            self._fail(self._taken, error)
+            return None
+        self._taken += 1
+        if not isinstance(branch, Coroutine):
+            given = type(branch).__name__
+            self._fail(
+                self._taken - 1,
+                SagaMisused(f"saga.all was given a {given}; give it coroutines, such as saga.call(…), not awaited yet"),
+            )
+            return None
+        self._mark(branch, True)
+        return self._taken - 1, branch
+
+    def _fail(self, n: int, error: Exception) -> None:
+        self._errors[n] = error
+        self._group.stop()
+
+    async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """End those still running, if it was cancelled or interrupted, and close what was made and not begun."""
+        if isinstance(self._given, Collection):
+            for branch in self._items:
+                if isinstance(branch, Coroutine):
+                    branch.close()
+        pending = [task for task in tasks if not task.done()]
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # one of them is raised; asyncio would complain of the others

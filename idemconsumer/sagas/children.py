@@ -1,0 +1,171 @@
+"""Steps by which a saga starts others, waits for their ends, and stops them when it is undone (L47 to L49)."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from idemconsumer.errors import SIGNAL_TIMEOUT, OfTheEngine, Reject, SagaChanged, SagaMisused, SignalTimeout
+from idemconsumer.handlers.decorator import Handler
+from idemconsumer.handlers.durations import MAX_DURATION, parse_duration
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.message import codecs, keys
+from idemconsumer.message.message import StoredResult
+from idemconsumer.ports.handler import Child, Duration, Tx
+from idemconsumer.ports.leases import Kinship, LeasedSaga, OpenStep
+from idemconsumer.ports.starter import Starter
+from idemconsumer.rules.saga import CONFLICT
+from idemconsumer.rules.values import StepKind
+from idemconsumer.rules.verdicts import Verdict, judge
+from idemconsumer.sagas.step import StepSpec, step_key
+from idemconsumer.sagas.waits import WaitSpec
+
+
+class ChildRuns(OfTheEngine):
+    """An undo cannot go on before this child has ended."""
+
+    def __init__(self, child: bytes) -> None:
+        super().__init__(child.hex())
+        self.child = child
+
+
+class _Stored(msgspec.Struct):
+    key: str
+    tenant: str | None
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Starts:
+    child: Child[Any]
+    bound: BoundHandler  # its handler
+    starter: Starter
+
+
+@dataclass(slots=True, eq=False)
+class StartSpec(StepSpec):
+    """A step in a transaction that starts another saga."""
+
+    starts: _Starts | None = None
+
+    async def begin(self, opened: OpenStep) -> None:
+        """Before its function. Raises BadMessage for a payload that the handler does not take, SagaMisused where this
+        saga would wait for itself, and Reject where its key has begun with another payload."""
+        assert self.starts is not None
+        child = self.starts.child
+        its = self.starts.bound.from_code(self.args[0], key=child.key, tenant=child.tenant).claim
+        if its.key.hex() != child.id:
+            raise SagaMisused(
+                f"step {self.name!r}: {self.starts.bound.name!r} takes its tenant from its payload, and this saga has "
+                "none; start it from a saga that has a tenant, or with app.start in a step"
+            )
+        check_circle(self.name, child.id, await opened.kinship(its.key))
+        for each in await opened.start_child(its):
+            if judge(each, its.fingerprint, its.canonical) is Verdict.CONFLICT:
+                raise Reject(CONFLICT, {"child": its.key.hex()})
+
+    def encode(self, value: object) -> tuple[StoredResult | None, Any]:
+        assert isinstance(value, Child)
+        return codecs.encode(_Stored(value.key, value.tenant, value.id)), value
+
+    def decode(self, output: StoredResult | None) -> Any:
+        assert self.starts is not None
+        try:
+            stored = msgspec.json.decode(b"" if output is None else output.body, type=_Stored)
+        except msgspec.MsgspecError:
+            raise SagaChanged(f"step {self.name!r} was recorded as something else than the start of a saga") from None
+        return Child(self.starts.child.handler, stored.key, stored.tenant, stored.id)
+
+    def scope(self, child: Child[Any]) -> str:
+        assert self.starts is not None
+        bound = self.starts.bound
+        return keys.scope_name(bound.app, child.tenant, bound.name)
+
+    async def cancel(self, child: Child[Any]) -> None:
+        """Request that it is undone, unless it has ended."""
+        assert self.starts is not None
+        await self.starts.starter.cancel(bytes.fromhex(child.id), undo=True)
+
+    def without_undo(self) -> StartSpec:
+        """Its child left nothing that is to be undone."""
+        return replace(self, undo=_nothing)
+
+
+@dataclass(slots=True, eq=False)
+class ResultSpec(WaitSpec):
+    """Waits for the end of a child."""
+
+    def rejection(self, output: StoredResult | None) -> Reject:
+        rejected = codecs.decode_rejection(output)
+        if rejected.code == SIGNAL_TIMEOUT and rejected.body == {"signal": self.signal}:  # else it is the child's own
+            return SignalTimeout(str(self.signal))
+        return rejected
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """What one `saga` of an app starts."""
+
+    app: str
+    starter: Starter | None
+    saga: LeasedSaga
+
+    def start(self, name: str, handler: object, payload: object, key: str | None, undo: Any) -> StartSpec:
+        """Raises SagaMisused."""
+        starter, saga = self.starter, self.saga
+        if not isinstance(handler, Handler) or starter is None:
+            shown = getattr(handler, "__name__", repr(handler))
+            raise SagaMisused(
+                f"step {name!r} starts {shown}, which is no saga of an app; name a handler of the same app that takes "
+                "Saga"
+            )
+        tenant = keys.tenant_of(saga.scope)
+        given = str(step_key(saga.scope, saga.key, name)) if key is None else key
+        bound = handler.plan.bind(self.app)
+        child = Child(handler, given, tenant, keys.digest(self.app, tenant, handler.name, str(given)).hex())
+
+        async def begin(tx: Tx, payload: object) -> Any:
+            await starter.start(handler, payload, key=given, tenant=tenant, tx=tx)
+            return child
+
+        return StartSpec(name, StepKind.TX, begin, (payload,), undo, starts=_Starts(child, bound, starter))
+
+
+def result(name: str, child: Child[Any], timeout: Duration | None) -> ResultSpec:
+    """Raises SagaMisused, and ConfigurationError for what is no duration."""
+    given: object = child
+    if not isinstance(given, Child):
+        raise SagaMisused(f"step {name!r} waits for {given!r:.60}; give it what saga.start returned")
+    seconds = MAX_DURATION if timeout is None else parse_duration(timeout)
+    returns = inspect.unwrap(child.handler)
+    return ResultSpec(
+        name, StepKind.WAIT, returns, (), None, seconds=seconds, signal=f"child:{child.id}",
+        child=bytes.fromhex(child.id),
+    )  # fmt: skip
+
+
+async def _nothing(tx: Tx, child: object, payload: object) -> None:
+    return
+
+
+def check_circle(name: str, child: str, its: Kinship) -> None:
+    """No saga waits for one that waits for it, and is never told (L65). Raises SagaMisused."""
+    if its.above:
+        raise SagaMisused(
+            f"step {name!r}: saga {child[:12]} is this saga itself, or has started it and has not ended, so each would "
+            "wait for the other; give the child another key"
+        )
+
+
+def check_result(spec: ResultSpec, its: Kinship) -> None:
+    """Raises SagaMisused for a wait that would never end."""
+    assert spec.child is not None
+    check_circle(spec.name, spec.child.hex(), its)
+    if not its.started:
+        raise SagaMisused(
+            f"step {spec.name!r} waits for saga {spec.child.hex()[:12]}, which this saga has not started, so nobody "
+            "would tell it; give it what saga.start returned in this saga"
+        )

@@ -1,0 +1,116 @@
+"""Steps that wait: what is recorded of them, and how the run ends while they do (L40, L41)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from idemconsumer.errors import ConfigurationError, OfTheEngine, Reject, SignalTimeout
+from idemconsumer.handlers.durations import MAX_DURATION, parse_duration
+from idemconsumer.message.message import StoredResult
+from idemconsumer.ports.handler import Duration
+from idemconsumer.rules.values import StepKind
+from idemconsumer.sagas.step import StepSpec
+
+_NULL: Final = StoredResult(b"null", "application/json")
+_LOOK: Final = 1.0  # seconds between two looks, while steps of other branches run
+
+
+class Paused(OfTheEngine):
+    """Nothing is left of the run but these waits."""
+
+    def __init__(self, waits: tuple[str, ...]) -> None:
+        super().__init__(", ".join(waits))
+        self.waits = waits
+
+
+@dataclass(slots=True, eq=False)
+class WaitSpec(StepSpec):
+    """A step that lasts until its end, `seconds` after it was first requested, or until a `signal` of this name, or
+    until the `child` under this stored key has ended."""
+
+    seconds: float = 0.0
+    signal: str | None = None
+    child: bytes | None = None
+
+    def rejection(self, output: StoredResult | None) -> Reject:
+        return SignalTimeout(self.signal or self.name)
+
+    def decode(self, output: StoredResult | None) -> Any:
+        """A signal without a payload is null, which `into` may not allow."""
+        return StepSpec.decode(self, _NULL if output is None else output)
+
+
+def sleep(name: str, duration: Duration) -> WaitSpec:
+    """Raises ConfigurationError for what is no duration."""
+    return WaitSpec(name, StepKind.SLEEP, _nothing, (), None, seconds=parse_duration(duration))
+
+
+def wait(name: str, into: Any, timeout: Duration | None, signal: str | None) -> WaitSpec:
+    """Raises ConfigurationError for what is no duration, and for a signal that nobody can send."""
+
+    async def payload() -> Any:
+        raise AssertionError("what waits runs nothing")
+
+    payload.__annotations__["return"] = into
+    seconds = MAX_DURATION if timeout is None else parse_duration(timeout)
+    awaited: object = name if signal is None else signal
+    if signal is not None and not (isinstance(awaited, str) and 0 < len(awaited) <= 200 and awaited.isprintable()):
+        raise ConfigurationError(
+            f"step {name!r} waits for signal {awaited!r:.60}; write a printable string of up to 200 characters"
+        )
+    return WaitSpec(name, StepKind.WAIT, payload, (), None, seconds=seconds, signal=name if signal is None else signal)
+
+
+async def _nothing() -> None:
+    raise AssertionError("what waits runs nothing")
+
+
+class OpenWaits:
+    """The waits of one run that are not over. `begun` has all of them, also those that look right now; `open` the task
+    of each that rests."""
+
+    def __init__(self) -> None:
+        self.begun: set[str] = set()
+        self.open: dict[str, asyncio.Task[Any] | None] = {}
+        self._loop = asyncio.get_running_loop()
+        self._moved = self._loop.time()
+        self._changed = asyncio.Event()
+        self._branches: set[asyncio.Task[Any]] = set()
+
+    def branch(self, task: asyncio.Task[Any] | None) -> None:
+        """A task other than the handler's own requests a step."""
+        if task is not None:
+            self._branches.add(task)
+
+    def branches(self) -> bool:
+        """Whether a branch that has requested a step goes on, and does not wait."""
+        self._branches = {task for task in self._branches if not task.done()}
+        return not self._branches <= set(self.open.values())
+
+    def moves(self) -> None:
+        """A step has ended, or the run has."""
+        self._moved = self._loop.time()
+        self._changed.set()
+
+    async def rest(self, name: str, seconds: float, stays: Callable[[float], float | None]) -> None:
+        """Return when it is time to look again, after `seconds` at the latest. Raises Paused when the run is to end
+        here. `stays` says for how long it goes on, given the seconds in which nothing has moved; None: it has ended."""
+        again = self._loop.time() + min(seconds, _LOOK)
+        self.open[name] = asyncio.current_task()
+        self._changed.set()
+        try:
+            while (left := again - self._loop.time()) > 0:
+                if (stay := stays(self._loop.time() - self._moved)) is None:
+                    return
+                if not stay:
+                    raise Paused(tuple(self.begun))
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left, stay)):
+                        await self._changed.wait()
+        finally:
+            del self.open[name]

@@ -1,0 +1,107 @@
+"""Connections whose server has to answer in time (R20).
+
+A proxy, or a server that hangs, may keep a connection open and say nothing. TCP sees no fault in that, and psycopg
+would wait for ever. Here each exchange has `patience` seconds; then the socket is shut down, which ends it with an
+OperationalError, and the connection is closed. Nothing is asked of the server first, since it would not answer that
+either. What became of the statement is not known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Awaitable, Generator
+from contextlib import contextmanager, suppress
+from typing import Final, TypeVar
+
+import psycopg
+from psycopg.rows import Row
+from psycopg.waiting import Ready, Wait
+
+RV = TypeVar("RV")
+Exchange = Generator[Wait, Ready | int, RV]  # psycopg's steps of one exchange with the server
+
+PATIENCE: Final = 30.0  # seconds; no statement of ours may wait so long for a lock
+INTERVAL: Final = 0.1  # psycopg's own default
+
+
+def cut(descriptor: int) -> None:
+    """Shut a socket down: whoever waits on it reads its end."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as same:
+        same.shutdown(socket.SHUT_RDWR)
+
+
+def silence(seconds: float) -> psycopg.OperationalError:
+    return psycopg.OperationalError(f"no answer from the server within {seconds:g} s, connection closed")
+
+
+class AnsweringConnection(psycopg.AsyncConnection[Row]):
+    """Each exchange ends within `patience` seconds. `notifies()` needs a `timeout` of its own.
+
+    `silent`: one did not end by itself.
+    """
+
+    patience: float = PATIENCE
+    silent = False
+
+    async def wait(self, gen: Exchange[RV], interval: float = INTERVAL, timeout: float | None = None) -> RV:
+        """See `psycopg.AsyncConnection.wait`."""
+        if timeout is not None:
+            return await super().wait(gen, interval, timeout)
+        return await self.ended_within(self.patience, super().wait(gen, interval))
+
+    async def ended_within(self, seconds: float, exchange: Awaitable[RV]) -> RV:
+        """The result of an exchange; at the deadline it is ended."""
+
+        def give_up() -> None:
+            self.silent = True
+            with suppress(psycopg.Error):  # psycopg has closed it meanwhile
+                cut(self.pgconn.socket)
+
+        timer = asyncio.get_running_loop().call_later(seconds, give_up)
+        try:
+            return await exchange
+        except psycopg.OperationalError as error:
+            if not self.silent:
+                raise
+            self.pgconn.finish()
+            raise silence(seconds) from error
+        finally:
+            timer.cancel()
+
+
+class BlockingConnection(psycopg.Connection[Row]):
+    """The same for a thread that may block."""
+
+    patience: float = PATIENCE
+
+    def wait(self, gen: Exchange[RV], interval: float = INTERVAL, timeout: float | None = None) -> RV:
+        """See `psycopg.Connection.wait`."""
+        with self._answered(self.patience):
+            return super().wait(gen, interval) if timeout is None else super().wait(gen, interval, timeout)
+
+    @contextmanager
+    def _answered(self, seconds: float) -> Generator[None]:
+        ours = os.dup(self.pgconn.socket)  # its number cannot become that of another socket before the timer is over
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            cut(ours)
+
+        timer = threading.Timer(seconds, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except psycopg.OperationalError as error:
+            if not late.is_set():
+                raise
+            self.pgconn.finish()
+            raise silence(seconds) from error
+        finally:
+            timer.cancel()
+            timer.join()
+            os.close(ours)

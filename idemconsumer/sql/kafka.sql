@@ -1,0 +1,67 @@
+-- Positions in Kafka's partitions, one statement per name. queries.py describes the format.
+
+-- name: kafka_positions
+-- One row without a topic where there are none: the time says which server has answered.
+select s.started, p.topic, p.partition, p.history, p.former, p.base, p.counter, p.position
+from (select pg_postmaster_start_time()) as s (started)
+left join {schema}.kafka_position as p
+    on p.cluster = %(cluster)s and p.group_name = %(group)s and p.topic = any(%(topics)s)
+
+-- name: begin_kafka_positions
+insert into {schema}.kafka_position
+    (cluster, group_name, topic, partition, history, former, base, counter, position, changed_at)
+select %(cluster)s, %(group)s, w.topic, w.partition, w.history, w.former, w.base, 0, w.base, clock_timestamp()
+from unnest(%(topics)s::text[], %(partitions)s::integer[], %(histories)s::text[], %(formers)s::text[],
+            %(bases)s::bigint[]) as w (topic, partition, history, former, base)
+where pg_postmaster_start_time() = %(server)s
+order by w.topic, w.partition
+on conflict (cluster, group_name, topic, partition) do update
+set history = excluded.history, former = excluded.former, base = excluded.base, counter = 0,
+    position = excluded.position, changed_at = excluded.changed_at
+returning topic, partition
+
+-- name: save_kafka_positions
+-- Only on the server that has the effects of what is below (K12). The rows are locked in one order, since a former owner
+-- may be writing too.
+with w as materialized (
+    select p.cluster, p.group_name, p.topic, p.partition, given.position
+    from unnest(%(topics)s::text[], %(partitions)s::integer[], %(histories)s::text[], %(positions)s::bigint[])
+        as given (topic, partition, history, position)
+    cross join lateral (
+        select * from {schema}.kafka_position as k
+        where k.cluster = %(cluster)s and k.group_name = %(group)s and k.topic = given.topic
+          and k.partition = given.partition and k.history = given.history
+        offset 0
+    ) as p
+    where pg_postmaster_start_time() = %(server)s
+    order by p.topic, p.partition
+    for update of p
+)
+update {schema}.kafka_position as k set counter = k.counter + 1, position = w.position, changed_at = clock_timestamp()
+from w where (k.cluster, k.group_name, k.topic, k.partition) = (w.cluster, w.group_name, w.topic, w.partition)
+returning k.topic, k.partition, k.counter
+
+-- name: stop_kafka_partition
+insert into {schema}.kafka_stop as s (cluster, group_name, topic, partition, first, next, error, since, seen_at)
+values (%(cluster)s, %(group)s, %(topic)s, %(partition)s, %(first)s, %(next)s, %(error)s, clock_timestamp(),
+        clock_timestamp())
+on conflict (cluster, group_name, topic, partition, first) do update
+set next = excluded.next, error = excluded.error, seen_at = excluded.seen_at
+returning skip
+
+-- name: list_kafka_stops
+select group_name as "group", topic, partition, first, next, error, since, seen_at
+from {schema}.kafka_stop
+where not skip
+  and (%(topic)s::text is null or topic = %(topic)s and partition = %(partition)s and first = %(first)s)
+  and (%(group)s::text is null or group_name = %(group)s)
+order by topic, partition, first, group_name
+
+-- name: skip_kafka_stop
+update {schema}.kafka_stop set skip = true
+where topic = %(topic)s and partition = %(partition)s and first = %(first)s and group_name = %(group)s
+
+-- name: leave_kafka_stop
+-- It could be read after all.
+delete from {schema}.kafka_stop
+where cluster = %(cluster)s and group_name = %(group)s and topic = %(topic)s and partition = %(partition)s and not skip

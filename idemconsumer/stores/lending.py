@@ -1,0 +1,184 @@
+"""The connection of one transaction, lent to one handler after another, and the session as it was for the next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+from weakref import ref
+
+import psycopg
+from psycopg import pq
+
+from idemconsumer.errors import HandlerFault
+from idemconsumer.sql.answering import PATIENCE
+from idemconsumer.stores.connection import Connection
+from idemconsumer.stores.lent import LentConnection
+from idemconsumer.stores.session import Session
+from idemconsumer.stores.statements import Effect, special, text_of
+from idemconsumer.user_code.leftovers import begin_run, left_running, name_of
+
+T = TypeVar("T")
+
+_REWRITTEN: Final = {Effect.ALL_IMMEDIATE: "all_immediate", Effect.RESET_ALL: "reset_all"}
+_LEFT_OPEN: Final = (
+    "the handler left a stream(), COPY or pipeline open, so nothing is committed; open COPY and pipelines with async "
+    "with, and read a stream() to its end, or fewer rows: with LIMIT, or a cursor on the server, cursor('name')"
+)
+_CANCEL_EVERY: Final = 0.2  # seconds
+_STOP_SECONDS: Final = 5.0  # for the server to end a statement; psycopg gives it as long
+
+
+class _OwnWords(bytes):
+    """A statement of the engine's. Through `tx` it comes to a cursor of the lent connection, which asks once more."""
+
+
+class Lending:
+    """What one transaction's handlers have of its connection.
+
+    It refers to them weakly: what a handler was given is alive after its return only if somebody still holds it.
+    `changed`: the session may not be as it was; `passing`: the transaction is not, as its other messages must find it;
+    `lasting`: and cannot be made so again. `write` gives the engine's own statement by name.
+    """
+
+    def __init__(self, connection: Session, write: Callable[[str], bytes]) -> None:
+        self.connection = connection
+        self.loop = asyncio.get_running_loop()
+        self.changed = self.passing = self.lasting = False
+        self._spoiled: str | None = None
+        self._write = write
+        self._run = begin_run()
+        self._tx: ref[Any] | None = None
+        self._lent: ref[LentConnection] | None = None
+        self._take_back: Callable[[], None] | None = None
+
+    def to(self, tx: Any) -> None:
+        """`tx` is what the next handler is given."""
+        self._tx = ref(tx)
+
+    def lend(self) -> LentConnection:
+        self._take_back = _settings(self.connection)
+        lent = LentConnection(self.connection, self.rewritten)
+        self._lent = ref(lent)
+        return lent
+
+    def rewritten(self, query: Any) -> Any:
+        """The statement to send in place of `query`."""
+        if isinstance(query, _OwnWords):
+            return query
+        lent = _alive(self._lent)
+        known = special(text_of(query, self.connection if lent is None else lent))
+        if known is not None and known.effect is Effect.NOT_ALONE:
+            raise HandlerFault(known.reason)
+        self.lasting |= known is not None and known.lasting
+        if self.connection.again and known is not None and known.effect is Effect.RESET_ALL:
+            self.changed = True  # R18
+        name = None if known is None else _REWRITTEN.get(known.effect)
+        return query if name is None else _OwnWords(self._write(name))
+
+    def spoil(self, reason: str) -> None:
+        """Nothing of this transaction may be committed any more, whatever its handler makes of that."""
+        self._spoiled = reason
+
+    def check(self) -> None:
+        """The handler has returned. Raises HandlerFault if it was spoiled (J23), or if a task that it left behind still
+        has its tx (J19), or what it left open keeps the connection for itself (J18)."""
+        if self._spoiled is not None:
+            raise HandlerFault(self._spoiled)
+        if (self._tx is None or self._tx() is None) and self._lent is None:
+            return
+        tx, lent = _alive(self._tx), _alive(self._lent)
+        piping = self.connection.pgconn.pipeline_status != pq.PipelineStatus.OFF
+        if tx is None and lent is None and not (self.connection.lock.locked() or piping):
+            return
+        sending = (tx is not None and tx.sending) or (lent is not None and lent.waiting)
+        task = left_running(self._run, tx, lent)
+        if task is not None or sending:
+            raise HandlerFault(
+                f"the handler returned while {'a task' if task is None else f'its task {name_of(task)}'} was still "
+                "using tx, so nothing is committed; await every task that uses tx before the handler returns, as "
+                "asyncio.TaskGroup does"
+            )
+        if self.connection.lock.locked() or piping:
+            raise HandlerFault(_LEFT_OPEN)
+
+    def end(self) -> None:
+        """What the handler was given is of no use from now on."""
+        if self._tx is None:
+            return
+        tx, lent = self._tx(), _alive(self._lent)
+        if tx is not None:
+            tx.end()
+        if lent is not None:
+            lent.end()
+        if self._take_back is not None:
+            self._take_back()
+        self._tx = self._lent = self._take_back = None
+
+    async def abandon(self) -> None:
+        """The transaction failed. A connection on which a handler may have left something, or is still at work, is
+        rolled back and closed. What waits for its lock is not sent any more.
+
+        psycopg's stream() and COPY keep the lock while nothing is under way, and whoever left them open may never give
+        it back. So the lock is not waited for then: closing the connection ends the transaction too (J18).
+        """
+        tx, lent = _alive(self._tx), _alive(self._lent)
+        self.end()
+        connection = self.connection
+
+        def working() -> bool:
+            return (tx is not None and tx.sending > 0) or (lent is not None and lent.waiting > 0)
+
+        if connection.closed or not (self.changed or working()):
+            return
+        connection.barred = True
+        try:
+            await self._stop(working)
+            connection.barred = False
+            if not connection.lock.locked():
+                with suppress(psycopg.Error):
+                    await self._roll_back()
+        finally:
+            await connection.close()
+
+    async def _roll_back(self) -> None:
+        self.connection.patience = min(self.connection.patience, PATIENCE)  # R20: no longer the handler's
+        if not self.connection.pooled:
+            await self.connection.rollback()
+            return
+        # R18: the pooler gives the session to somebody else; one whose transaction is still open it closes.
+        await self.connection.simple(b"rollback; " + self._write("reset_session") + self.connection.again)
+
+    async def _stop(self, working: Callable[[], bool]) -> None:
+        """Else the statement, and the lock on the key with it, outlives its connection. The server forgets a request to
+        cancel what it has not begun to read yet, so there may be a second one."""
+        until, again = self.loop.time() + _STOP_SECONDS, 0.0
+        while (now := self.loop.time()) < until:
+            if now >= again and self.connection.info.transaction_status == pq.TransactionStatus.ACTIVE:
+                with suppress(psycopg.Error):
+                    await self.connection.cancel_safe(timeout=until - now)
+                again = self.loop.time() + _CANCEL_EVERY
+            if not working():
+                break
+            await asyncio.sleep(0.001)
+        if working() or self.connection.lock.locked():
+            self.connection.cut()
+            await asyncio.sleep(0)
+
+
+def _settings(connection: Connection) -> Callable[[], None]:
+    """Gives the connection back what a lent one shares and may have set."""
+    pgconn = connection.pgconn
+    handlers = pgconn.notice_handler, pgconn.notify_handler
+    preparing = connection.prepare_threshold, connection.prepared_max
+
+    def take_back() -> None:
+        pgconn.notice_handler, pgconn.notify_handler = handlers
+        connection.prepare_threshold, connection.prepared_max = preparing
+
+    return take_back
+
+
+def _alive(given: ref[T] | None) -> T | None:
+    return None if given is None else given()

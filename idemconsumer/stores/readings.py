@@ -1,0 +1,90 @@
+"""Who reads a delivery that may have killed a worker, as long as it does (B17).
+
+The row of such a delivery names its reader, by a number on which the reader holds an advisory lock in an open
+transaction. The lock ends with the reader, however that ends, so a row whose number is free was left by a dead one.
+
+The row must be committed before the reading, and the lock be held from before that commit until the row is gone. One
+message to the server does both: it takes the lock for the session, commits, opens the next transaction, and hands the
+lock over to that. A pooler gives a session away only between two messages, so this holds behind PgBouncer too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import psycopg
+from psycopg.pq.abc import PGresult
+
+from idemconsumer.ports.store import Claim
+from idemconsumer.stores.answers import readers
+from idemconsumer.stores.literals import written
+from idemconsumer.stores.pool import Pool, cause_of
+from idemconsumer.stores.session import Session
+
+
+class PostgresReading:
+    """See `ports.Reading`."""
+
+    def __init__(self, pool: Pool, connection: Session, reader: int) -> None:
+        self._pool = pool
+        self._connection = connection
+        self._reader = reader
+        self.ours: set[bytes] = set()
+        self.begun: set[bytes] = set()
+        self.attempts = 0
+
+    async def begin(self, claims: Sequence[Claim]) -> None:
+        scopes = await self._pool.scope_ids(self._connection, claims)
+        params = {"keys": [claim.key for claim in claims], "scopes": scopes, "reader": self._reader}
+        self.ours, self.begun = readers(await self._commit_and_hold(["begin_reading", "readers"], params))
+
+    async def take_over(self, claim: Claim) -> None:
+        answer = await self._commit_and_hold(["take_over_reading"], {"key": claim.key, "reader": self._reader})
+        if answer.ntuples:
+            self.ours, self.attempts = {claim.key}, int(answer.get_value(0, 0) or 0)
+
+    async def end(self) -> None:
+        if self.ours:
+            params = {"keys": list(self.ours), "reader": self._reader}
+            await self._send([self._written("end_reading", params), *self._standby(), b"COMMIT"])
+
+    async def _commit_and_hold(self, names: Sequence[str], params: dict[str, object]) -> PGresult:
+        """The answer to the last of these statements, once they are committed and the lock is held."""
+        begin = self._pool.queries["begin"]
+        first = [begin, *(self._written(name, params) for name in names)]
+        lock, hold = (self._written(name, {"reader": self._reader}) for name in ("lock_reader", "hold_reader"))
+        self._connection.changed = True  # a message that fails in between may leave the session with the lock
+        answers = await self._send([*first, *self._standby(), lock, b"COMMIT", begin, hold])
+        self._connection.changed = False
+        return answers[len(first) - 1]
+
+    async def _send(self, statements: Sequence[bytes]) -> list[PGresult]:
+        try:
+            return await self._connection.simple(b"; ".join(statements))
+        except psycopg.Error as error:
+            raise cause_of(self._connection, error) from error
+
+    def _written(self, name: str, params: dict[str, object]) -> bytes:
+        return written(self._pool.queries[name], params, self._connection)
+
+    def _standby(self) -> list[bytes]:
+        return [self._pool.queries["standby"]] if self._pool.require_standby else []
+
+
+@asynccontextmanager
+async def begin_reading(pool: Pool, claims: Sequence[Claim], reader: int) -> AsyncIterator[PostgresReading]:
+    """See `ports.JoinedStore.reading`."""
+    async with pool.connection() as connection:
+        reading = PostgresReading(pool, connection, reader)
+        await reading.begin(claims)
+        yield reading
+
+
+@asynccontextmanager
+async def take_over_reading(pool: Pool, claim: Claim, reader: int) -> AsyncIterator[PostgresReading]:
+    """See `ports.JoinedStore.reading_alone`."""
+    async with pool.connection() as connection:
+        reading = PostgresReading(pool, connection, reader)
+        await reading.take_over(claim)
+        yield reading

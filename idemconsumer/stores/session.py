@@ -1,0 +1,218 @@
+"""The sessions that handlers run in: what is asked of them, and that it holds (R17).
+
+A direct session is told by startup options, which outlast a handler's RESET ALL. A pooler such as PgBouncer does not
+pass them on: there the role must carry the same settings (R18), and nothing is prepared, since the next transaction may
+run in another session of the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq.abc import PGresult
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.sql.connecting import (
+    ADAPTERS,
+    READ_COMMITTED,
+    OwnCursor,
+    is_pooled,
+    takes_no_settings,
+    with_settings,
+    without_settings,
+)
+from idemconsumer.sql.options import HELD, asked_for, lost, parameters, refusal
+from idemconsumer.stores.connection import Connection
+from idemconsumer.stores.literals import written
+
+LOCK_TIMEOUT: Final = "10s"  # backstop only: the advisory lock means that a claim never waits
+_LOST_CLIENT: Final = "5s"
+_MOST: Final = 3_600.0  # seconds; what frees a key only after longer than this is no bound
+_SLACK: Final = 5.0
+OLDEST: Final = 140_000  # the Postgres that has all of what is asked for
+_PREPARE_THRESHOLD: Final = 2  # earlier than psycopg does: a rollback drops all that was prepared
+
+_REPORTED: Final = (
+    *(b"client_encoding", b"DateStyle", b"default_transaction_read_only", b"IntervalStyle"),
+    *(b"standard_conforming_strings", b"TimeZone"),
+)
+_TOLD: Final = ("application_name", "client_encoding", "DateStyle", "TimeZone")
+
+_SETTINGS: Final = """
+select name, pg_catalog.concat(setting, unit) from pg_catalog.pg_settings
+where name operator(pg_catalog.=) any (pg_catalog.string_to_array(%(names)s, ','))
+union all select ' role', session_user::text
+union all select ' database', pg_catalog.current_database()::text
+union all select ' path', pg_catalog.array_to_string(pg_catalog.current_schemas(false), ',')
+union all select ' standby', pg_catalog.pg_is_in_recovery()::text
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """What is asked for, and the seconds from which to which another value will do."""
+
+    asked: str
+    least: float = 0.0
+    most: float = _MOST
+
+    def holds(self, value: str) -> bool:
+        seconds = int(value.removesuffix("ms")) / 1000
+        return seconds > 0 and self.least <= seconds <= self.most
+
+
+class Session(Connection):
+    """A connection of the pool. `pooled`: what it leads to may be another session in each transaction."""
+
+    pooled = False
+    again = b""  # behind RESET ALL, which takes from a pooler's session what the pooler has set there for us (R18)
+    state = ""  # what transactions are to find (J25), as they are told it; empty before the first one
+    _reported: Sequence[bytes | None] = ()  # and what the server tells of itself
+    _told = 0  # the pid of the server's process, as the open transaction was told
+
+    @property
+    def server_pid(self) -> int:
+        """Of the process in which the transaction that the engine opened last runs. A pooler gives pids of its own."""
+        return self._told if self.pooled else self.info.backend_pid
+
+    def opened(self, answer: PGresult) -> bool:
+        """The engine's transaction was opened; the last columns of the answer are the session's state and the pid.
+        Returns whether the session is as it was."""
+        if self.pooled:
+            self._told = int(answer.get_value(0, answer.nfields - 1) or 0)
+        state = (answer.get_value(0, answer.nfields - 2) or b"").decode()
+        reported = [self.pgconn.parameter_status(name) for name in _REPORTED]
+        same = not self.state or (state == self.state and reported == self._reported)
+        self.state, self._reported = state, reported
+        return same
+
+    @classmethod
+    async def connect(cls, conninfo: str = "", **more: Any) -> Session:
+        """See `psycopg.AsyncConnection.connect`; without settings where a pooler refuses them."""
+        try:
+            return await super().connect(conninfo, **more)
+        except psycopg.OperationalError as error:
+            if not takes_no_settings(error):
+                raise
+        return await super().connect(without_settings(conninfo), **more)
+
+
+class SessionRules:
+    """What a session of the pool must be.
+
+    `longest_run` is the longest handler timeout, seconds; with a `lease` no transaction may be idle for longer than
+    that (L5).
+    """
+
+    def __init__(self, dsn: str, longest_run: float, lease: float | None) -> None:
+        run = longest_run + _SLACK
+        idle = run if lease is None else min(run, lease)
+        most = max(run, _MOST)
+        self._bounds = {  # J6
+            "idle_in_transaction_session_timeout": _Bound(_ms(idle), min(longest_run, idle), lease or most),
+            "statement_timeout": _Bound(_ms(run), longest_run, most),
+            "lock_timeout": _Bound(LOCK_TIMEOUT),
+            "client_connection_check_interval": _Bound(_LOST_CLIENT),
+        }
+        self._exact = READ_COMMITTED | {"default_transaction_read_only": "on"}  # J7
+        self._asked = asked_for(dsn, [*self._bounds, *self._exact])
+        self.conninfo = _conninfo(dsn, {name: bound.asked for name, bound in self._bounds.items()} | self._exact)
+
+    async def connect(self) -> Session:
+        """As the pool does it, for statements of our own alone. Raises psycopg.OperationalError, or as `prepare`."""
+        connection = await Session.connect(self.conninfo, context=ADAPTERS)
+        try:
+            await self.prepare(connection)
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    async def prepare(self, connection: Session) -> None:
+        """Make a new connection ready. Raises ConfigurationError for one on which a rule of ours would not hold."""
+        # J7: the engine alone sends BEGIN. What a handler runs after a ROLLBACK of its own is by itself, and read-only.
+        await connection.set_autocommit(True)
+        connection.prepare_threshold = None
+        found = await self._read(connection)
+        if connection.info.server_version < OLDEST or found[" standby"] == "true":
+            return  # `check_database` says so at the start; a standby later on is an outage
+        connection.pooled = await _is_pooled(connection)
+        lacking = self._lacking(found)
+        gone = await self._lost(connection)
+        if lacking := {name: self._asked[name] for name in gone} | lacking:
+            shown = found | {"search_path": found[" path"]} | gone
+            raise refusal(found[" role"], found[" database"], lacking, shown, pooled=connection.pooled)
+        if connection.pooled:
+            connection.again = _again(connection)
+        else:
+            connection.prepare_threshold = _PREPARE_THRESHOLD
+
+    async def _read(self, connection: Session) -> dict[str, str]:
+        names = ",".join([*self._bounds, *self._exact, "session_replication_role", "client_encoding"])
+        cursor = await OwnCursor(connection).execute(_SETTINGS, {"names": names})
+        return dict(await cursor.fetchall())
+
+    async def _lost(self, connection: Session) -> dict[str, str]:
+        """What the address itself asks for and a pooler dropped (R18), with what is there instead."""
+        if not self._asked or not connection.pooled:  # directly, startup options come after those of the role
+            return {}
+        return lost(await (await OwnCursor(connection).execute(HELD, parameters(self._asked))).fetchall())
+
+    def _lacking(self, found: Mapping[str, str]) -> dict[str, str]:
+        """The settings that do not hold, with what they should be."""
+        wrong = {name: bound.asked for name, bound in self._bounds.items() if not bound.holds(found[name])}
+        wrong |= {name: value for name, value in self._exact.items() if found[name] != value}
+        if found["client_encoding"] != "UTF8":
+            wrong["client_encoding"] = "UTF8"
+        if found["session_replication_role"] == "replica":  # the guard's trigger would not fire (J3)
+            wrong["session_replication_role"] = "origin"
+        path = found[" path"].split(",")
+        if "pg_catalog" in path[1:]:  # its functions and operators would come behind those of others (J17)
+            wrong["search_path"] = ", ".join(f'"{name}"' for name in path if name != "pg_catalog")
+        return wrong
+
+
+def _again(connection: Session) -> bytes:
+    """Sets what libpq asked for when it connected, and a pooler passes on: PGTZ, PGDATESTYLE, the address's own."""
+    values = {name: connection.pgconn.parameter_status(name.encode()) for name in _TOLD}
+    settings = [
+        written(
+            b"pg_catalog.set_config(%(name)s, %(value)s, false)", {"name": name, "value": value.decode()}, connection
+        )
+        for name, value in values.items()
+        if value
+    ]
+    return b"; select " + b", ".join(settings) if settings else b""
+
+
+async def _is_pooled(connection: Session) -> bool:
+    try:
+        return await is_pooled(connection)
+    except psycopg.errors.ProtocolViolation as error:
+        raise ConfigurationError(
+            f"database: a pooler refuses transactions ({error.diag.message_primary}); "
+            "set pool_mode = transaction or session"
+        ) from error
+
+
+def _conninfo(dsn: str, settings: Mapping[str, str]) -> str:
+    """The DSN with these settings, and with what notices a peer that is gone (R21)."""
+    defaults: dict[str, str | int] = {
+        "connect_timeout": 5,
+        "tcp_user_timeout": 30_000,
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+        "application_name": "idemconsumer",
+    }
+    given = conninfo_to_dict(dsn)
+    missing = {name: value for name, value in defaults.items() if name not in given}
+    return make_conninfo(with_settings(dsn, settings), client_encoding="UTF8", **missing)
+
+
+def _ms(seconds: float) -> str:
+    return f"{int(seconds * 1000)}ms"

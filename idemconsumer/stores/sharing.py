@@ -1,0 +1,81 @@
+"""Who gets the next connection of a pool (D13): each party has one of its own; the others go to who holds the fewest.
+
+A party is a handler of a worker, named by `PARTY` in its lanes' tasks. What else uses the pool is a party of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
+from typing import Final
+
+OTHERS: Final = ""
+PARTY: Final[ContextVar[str]] = ContextVar("idemconsumer_party", default=OTHERS)
+
+
+class Sharing:
+    """The right to `places` connections. At most one party for each place, that of `OTHERS` included.
+
+    A party that holds none never waits for another one. One that wants more waits in its own queue.
+    """
+
+    def __init__(self, places: int, parties: Iterable[str] = ()) -> None:
+        self._held = dict.fromkeys((OTHERS, *parties), 0)
+        self._spare = places - len(self._held)
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order in which parties began to wait
+        assert self._spare >= 0
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """One place, for the party of the current task."""
+        party = PARTY.get()
+        if party not in self._held:
+            party = OTHERS
+        await self._enter(party)
+        try:
+            yield
+        finally:
+            self._leave(party)
+
+    async def _enter(self, party: str) -> None:
+        if not self._held[party] or self._spare:
+            self._spare -= bool(self._held[party])
+            self._held[party] += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(party, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._forget(party, turn)
+            else:  # given at the same moment
+                self._leave(party)
+            raise
+
+    def _leave(self, party: str) -> None:
+        self._held[party] -= 1
+        own = not self._held[party]
+        for other in [party] if own else sorted(self._waiting, key=self._held.__getitem__):
+            if self._give(other):
+                return
+        self._spare += not own
+
+    def _give(self, party: str) -> bool:
+        waiting = self._waiting.pop(party, deque())
+        while waiting:
+            turn = waiting.popleft()
+            if not turn.cancelled():
+                self._held[party] += 1
+                turn.set_result(None)
+                if waiting:
+                    self._waiting[party] = waiting  # behind the other parties
+                return True
+        return False
+
+    def _forget(self, party: str, turn: asyncio.Future[None]) -> None:
+        with suppress(KeyError, ValueError):  # passed over already
+            self._waiting[party].remove(turn)

@@ -1,0 +1,52 @@
+"""Signals to sagas, on a connection of whoever sends them (L42)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.message.message import StoredResult
+from idemconsumer.rules.values import Signalled
+from idemconsumer.sql.connecting import OwnCursor
+from idemconsumer.sql.queries import load, misconfigured
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """One signal: the stored key and the scope of its saga, its name, and its payload as it is stored."""
+
+    key: bytes
+    scope: str
+    name: str
+    payload: StoredResult | None
+
+    def __post_init__(self) -> None:
+        given: object = self.name
+        if not isinstance(given, str) or not 0 < len(given) <= 200 or not given.isprintable():
+            raise ConfigurationError(
+                f"a signal's name is {given!r:.60}; write a printable string of up to 200 characters, as in saga.wait"
+            )
+
+    @property
+    def params(self) -> dict[str, Any]:
+        body, content_type = (None, None) if self.payload is None else (self.payload.body, self.payload.content_type)
+        return {
+            "key": self.key, "scope": self.scope, "name": self.name, "body": body, "content_type": content_type
+        }  # fmt: skip
+
+
+async def send(connection: psycopg.AsyncConnection[Any], schema: str, signal: Signal) -> Signalled:
+    """Store it in whatever transaction is open on the connection. Raises psycopg.Error, 25001 for one that is not READ
+    COMMITTED, and ConfigurationError when the schema is not migrated."""
+    try:
+        cursor = await OwnCursor(connection).execute(load(schema)["send_signal"], signal.params)
+        row = await cursor.fetchone()
+    except psycopg.Error as error:
+        if (cause := misconfigured(error, schema)) is not None:
+            raise cause from error
+        raise
+    assert row is not None
+    return Signalled(row[0])

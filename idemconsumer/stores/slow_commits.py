@@ -1,0 +1,82 @@
+"""COMMITs that the server does not answer because no synchronous standby confirms them (R23)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Final
+
+import psycopg
+import structlog
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.sql.connecting import connect_async
+from idemconsumer.stores.connection import Connection
+from idemconsumer.stores.session import Session
+
+log = structlog.get_logger("idemconsumer")
+
+_ASK_EVERY: Final = 5.0
+_PATIENCE: Final = 5.0
+_WAITING: Final = "select pid from pg_stat_activity where pid = any(%s) and wait_event = 'SyncRep'"
+
+
+class SlowCommits:
+    """Those of one pool.
+
+    While the server says, on another connection, that a COMMIT waits for a standby, its deadline (R20) does not count:
+    each one that is given up would leave a server process behind that goes on waiting, until no connection is left for
+    anybody. It is logged once, and once more when it is over.
+    """
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._slow: set[Session] = set()
+        self._hanging = False
+        self._asking: asyncio.Task[None] | None = None
+
+    def add(self, connection: Connection) -> None:
+        """Its COMMIT has had no answer for seconds."""
+        if isinstance(connection, Session):
+            self._slow.add(connection)
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+
+    async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+    async def _ask(self) -> None:
+        try:
+            while self._slow:
+                try:
+                    self._slow = await self._waiting({each for each in self._slow if not each.closed})
+                except (psycopg.Error, ConfigurationError) as error:  # nothing is known: the deadlines decide
+                    log.debug("cannot ask what commits wait for", error=type(error).__name__)
+                else:
+                    self._tell(len(self._slow))
+                    for connection in self._slow:
+                        connection.still_at_work()
+                await asyncio.sleep(_ASK_EVERY)
+        finally:
+            self._asking = None
+
+    async def _waiting(self, slow: Collection[Session]) -> set[Session]:
+        pids = {connection.server_pid: connection for connection in slow}
+        async with await connect_async(self._dsn, connect_timeout=5) as other:
+            other.patience = _PATIENCE
+            rows = await (await other.execute(_WAITING, [list(pids)])).fetchall()
+        return {pids[pid] for (pid,) in rows}
+
+    def _tell(self, lanes: int) -> None:
+        if lanes and not self._hanging:
+            log.error(
+                "commits wait for a synchronous standby",
+                lanes=lanes,
+                to_do="start a standby that synchronous_standby_names names, or change that setting: "
+                "what waits is then committed without one",
+            )
+        elif self._hanging and not lanes:
+            log.info("commits no longer wait for a synchronous standby")
+        self._hanging = bool(lanes)

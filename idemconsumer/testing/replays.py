@@ -1,0 +1,243 @@
+"""Replays a handler as it is now against the recorded histories of sagas, without a database and without any effect.
+
+The runtime itself runs the attempt (`sagas.attempt`), on a store that gives what is recorded. What would be new, of
+whatever kind, is not begun: there the replay has come to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Never, cast
+
+import msgspec
+
+from idemconsumer.admin.histories import SagaHistory
+from idemconsumer.app.app import App
+from idemconsumer.app.sagas import AppStarter
+from idemconsumer.engine.contention import Contended
+from idemconsumer.engine.lost_connections import LostConnections
+from idemconsumer.engine.work import Work
+from idemconsumer.errors import ConfigurationError, SagaChanged
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.message.message import StoredResult
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore
+from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.ports.store import DeadLetter
+from idemconsumer.rules.replay import PATCH
+from idemconsumer.rules.values import OutcomeKind, State, StepRow, StepState
+from idemconsumer.sagas.attempt import Attempt, both_lists
+from idemconsumer.sagas.endings import describe_in
+from idemconsumer.sagas.functions import StepFunctions
+from idemconsumer.sagas.probes import Probes
+from idemconsumer.sagas.run import Replayed
+from idemconsumer.sagas.undo import plan
+
+_LONG: Final = 86_400.0  # seconds; what is not begun is waited for, and has no time limit
+_AGAIN: Final = "another attempt"
+_NO_RESOURCES: Final[Mapping[type, object]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What the handler as it is now would do with a recorded saga.
+
+    `goes_on`: it fits what is recorded. `then` is what it would do next, such as `step 'charged'`, `reconcile
+    find_charge`, `undo of 'charged'`, `COMPLETED` or `FAILED`. Otherwise `then` is the reason for which the saga would
+    be put aside, such as `saga_changed`, or `another attempt` if the handler failed; `why` is what would be recorded of
+    that.
+    """
+
+    goes_on: bool
+    then: str
+    why: str | None = None
+
+
+def read_histories(path: str | Path) -> list[SagaHistory]:
+    """The lines of a file that `idemconsumer sagas export` has written. Raises ConfigurationError for any other."""
+    try:
+        return msgspec.json.Decoder(SagaHistory).decode_lines(Path(path).read_bytes())
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"{path} is not what `idemconsumer sagas export` writes: {error}") from error
+
+
+async def replay(
+    app: App,
+    history: SagaHistory,
+    *,
+    resources: Mapping[type, object] = _NO_RESOURCES,
+    patience: float = 1.0,
+) -> Replay:
+    """Run the handler of that name against one history, up to the first thing that is not recorded.
+
+    No function of a step, an undo or a reconcile is called, and no database is needed: only the handler's code runs.
+    `resources` are what it takes of the app's own, by type. A saga that is put aside is replayed as if it were resumed.
+    A handler that neither asks for a step nor ends within `patience` seconds has failed; so long, too, branches are
+    waited for that have not asked for what is recorded. A step that a branch asks for only after something new counts
+    as missing. Not shown: what happens after the first new step. Raises ConfigurationError when the app has no such
+    saga, or a resource is missing.
+    """
+    handler, leased, rows = _bind(app, history, resources, patience), history.leased(), history.rows()
+    recorded = _Recorded(rows)
+    attempt = Attempt(
+        Work.of(handler, leased.message, leased=leased),
+        cast("LeaseStore", recorded),
+        _ignore,
+        _Uncalled(_NO_RESOURCES, _LONG, _LONG, recorded.beyond),
+        lambda: 0.0,
+        Contended(),
+        LostConnections(_now),
+        Probes(watched=False),
+        lambda: None,
+    )
+    going = asyncio.create_task(attempt.go())
+    try:
+        either: list[asyncio.Future[Any]] = [going, recorded.then]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if going.done():
+            return _ended(recorded, going.result().kind)
+        assert attempt.run is not None
+        # Backwards, what is recorded has been compared by the run itself.
+        if recorded.backwards or isinstance(attempt.run.interruption, Replayed):
+            return Replay(True, recorded.then.result())
+        try:
+            await attempt.run.check_recorded()
+            if going.done():  # another branch has ended it meanwhile
+                return _ended(recorded, going.result().kind)
+            plan(rows, attempt.run.asked, replayed=True)
+        except SagaChanged as changed:
+            return Replay(False, changed.reason, f"{changed}; {both_lists(rows, attempt.run)}")
+        except Exception as error:  # noqa: BLE001 - of the handler, which is what is asked
+            return Replay(False, _AGAIN, describe_in(attempt.run.step_of(error), error))
+        return Replay(True, recorded.then.result())
+    finally:
+        going.cancel()
+        await asyncio.wait({going})
+
+
+def _ended(recorded: _Recorded, kind: OutcomeKind) -> Replay:
+    if recorded.why is not None:
+        return Replay(False, *recorded.why)
+    return Replay(True, (State.FAILED if kind is OutcomeKind.FAILED else State.COMPLETED).name)
+
+
+def _bind(app: App, history: SagaHistory, resources: Mapping[type, object], patience: float) -> BoundHandler:
+    name, known = history.handler, ", ".join(app.sagas) or "none"
+    if name not in app.sagas:
+        raise ConfigurationError(f"app {app.name!r} has no saga {name!r}; its sagas: {known}")
+    its = app.handlers[name].plan
+    for parameter, wanted in its.signature.resources:
+        if wanted not in resources:
+            raise ConfigurationError(
+                f"handler {name!r} takes `{parameter}`; pass resources={{{wanted.__name__}: …}} to the replay"
+            )
+    return replace(its, options=replace(its.options, timeout=patience)).bind(
+        app.name, resources=resources, starter=AppStarter(app)
+    )
+
+
+class _Recorded:
+    """A `LeaseStore` of one saga, as far as it is recorded. `then` is done once the run asks for anything else."""
+
+    def __init__(self, rows: Sequence[StepRow]) -> None:
+        self._rows = rows
+        self.then: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.backwards = False
+        self.why: tuple[str, str] | None = None
+
+    async def beyond(self, what: str) -> Never:
+        """It is not begun. Others of the handler's branches may have something to ask for yet."""
+        if not self.then.done():
+            self.then.set_result(what)
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    async def steps(self, key: bytes, window: int = 0) -> Sequence[StepRow]:
+        return self._rows
+
+    async def superseded(self, app: str, saga: LeasedSaga) -> bool:
+        return False
+
+    async def record(self, saga: LeasedSaga, name: str, *_: object, **__: object) -> None:
+        if not name.startswith(PATCH):
+            await self.beyond(f"step {name!r}")
+
+    async def undo(self, saga: LeasedSaga, rejection: StoredResult, added: Sequence[str] = ()) -> LeasedSaga | None:
+        self.backwards = True
+        if any(row.state is StepState.INTENT for row in self._rows):
+            return None
+        return replace(saga, state=State.UNDOING, rejection=rejection.body)
+
+    async def complete(self, saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
+        return
+
+    async def release(self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool) -> None:
+        self.why = _AGAIN, error or ""
+
+    async def park(self, saga: LeasedSaga, letter: DeadLetter) -> None:
+        self.why = letter.reason, letter.error
+
+    def step(self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool, timeout: float = 0.0) -> _Beyond:
+        return _Beyond(self._begin(name, undo))
+
+    async def intend(
+        self,
+        saga: LeasedSaga,
+        name: str,
+        *,
+        has_undo: bool,
+        undo: bool,
+        overlapped: bool = False,
+        timeout: float = 0.0,
+    ) -> int:
+        await self._begin(name, undo)
+
+    async def wait(self, saga: LeasedSaga, name: str, *_: object, **__: object) -> Never:
+        await self._begin(name, False)
+
+    async def stop_child(self, saga: LeasedSaga, child: bytes, scope: str) -> Never:
+        self.backwards = True
+        await self.beyond("undo of the start of a child")
+
+    async def _begin(self, name: str, undo: bool) -> Never:
+        self.backwards = self.backwards or undo
+        await self.beyond(f"undo of {name!r}" if undo else f"step {name!r}")
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Never]]:
+        """Whatever else a run asks of its store is new."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *_, **__: self.beyond(name)
+
+
+class _Beyond:
+    def __init__(self, beyond: Coroutine[Any, Any, Never]) -> None:
+        self._beyond = beyond
+
+    async def __aenter__(self) -> Never:
+        await self._beyond
+
+    async def __aexit__(self, *_: object) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncalled(StepFunctions):
+    """Of the functions only the reconciles come here: before all others something is written."""
+
+    beyond: Callable[[str], Coroutine[Any, Any, Never]]
+
+    def begin(self, fn: Callable[..., Awaitable[Any]], *args: object, gets: str) -> Awaitable[Any]:
+        return self.beyond(f"reconcile {getattr(fn, '__qualname__', type(fn).__name__)}")
+
+
+def _ignore(point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
+    return
+
+
+async def _now() -> datetime:
+    return datetime.now(UTC)

@@ -1,0 +1,149 @@
+"""Intake: what may have killed a worker is on record before a decoder, a key function or a validator sees it (B17).
+
+As for handlers (`engine.suspects`): those with nothing on record are marked together and read together. One that
+another process began to read, and never ended, is counted and read while nothing else of this process runs. One that a
+rival reads right now is waited for. The record belongs to the delivery, since its key is not known yet; several may be
+so alike that they have one record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
+from itertools import groupby, islice
+from typing import Any, Final, TypeVar
+
+from idemconsumer.engine.company import Company
+from idemconsumer.errors import BadMessage, StoreUnavailable
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.message import keys
+from idemconsumer.ports.broker import Delivery
+from idemconsumer.ports.observer import Observer, Point
+from idemconsumer.ports.store import Claim, JoinedStore, Reading
+from idemconsumer.worker.in_hand import Outage
+
+T = TypeVar("T")
+Read = Callable[[Delivery, BadMessage | None], None]
+_Begin = Callable[[int], AbstractAsyncContextManager[Reading]]  # by a reader with this number
+
+_TOGETHER: Final = 256  # deliveries on record at once
+
+
+class _GivenUp(Exception):
+    """A drain, or the end of the session, came first. What was not read yet is not ours to read any more."""
+
+
+class Intake:
+    """The reading of one feed. `read` decodes a delivery and gives it to its lane, or refuses it."""
+
+    def __init__(
+        self,
+        store: JoinedStore,
+        company: Company,
+        outage: Outage,
+        handler_of: Callable[[Delivery], BoundHandler],
+        read: Read,
+        *,
+        draining: asyncio.Event,
+        observer: Observer,
+    ) -> None:
+        self._store = store
+        self._company = company
+        self._outage = outage
+        self._handler_of = handler_of
+        self._read = read
+        self._draining = draining
+        self._at = observer.at
+
+    async def admit(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Read suspects, in order. Returns those that were given up."""
+        waiting = list(deliveries)
+        try:
+            for _, of_handler in groupby(deliveries, key=self._handler_of):
+                while part := list(islice(of_handler, _TOGETHER)):
+                    await self._read_all(part, waiting)
+        except _GivenUp:
+            return waiting
+        return []
+
+    async def _read_all(self, part: list[Delivery], waiting: list[Delivery]) -> None:
+        """`waiting` loses what was read."""
+        in_vain = 0
+        while part:
+            read, begun = await self._together(part, waiting)
+            if begun:
+                read += await self._alone(part[read], waiting)
+            del part[:read]
+            in_vain = 0 if read else in_vain + 1
+            if in_vain:  # a rival reads a copy of the first one, or the same one: its end shows what it is
+                await asyncio.sleep(min(1.0, 0.05 * 2 ** min(in_vain, 5)) * random.uniform(0.5, 1.0))
+
+    async def _together(self, part: Sequence[Delivery], waiting: list[Delivery]) -> tuple[int, bool]:
+        """Read up to the first one that was begun before: how many these are, and whether its reader is gone."""
+        claims, name = [self._claim(delivery) for delivery in part], self._handler_of(part[0]).name
+        async with self._company.shared():
+            begin = partial(self._store.reading, claims)
+            async with self._on_record(claims, part[0], begin) as reading:
+                self._at(Point.READING, name, list(reading.ours))
+                new = next((i for i, claim in enumerate(claims) if claim.key not in reading.ours), len(part))
+                begun = new < len(part) and claims[new].key in reading.begun
+                for delivery in part[:new]:
+                    self._read(delivery, None)
+                del waiting[:new]
+                await reading.end()
+            self._at(Point.READ, name, [claim.key for claim in claims[:new]])
+        return new, begun
+
+    async def _alone(self, delivery: Delivery, waiting: list[Delivery]) -> bool:
+        """Whether it was read, or refused. Else a rival was faster."""
+        claim, handler = self._claim(delivery), self._handler_of(delivery)
+        async with self._company.alone():
+            begin = partial(self._store.reading_alone, claim)
+            async with self._on_record([claim], delivery, begin) as reading:
+                if not reading.attempts:
+                    return False
+                self._at(Point.READING, handler.name, (claim.key,))
+                del waiting[0]
+                if reading.attempts > handler.options.max_attempts:
+                    killed = reading.attempts - 1
+                    why = f"{killed} workers died while it was decoded, or its key, its tenant or its order derived"
+                    # One that has a position stays on record: it may come again before its settlement is known there.
+                    record = claim.key if delivery.anonymous else None
+                    self._read(delivery, BadMessage("killed_worker", why, attempts=killed, record=record))
+                    return True
+                self._read(delivery, None)
+                await reading.end()
+            self._at(Point.READ, handler.name, (claim.key,))
+        return True
+
+    @asynccontextmanager
+    async def _on_record(self, claims: Sequence[Claim], first: Delivery, begin: _Begin) -> AsyncIterator[Reading]:
+        """Around the reading of these. What its `end` could not take off the record is taken off here."""
+        reader = secrets.randbits(63)
+        try:
+            async with AsyncExitStack() as stack:
+                yield await self._known(lambda: stack.enter_async_context(begin(reader)), before=first)
+        except StoreUnavailable:
+            await self._known(lambda: self._store.end_reading(claims, reader))
+
+    async def _known(self, act: Callable[[], Coroutine[Any, Any, T]], *, before: Delivery | None = None) -> T:
+        """Do it, as soon as the database lets us. What comes `before` a delivery is read is given up with it."""
+        while before is None or not (self._draining.is_set() or before.epoch.retiring):
+            try:
+                return await act()
+            except StoreUnavailable as error:
+                if self._draining.is_set():
+                    break
+                await self._outage.wait(error)
+        raise _GivenUp
+
+    def _claim(self, delivery: Delivery) -> Claim:
+        handler = self._handler_of(delivery)
+        scope = keys.scope_name(handler.app, None, handler.name)
+        # A name that starts with "~" is no handler's, so no message has this key.
+        key = keys.digest(handler.app, None, f"~{handler.name}", delivery.identity)
+        return Claim(key=key, scope=scope, fingerprint=None, retain=handler.options.retain)

@@ -1,0 +1,186 @@
+"""What has no order (D14): any lane of its handler takes it; what failed waits here, and its lane goes on (D15)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import structlog
+
+from idemconsumer.message.delivered import size_of
+from idemconsumer.worker.in_hand import Held, InHand, Place
+
+log = structlog.get_logger("idemconsumer")
+
+_MOST_BYTES: Final = 16 * 1024 * 1024  # of the messages that stepped aside
+
+
+class Taker(Place, Protocol):
+    """A lane."""
+
+    def wake(self) -> None: ...
+
+
+class Spread:
+    """Deliveries of a handler without order, in order of arrival, and up to `size` that stepped aside until they are
+    due.
+
+    A key is here once: its later deliveries stand in line behind the first one and go with it (D1).
+    """
+
+    def __init__(self, in_hand: InHand, size: int, *, index: int, lanes: int) -> None:
+        """`index` is the number under which an epoch counts what these `lanes` ran of it."""
+        self.index = index
+        self.lanes = lanes
+        self.running = 0  # of the lanes
+        self.freed = asyncio.Event()  # a lane has nothing to do any more
+        self.kept = False  # one lane is to stay free for a saga that is about to be taken (L33)
+        self._in_hand = in_hand
+        self._size = size
+        self._ready: deque[Held] = deque()
+        self._aside: dict[Held, asyncio.TimerHandle] = {}
+        self._bytes = 0
+        self._lines: dict[bytes, list[Held]] = {}  # by key, with the first one
+        self._idle: dict[Taker, None] = {}
+        self._left = asyncio.Event()
+
+    # --------------------------------------------------------------------------------------------------------- to lanes
+    @property
+    def ready(self) -> Sequence[Held]:
+        """What can run now."""
+        return self._ready
+
+    def add(self, held: Held) -> None:
+        line = self._line(held)
+        line.append(held)
+        if held.work.leased is not None:
+            self._ready.appendleft(held)  # ours already: it must not wait behind what is not
+        elif line[0] is held:
+            self._ready.append(held)
+        self.call()
+
+    def _line(self, held: Held) -> list[Held]:
+        if not (key := held.work.key):
+            return []
+        line = self._lines.setdefault(key, [])
+        if line and line[0].abandoned and line[0] in self._aside:  # nothing waits for what is not ours any more
+            self._dismiss(line[0])
+            line = self._lines.setdefault(key, [])
+        return line
+
+    def take(self, lane: Taker, size: int, turns: int) -> list[Held]:
+        """A group of at most `size` for a lane, and to the lane's own queue what is in line behind it: these keys
+        belong to the lane now. Lanes with nothing to do, as far as they have `turns`, get as much."""
+        group: list[Held] = []
+        most = min(size, math.ceil(len(self._ready) / (1 + min(turns, self.lanes - 1 - self.running))))
+        while self._ready and len(group) < most:
+            if group and self._ready[0].due:  # it has failed before: not behind others, which would run again with it
+                break
+            held = self._ready.popleft()
+            _, *behind = self._lines.pop(held.work.key, [held])
+            if held.abandoned:
+                self._in_hand.forget([held])
+                for later in behind:
+                    self.add(later)
+                continue
+            self._in_hand.moved(held, lane)
+            group.append(held)
+            for later in behind:
+                if later is not held:
+                    lane.add(later)
+        return group
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the lane that asks, which is about to take something, is to stay free for a saga (L33)."""
+        return self.kept and not self._idle and not self._next_is_held
+
+    @property
+    def _next_is_held(self) -> bool:
+        return bool(self._ready) and self._ready[0].work.leased is not None
+
+    def keep(self, kept: bool) -> None:
+        """Whether one lane is to stay free for a saga that is about to be taken."""
+        self.kept = kept
+        if not kept:
+            for lane in self._idle:
+                lane.wake()
+
+    def unused(self, lanes: int) -> int:
+        """How many of so many lanes with nothing to do will have none of what waits here."""
+        return max(min(lanes, int(self.kept)), lanes - len(self._ready))
+
+    def call(self) -> None:
+        """Wake a lane that has nothing to do, if there is something."""
+        if self._ready and len(self._idle) > (self.kept and not self._next_is_held):
+            lane = next(iter(self._idle))
+            del self._idle[lane]
+            lane.wake()
+
+    def idle(self, lane: Taker) -> None:
+        """This lane waits for something to do."""
+        self._idle[lane] = None
+        self.freed.set()
+
+    def busy(self, lane: Taker) -> None:
+        self._idle.pop(lane, None)
+
+    # ------------------------------------------------------------------------------------------------------------ aside
+    async def step_aside(self, held: Held, behind: list[Held]) -> None:
+        """Take what is not due from its lane, with later deliveries of its key; the lane waits here while there is no
+        room."""
+        logged = False
+        while not self._in_hand.draining and self._full:
+            if not logged:
+                log.warning("too many retries wait, lane waits", handler=held.work.handler.name, size=len(self._aside))
+                logged = True
+            self._left.clear()
+            await self._left.wait()
+        held.delivery.epoch.waiting += 1
+        self._bytes += size_of(held.work.message)
+        self._aside[held] = asyncio.get_running_loop().call_at(held.due, self._due, held)
+        if held.work.key:
+            self._in_hand.moved(held, self)
+            self._lines[held.work.key] = [held, *behind, *self._lines.get(held.work.key, [])]
+
+    @property
+    def _full(self) -> bool:
+        return len(self._aside) >= self._size or self._bytes >= _MOST_BYTES
+
+    def _due(self, held: Held) -> None:
+        if held.abandoned:
+            self._dismiss(held)
+            return
+        self._return(held)
+        self._ready.append(held)
+        self.call()
+
+    def _return(self, held: Held) -> None:
+        self._aside.pop(held).cancel()
+        self._bytes -= size_of(held.work.message)
+        held.delivery.epoch.waiting -= 1
+        self._left.set()
+
+    def _dismiss(self, held: Held) -> None:
+        """Forget one that stepped aside; what is in line behind it comes in its place."""
+        self._return(held)
+        self._in_hand.forget([held])
+        for later in self._lines.pop(held.work.key, [])[1:]:
+            self.add(later)
+
+    # -------------------------------------------------------------------------------------------------------------- end
+    def drain(self) -> None:
+        self._left.set()
+
+    def clear(self) -> list[Held]:
+        deliveries = dict.fromkeys([*self._ready, *self._aside])
+        for line in self._lines.values():
+            deliveries |= dict.fromkeys(line)
+        for held in list(self._aside):
+            self._return(held)
+        self._ready.clear()
+        self._lines.clear()
+        return list(deliveries)

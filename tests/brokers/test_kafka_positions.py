@@ -1,0 +1,481 @@
+"""K12, K18: the positions in the database: when that was set back behind Kafka, and when a topic is another one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import NewTopic
+from aiokafka.errors import KafkaError
+from structlog.testing import LogCapture
+
+from idemconsumer.brokers.kafka import reading as kafka_reading
+from idemconsumer.brokers.kafka import session as kafka_session
+from idemconsumer.brokers.kafka.broker import KafkaBroker
+from idemconsumer.brokers.kafka.start import Mark, Resume, resume
+from idemconsumer.brokers.kafka.topic_ids import topic_ids
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.ports.positions import Kept, Place
+from idemconsumer.settings import Settings
+from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.migrations import migrate
+from idemconsumer.stores.positions import PostgresPositions
+from tests.support.kafka import World, offset_of, partition_of, take
+from tests.support.logs import entries
+from tests.support.servers.made import PrivatePgBouncer
+from tests.support.servers.pgbouncer import carry
+from tests.support.waiting import PATIENCE, until
+
+SET_BACK = "the database was set back, kafka messages are read again"
+HERE = Kept("b", "a", base=100, counter=5, position=150)
+
+
+@pytest.mark.parametrize(
+    ("committed", "mark", "kept", "found"),
+    [
+        (None, None, None, Resume(None)),
+        (None, None, HERE, Resume(None)),  # a person deleted the offsets, or the topic was made anew
+        (70, None, None, Resume(70)),
+        (70, None, HERE, Resume(70)),  # a person has set them
+        (170, Mark("b", 5, 100), HERE, Resume(170, kept=HERE)),
+        (140, Mark("b", 4, 100), HERE, Resume(140, kept=HERE)),  # written here, and not committed there
+        (170, Mark("b", 6, 100), HERE, Resume(150, set_back=True)),
+        (170, Mark("c", 1, 160), HERE, Resume(150, set_back=True)),
+        (130, Mark("c", 1, 120), HERE, Resume(120, set_back=True)),  # a person had set the group back to 120
+        (170, Mark("a", 9, 20), HERE, Resume(150, set_back=True, kept=HERE)),  # Kafka has not heard of it yet
+        (170, Mark("b", 1, 100), None, Resume(None, set_back=True)),
+    ],
+)
+def test_who_is_believed(committed: int | None, mark: Mark | None, kept: Kept | None, found: Resume) -> None:
+    assert resume(committed, mark, kept) == found
+
+
+THERE = Kept("b_t2", "a_t1", base=0, counter=5, position=50)
+
+
+@pytest.mark.parametrize(
+    ("committed", "mark", "kept", "topic", "found"),
+    [
+        (None, None, THERE, "t3", Resume(None, anew=True)),  # its offsets went with the topic
+        (70, Mark("b_t2", 5, 0), THERE, "t3", Resume(None, anew=True)),  # and came back with a late commit
+        (70, Mark("b_t2", 5, 0), None, "t3", Resume(None, anew=True)),
+        (70, Mark("a_t1", 9, 0), THERE, "t2", Resume(50, kept=THERE)),  # later, and the new topic was read up to 50
+        (70, Mark("c_t3", 1, 20), THERE, "t3", Resume(None, set_back=True)),  # a database from before
+        (70, None, THERE, "t3", Resume(70)),  # a person has set it
+        (50, Mark("b_t2", 5, 0), THERE, "t2", Resume(50, kept=THERE)),
+        (50, Mark("b_t2", 5, 0), THERE, None, Resume(50, kept=THERE)),  # an older Kafka tells no ids
+        (170, Mark("b", 5, 100), HERE, "t2", Resume(170, kept=HERE)),  # nor did an older version note them
+    ],
+)
+def test_offsets_of_another_topic_say_nothing_about_this_one(
+    committed: int | None, mark: Mark | None, kept: Kept | None, topic: str | None, found: Resume
+) -> None:
+    assert resume(committed, mark, kept, topic) == found
+
+
+def test_a_mark_is_read_back_and_nothing_else_is_one() -> None:
+    mark = Mark("0a1b_77", 12, 7)
+    assert Mark.of(str(mark)) == mark
+    assert [Mark.of(text) for text in ("", "idemconsumer:x:1", "idemconsumer:x:1:2 ", "else")] == [None] * 4
+
+
+# ----------------------------------------------------------------------------------------------- a test's database
+@dataclass
+class Database:
+    """Positions as a worker keeps them, some of whose answers a test changes."""
+
+    dsn: str
+    real: PostgresPositions
+    away: bool = False
+    moved: timedelta = field(default_factory=timedelta)
+
+    async def server_started(self) -> datetime:
+        return await self.real.server_started() + self.moved
+
+    async def read(self, cluster: str, group: str, topics: Sequence[str]) -> tuple[datetime, Mapping[Place, Kept]]:
+        if self.away:
+            raise StoreUnavailable("away")
+        server, kept = await self.real.read(cluster, group, topics)
+        return server + self.moved, kept
+
+    async def begin(self, cluster: str, group: str, histories: Mapping[Place, Kept], server: datetime) -> bool:
+        return await self.real.begin(cluster, group, histories, server - self.moved)
+
+    async def save(
+        self, cluster: str, group: str, positions: Mapping[Place, tuple[str, int]], server: datetime
+    ) -> Mapping[Place, int]:
+        if self.away:
+            raise StoreUnavailable("away")
+        return await self.real.save(cluster, group, positions, server - self.moved)
+
+    async def stop(self, cluster: str, group: str, place: Place, first: int, following: int, error: str) -> bool:
+        return await self.real.stop(cluster, group, place, first, following, error)
+
+    async def leave(self, cluster: str, group: str, place: Place) -> None:
+        await self.real.leave(cluster, group, place)
+
+    def do(self, query: str) -> list[tuple[Any, ...]]:
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            cursor = connection.execute(query.encode())
+            return cursor.fetchall() if cursor.description else []
+
+    def position(self) -> int:
+        return int(self.do("select position from idemconsumer.kafka_position")[0][0])
+
+
+@asynccontextmanager
+async def opened(dsn: str) -> AsyncIterator[Database]:
+    store = await PostgresStore.open(dsn, "idemconsumer", connections=4, longest_run=30.0)
+    try:
+        yield Database(dsn, PostgresPositions(store.pool))
+    finally:
+        await store.close()
+
+
+@pytest.fixture
+async def kept(world: World, database: str) -> AsyncIterator[Database]:
+    migrate(database, "idemconsumer")
+    async with opened(database) as kept:
+        world.broker.keep_positions_in(kept)
+        yield kept
+        await world.close()
+
+
+async def processed(world: World, count: int) -> None:
+    """Read so many and finish them, in a session that ends."""
+    session = await world.open()
+    await session.settle(await take(session, count))
+    await session.close()
+
+
+# ---------------------------------------------------------------------------------------------------- on real Kafka
+async def test_an_offset_is_in_the_database_before_it_is_in_kafka(world: World, kept: Database) -> None:
+    await world.create()
+    await world.produce(3)
+    session = await world.open()
+    taken = await take(session, 3)
+    await world.commits(0)
+    refused: list[object] = []
+
+    async def refuse(offsets: object) -> None:
+        refused.append(offsets)
+        raise KafkaError("not now")
+
+    real, session._consumer.commit = session._consumer.commit, refuse
+    await session.settle(taken)
+    await until(lambda: kept.position() == 3)
+    assert await world.committed() == 0
+    session._consumer.commit = real
+    await world.commits(3)
+    found = await world.admin.list_consumer_group_offsets(world.group)
+    mark = Mark.of(found[TopicPartition(world.topic, 0)].metadata)
+    assert mark is not None
+    ((history, counter, base),) = kept.do("select history, counter, base from idemconsumer.kafka_position")
+    assert mark == Mark(history, counter, base)
+    assert base == 0
+
+
+async def test_a_group_whose_commit_kafka_did_not_get_reads_again_and_says_nothing(
+    world: World, kept: Database, logged: LogCapture
+) -> None:
+    await world.create()
+    await world.produce(4)
+    await processed(world, 4)
+    kept.do("update idemconsumer.kafka_position set counter = counter + 1, position = 9")
+    await world.produce(1, start=4)
+    assert [offset_of(each) for each in await take(await world.open(), 1)] == [4]
+    assert not entries(logged, SET_BACK)
+
+
+async def test_a_database_that_was_set_back_is_believed_and_not_kafka(
+    world: World, kept: Database, logged: LogCapture
+) -> None:
+    await world.create()
+    await world.produce(6)
+    await processed(world, 6)
+    kept.do("update idemconsumer.kafka_position set counter = counter - 1, position = 2")
+    session = await world.open()
+    taken = await take(session, 4)
+    assert [offset_of(each) for each in taken] == [2, 3, 4, 5]
+    (said,) = entries(logged, SET_BACK)
+    assert (said["log_level"], said["partition"]) == ("error", f"{world.topic}-0")
+    assert (said["committed"], said["begins_at"]) == (6, 2)
+    await session.settle(taken)
+    await world.commits(6)
+    await session.close()
+    await world.produce(1, start=6)
+    await take(await world.open(), 1)
+    assert len(entries(logged, SET_BACK)) == 1
+
+
+async def test_a_worker_that_dies_before_kafka_hears_of_it_leaves_it_to_the_next(
+    world: World, kept: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.create()
+    await world.produce(6)
+    await processed(world, 6)
+    kept.do("update idemconsumer.kafka_position set counter = counter - 1, position = 2")
+    first = await world.open()
+
+    async def never(offsets: object) -> None:
+        raise KafkaError("it died")
+
+    first._consumer.commit = never
+    taken = await take(first, 4)
+    for delivery in taken:  # many writes, more than Kafka's offset counts
+        await first.settle([delivery])
+        await first._commit()
+    assert await world.committed() == 6
+    await first.close()
+    assert kept.position() == 6
+    await world.produce(1, start=6)
+    kept.do("update idemconsumer.kafka_position set position = 5, counter = 2")
+    assert [offset_of(each) for each in await take(await world.open(), 2)] == [5, 6]
+
+
+async def test_an_offset_that_a_person_has_set_is_obeyed(world: World, kept: Database, logged: LogCapture) -> None:
+    await world.create()
+    await world.produce(6)
+    await processed(world, 6)
+    await world.set_offset(4)
+    session = await world.open()
+    taken = await take(session, 2)
+    assert [offset_of(each) for each in taken] == [4, 5]
+    assert not entries(logged, SET_BACK)
+    before = kept.do("select history, counter, position, base from idemconsumer.kafka_position")
+    await session.settle(taken)
+    await world.commits(6)
+    await session.close()
+    # The database loses that, and what came after: it knows the history before, which had got further.
+    kept.do("update idemconsumer.kafka_position set history = former, former = null, counter = 1, position = 6")
+    assert [offset_of(each) for each in await take(await world.open(), 2)] == [4, 5]
+    assert before[0][3] == 4
+
+
+async def test_a_database_that_knows_nothing_is_filled_from_the_logs_start(
+    world: World, kept: Database, logged: LogCapture
+) -> None:
+    await world.create()
+    await world.produce(3)
+    await processed(world, 3)
+    kept.do("delete from idemconsumer.kafka_position")
+    await take(await world.open(), 3)
+    assert entries(logged, SET_BACK)[0]["begins_at"] == 0
+
+
+async def test_without_the_database_nothing_is_read_and_nothing_committed(
+    world: World, kept: Database, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_reading, "PLACE_AGAIN", 0.05)
+    kept.away = True
+    await world.create()
+    await world.produce(3)
+    session = await world.open()
+    await until(lambda: bool(entries(logged, "kafka waits to learn where to begin")))
+    assert not await session.fetch()
+    await session._commit()
+    assert not await session.idle()
+    assert await world.committed() is None
+    kept.away = False
+    await take(session, 3)
+    assert len(entries(logged, "kafka waits to learn where to begin")) == 1
+
+
+async def test_on_another_server_nothing_that_was_finished_before_counts(
+    world: World, kept: Database, logged: LogCapture
+) -> None:
+    await world.create(partitions=2)
+    await world.produce(3, partition=0)
+    session = await world.open()
+    taken = await take(session, 3)
+    await session.settle(taken[:1])
+    await world.commits(1)
+    kept.moved = timedelta(seconds=1)
+    await session.settle(taken[1:])
+    await until(lambda: taken[0].epoch.ended)
+    assert [offset_of(each) for each in await take(session, 2)] == [1, 2]
+    assert await world.committed() == 1
+    assert len(entries(logged, "the database was restarted or replaced, kafka positions are read anew")) == 1
+    assert not entries(logged, SET_BACK)
+
+
+async def test_a_server_that_was_replaced_while_nothing_came_is_noticed(
+    world: World, kept: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.05)
+    await world.create()
+    await world.produce(3)
+    session = await world.open()
+    await session.settle(await take(session, 3))
+    await world.commits(3)
+    kept.do("update idemconsumer.kafka_position set counter = counter - 1, position = 1")
+    kept.moved = timedelta(seconds=1)
+    assert [offset_of(each) for each in await take(session, 2)] == [1, 2]
+
+
+async def test_a_former_owner_writes_into_its_own_history_only(world: World, kept: Database) -> None:
+    await world.create()
+    await world.produce(4)
+    first = await world.open()
+    taken = await take(first, 4)
+    await first.settle(taken[:1])
+    await world.commits(1)
+    ((cluster, group, history),) = kept.do("select cluster, group_name, history from idemconsumer.kafka_position")
+    server = await kept.server_started()
+    await first.close()
+    await world.set_offset(2)
+    second = await world.open()
+    late = await take(second, 2)
+    place = (world.topic, 0)
+    assert await kept.save(cluster, group, {place: (history, 4)}, server) == {}
+    await second.settle(late)
+    await world.commits(4)
+    assert kept.position() == 4
+
+
+async def test_a_rebalance_between_the_two_writes_costs_nothing(world: World, kept: Database) -> None:
+    await world.create(partitions=2)
+    for partition in (0, 1):
+        await world.produce(4, partition=partition)
+    first = await world.open()
+    taken = await take(first, 8)
+    gate, waiting = asyncio.Event(), asyncio.Event()
+    real = first._consumer.commit
+
+    async def held(offsets: Any) -> None:
+        waiting.set()
+        await gate.wait()
+        await real(offsets)
+
+    first._consumer.commit = held
+    await first.settle([each for each in taken if offset_of(each) < 2])
+    await waiting.wait()
+    second = await world.open()
+    await until(lambda: all(each.epoch.retiring for each in taken))
+    gate.set()
+    rest = await asyncio.gather(take(first, 2), take(second, 2))
+    assert sorted((partition_of(each), offset_of(each)) for each in [*rest[0], *rest[1]]) == [
+        (0, 2), (0, 3), (1, 2), (1, 3),
+    ]  # fmt: skip
+
+
+async def test_what_is_due_is_written_with_one_statement_for_all_partitions(world: World, kept: Database) -> None:
+    await world.create(partitions=3)
+    for partition in range(3):
+        await world.produce(2, partition=partition)
+    session = await world.open()
+    taken = await take(session, 6)
+    saves: list[int] = []
+    real = kept.real.save
+
+    async def counted(*given: Any) -> Mapping[Place, int]:
+        saves.append(len(given[2]))
+        return await real(*given)
+
+    kept.real.save = counted  # type: ignore[method-assign,assignment]
+    await session._commit()
+    saves.clear()
+    await session.settle(taken)
+    await session._commit()
+    await session._commit()
+    assert saves == [3]
+
+
+async def test_positions_are_kept_behind_a_pooler(
+    world: World, database: str, private_pgbouncer: PrivatePgBouncer
+) -> None:
+    migrate(database, "idemconsumer")
+    carry(database)
+    pooler = private_pgbouncer(database, "transaction")
+    async with opened(pooler.dsn) as kept:
+        world.broker.keep_positions_in(kept)
+        await world.create()
+        await world.produce(3)
+        await processed(world, 3)
+        assert await world.committed() == 3
+        await world.produce(1, start=3)
+        await take(await world.open(), 1)
+        await world.close()
+
+
+# ------------------------------------------------------------------------------------------- topics made anew (K18)
+ANEW = "kafka topic was made anew, it is read from its start"
+
+
+async def made_anew(world: World, count: int) -> None:
+    """Delete the topic, create it again, and produce at least as many messages as it had."""
+    client = world.admin._client
+    before = await topic_ids(client, [world.topic])
+    await world.delete(world.topic)
+
+    async def other() -> bool:
+        found = await topic_ids(client, [world.topic])
+        return bool(found) and found != before
+
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            answer = await world.admin.create_topics([NewTopic(world.topic, 1, 1)])
+            if answer.topic_errors[0][1] == 0:
+                break
+            await asyncio.sleep(0.02)
+    await until(other)
+    await world.produce(count)
+
+
+async def test_a_topic_that_is_made_anew_is_read_from_its_start(
+    world: World, kept: Database, logged: LogCapture
+) -> None:
+    await world.create()
+    await world.produce(5)
+    session = await world.open()
+    await session.settle(await take(session, 5))
+    await world.commits(5)
+    await made_anew(world, 8)
+    seen: set[int] = set()
+    async with asyncio.timeout(PATIENCE):
+        while seen < set(range(8)):
+            taken = await session.fetch()
+            seen |= {offset_of(each) for each in taken}
+            await session.settle(taken)
+    await until(lambda: kept.position() == 8)
+    await world.commits(8)
+    assert len(entries(logged, ANEW)) == 1
+    assert not entries(logged, SET_BACK)
+
+
+async def test_a_commit_that_came_too_late_for_its_topic_moves_nobody_in_the_next_one(
+    world: World, kept: Database, logged: LogCapture
+) -> None:
+    await world.create()
+    await world.produce(5)
+    await processed(world, 5)
+    at = TopicPartition(world.topic, 0)
+    late = (await world.admin.list_consumer_group_offsets(world.group))[at]
+    await made_anew(world, 8)
+    options = {"bootstrap_servers": world.server.address, "group_id": world.group, "enable_auto_commit": False}
+    async with AIOKafkaConsumer(**options) as consumer:
+        consumer.assign([at])
+        await consumer.commit({at: (late.offset, late.metadata)})
+    world.brokers.insert(0, KafkaBroker(Settings(kafka=world.server.address, kafka_auto_offset_reset="latest")))
+    world.broker.keep_positions_in(kept)
+    assert [offset_of(each) for each in await take(await world.open(), 8)] == list(range(8))
+    assert len(entries(logged, ANEW)) == 1
+    assert not entries(logged, SET_BACK)
+
+
+async def test_a_reader_in_the_middle_of_another_topic_begins_at_its_start(world: World, kept: Database) -> None:
+    """The client has seen neither that the topic was deleted nor that it is there again."""
+    await world.create()
+    await world.produce(3)
+    session = await world.open()
+    [*_, old] = await take(session, 3)
+    session._placing._topics[TopicPartition(world.topic, 0)] = "another"
+    assert [offset_of(each) for each in await take(session, 3)] == [0, 1, 2]
+    assert old.epoch.ended

@@ -1,0 +1,58 @@
+"""When a handler counts as failing: never because of single messages, and always until something succeeds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from idemconsumer.rules.failing import FREE, IN_A_ROW, Health
+
+ENDS = st.lists(st.sampled_from(["success", "first failure", "failure again"]), max_size=60)
+
+
+def after(*ends: str, now: float = 0.0) -> Health:
+    health = Health()
+    for end in ends:
+        health = health.succeeded() if end == "success" else health.failed(now, first=end == "first failure")
+    return health
+
+
+@given(ENDS)
+def test_it_is_probed_exactly_if_so_many_messages_failed_since_the_last_success(ends: list[str]) -> None:
+    since = ends[len(ends) - ends[::-1].index("success") :] if "success" in ends else ends
+    assert after(*ends).probing == (since.count("first failure") >= IN_A_ROW)
+
+
+@given(st.lists(st.integers(0, IN_A_ROW - 1), max_size=20))
+def test_poison_among_good_messages_never_slows_it_down(runs: list[int]) -> None:
+    """However often each of them is tried again."""
+    ends: list[str] = []
+    for poison in runs:
+        ends += ["first failure"] * poison + ["failure again"] * 4 * poison + ["success"]
+        assert not after(*ends[:-1]).probing
+
+
+@given(st.integers(0, 30))
+def test_a_success_ends_it_at_once(more: int) -> None:
+    assert after(*["first failure"] * (IN_A_ROW + more), "success") == Health()
+
+
+@pytest.mark.parametrize(("seconds", "free"), [(0.0, True), (FREE - 1, True), (FREE, False)])
+def test_failures_are_free_for_a_day(seconds: float, free: bool) -> None:
+    failing = after(*["first failure"] * IN_A_ROW)
+    assert failing.is_free(seconds) is free
+    assert failing.failed(seconds, first=True).probing, "one at a time even then"
+
+
+def test_nothing_is_free_before() -> None:
+    assert not after(*["first failure"] * (IN_A_ROW - 1)).is_free(0.0)
+
+
+def test_pauses_between_two_runs_grow_to_five_seconds() -> None:
+    health, pauses, now = after(*["first failure"] * IN_A_ROW), list[float](), 0.0
+    for _ in range(5):
+        pauses.append(health.next_run - now)
+        now = health.next_run
+        health = health.failed(now, first=False)
+    assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]

@@ -1,0 +1,109 @@
+"""A saga that takes longer than it may is put aside, or undone (L58)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from idemconsumer import OutcomeKind, Saga, Step
+from idemconsumer.rules.saga import overdue_in
+from idemconsumer.rules.values import State
+from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
+
+
+def age(bench: Bench) -> None:
+    """Its beginning was two days ago, by the database's clock."""
+    bench.run("update idemconsumer.saga set started_at = started_at - interval '2 days'")
+
+
+@pytest.mark.parametrize(
+    ("now", "limit", "left"), [(100.0, None, None), (100.0, 20.0, 10.0), (120.0, 20.0, 0.0), (110.0, 20.0, 0.0)]
+)
+def test_how_long_a_saga_may_go_on(now: float, limit: float | None, left: float | None) -> None:
+    assert overdue_in(now=now, begun=90.0, max_duration=limit) == left
+
+
+async def test_no_step_begins_beyond_it_and_the_saga_is_put_aside(bench: Bench, one: Station) -> None:
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("first", put, "first", undo=take_back)
+        if len(bench.effects) < 2:
+            age(bench)
+            raise ValueError
+        await saga.tx("second", put, "second")
+
+    handler = saga(book, max_duration="24h")
+    assert (await one.deliver(handler)).kind is OutcomeKind.RETRYING
+    assert (await one.resume(handler)).kind is OutcomeKind.DEAD
+    assert bench.effects == ["first"]
+    assert bench.letters == ["max_duration"]
+
+
+async def test_one_without_a_limit_goes_on_for_ever(bench: Bench, one: Station) -> None:
+    failed = False
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        nonlocal failed
+        if not failed:
+            failed = True
+            age(bench)
+            raise ValueError
+        await saga.tx("first", put, "first")
+
+    handler = saga(book)
+    outcomes = await one.to_the_end(handler, await one.deliver(handler))
+    assert outcomes[-1].kind is OutcomeKind.APPLIED
+
+
+async def test_before_it_is_undone_the_outcome_of_a_call_is_learnt(bench: Bench, one: Station, remote: Remote) -> None:
+    async def charge(step: Step, name: str) -> str:
+        charged = await remote.charge(step, name)
+        if len(remote.calls) == 1:
+            age(bench)
+            raise TimeoutError
+        return charged
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("first", put, "first", undo=take_back)
+        await saga.call("charged", charge, "card", undo=remote.refund)
+        await saga.tx("last", put, "last")
+
+    handler = saga(book, max_duration="24h", on_max_duration="undo")
+    outcomes = await one.to_the_end(handler, await one.deliver(handler))
+    assert outcomes[-1].kind is OutcomeKind.FAILED
+    assert b'"max_duration"' in (outcomes[-1].result or b"")
+    assert bench.effects == ["first", "undo:first:out:first"]
+    assert remote.effects == ["card", "refund:card:charged:card"]
+    assert len(remote.keys("card")) == 1
+    assert bench.state is State.FAILED
+
+
+@pytest.mark.parametrize("place", ["in a step", "between steps"])
+async def test_a_run_is_cut_off_at_the_limit(bench: Bench, one: Station, place: str) -> None:
+    async def never(step: Step) -> None:
+        await asyncio.Event().wait()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await (saga.call("never", never) if place == "in a step" else asyncio.Event().wait())
+
+    handler = saga(book, max_duration="0.3s", timeout="10m")
+    async with asyncio.timeout(30):
+        outcomes = await one.to_the_end(handler, await one.deliver(handler))
+    assert [outcome.kind for outcome in outcomes] == [OutcomeKind.RETRYING, OutcomeKind.DEAD]
+    assert bench.letters == ["max_duration"]
+
+
+async def test_a_wait_without_an_end_lasts_no_longer(bench: Bench, one: Station) -> None:
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.wait("approved")
+
+    handler = saga(book, max_duration="24h")
+    waiting = await one.deliver(handler)
+    assert waiting.kind is OutcomeKind.BUSY
+    assert waiting.due is not None
+    assert 80_000 < waiting.due <= 86_400
+    age(bench)
+    bench.run("update idemconsumer.saga set due = clock_timestamp()")
+    assert (await one.resume(handler)).kind is OutcomeKind.DEAD
+    assert bench.letters == ["max_duration"]

@@ -1,0 +1,138 @@
+"""R23: lanes that hang in COMMIT, since no synchronous standby is there, say so, and nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from structlog.testing import LogCapture
+
+from idemconsumer import Tx, idempotent_handler
+from idemconsumer.embedded.postgres import EmbeddedPostgres
+from idemconsumer.engine.engine import Engine
+from idemconsumer.rules.values import State
+from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.slow_commits import SlowCommits
+from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, works, write
+from tests.support.logs import times
+from tests.support.servers.made import PrivatePgBouncer, PrivatePostgres
+from tests.support.servers.pgbouncer import carry
+from tests.support.waiting import PATIENCE, until
+
+HANGS, OVER = "commits wait for a synchronous standby", "commits no longer wait for a synchronous standby"
+
+
+@pytest.fixture(scope="module")
+def server(private_postgres: PrivatePostgres) -> EmbeddedPostgres:
+    return private_postgres()
+
+
+@pytest.fixture
+def ledger(server: EmbeddedPostgres) -> Iterator[Ledger]:
+    with closing(Ledger(server.dsn)) as ledger:
+        yield ledger
+        release(ledger)
+        ledger.run("drop table witness")
+        ledger.run("drop schema idemconsumer cascade")
+
+
+@pytest.fixture(params=["direct", "session", "transaction"])
+def address(request: pytest.FixtureRequest, ledger: Ledger, private_pgbouncer: PrivatePgBouncer) -> Iterator[str]:
+    if request.param == "direct":
+        yield ledger.dsn
+        return
+    carry(ledger.dsn)
+    yield private_pgbouncer(ledger.dsn, request.param).dsn
+    with psycopg.connect(ledger.dsn, autocommit=True) as connection:
+        connection.execute("set default_transaction_read_only = off")
+        names = sql.Identifier(connection.info.user), sql.Identifier(connection.info.dbname)
+        connection.execute(sql.SQL("alter role {} in database {} reset all").format(*names))
+
+
+@pytest.fixture
+async def engine(ledger: Ledger, address: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+    """Its commits hang from now on, and its deadlines are short."""
+    monkeypatch.setattr("idemconsumer.stores.connection._LOOK_OUT", 0.02)
+    monkeypatch.setattr("idemconsumer.stores.connection._SLOW_COMMIT", 0.1)
+    monkeypatch.setattr("idemconsumer.stores.connection._CANCEL_SECONDS", 0.5)
+    monkeypatch.setattr("idemconsumer.stores.slow_commits._ASK_EVERY", 0.1)
+    store = await PostgresStore.open(address, SCHEMA, connections=4, longest_run=30.0)
+    store.pool.longest_answer = 1.0
+    engine = Engine(store)
+    await engine.run(works(pay, "first"))
+    ledger.clear()
+    ledger.run("alter system set synchronous_standby_names = 'nobody'")
+    ledger.run("select pg_reload_conf()")
+    async with store.pool.connection() as connection:
+        show = "select current_setting('synchronous_standby_names')"
+
+        async def told() -> bool:
+            return await (await connection.execute(show)).fetchone() == ("nobody",)
+
+        await until(told)
+    yield engine
+    release(ledger)
+    await store.close()
+
+
+def release(ledger: Ledger) -> None:
+    ledger.run("alter system reset synchronous_standby_names")
+    ledger.run("select pg_reload_conf()")
+
+
+def hanging(ledger: Ledger) -> int:
+    return len(ledger.run("select 1 from pg_stat_activity where wait_event = 'SyncRep'"))
+
+
+@idempotent_handler(SOURCE, key="id")
+async def pay(order: dict[str, Any], tx: Tx) -> None:
+    await write(tx, order["id"])
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many commits were found waiting, each time."""
+    counts: list[int] = []
+    tell = SlowCommits._tell
+
+    def count(self: SlowCommits, lanes: int) -> None:
+        counts.append(lanes)
+        tell(self, lanes)
+
+    monkeypatch.setattr(SlowCommits, "_tell", count)
+    return counts
+
+
+async def test_commits_that_wait_for_a_standby_say_so_once_and_are_not_given_up(
+    ledger: Ledger, engine: Engine, logged: LogCapture, asked: list[int]
+) -> None:
+    runs = [asyncio.create_task(engine.run(works(pay, id))) for id in "ab"]
+    await until(lambda: hanging(ledger) == 2)
+    await until(lambda: asked.count(2) > 20, "their deadlines are ten questions away")
+    assert not any(run.done() for run in runs)
+    assert times(logged, HANGS) == 1
+    release(ledger)
+    async with asyncio.timeout(PATIENCE):
+        assert [kinds(await run) for run in runs] == [["applied"]] * 2
+    await until(lambda: times(logged, OVER) == 1)
+    assert (ledger.effects, times(logged, HANGS)) == (["a", "b"], 1)
+
+
+async def test_one_that_is_left_for_a_drain_is_busy_and_then_a_duplicate(ledger: Ledger, engine: Engine) -> None:
+    run = asyncio.create_task(engine.run(works(pay, "a")))
+    await until(lambda: hanging(ledger) == 1)
+    run.cancel()
+    await asyncio.wait([run], timeout=PATIENCE)  # a time-out would only cancel it once more
+    assert run.cancelled()
+    assert hanging(ledger) == 1, "the server goes on waiting"
+    assert ledger.effects == []
+    assert kinds(await engine.run(works(pay, "a"), defer=True)) == ["busy"]
+    release(ledger)
+    await until(lambda: hanging(ledger) == 0)
+    assert kinds(await engine.run(works(pay, "a"))) == ["duplicate"]
+    assert (ledger.effects, ledger.states) == (["a"], [State.COMPLETED])

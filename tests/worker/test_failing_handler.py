@@ -1,0 +1,120 @@
+"""A handler all of whose messages fail is tried with one at a time, at no cost of attempts, until it works (D17)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from structlog.testing import LogCapture
+
+from idemconsumer import App, Message, Tx
+from idemconsumer.rules import failing
+from idemconsumer.rules.failing import IN_A_ROW, Health
+from tests.support.logs import times
+from tests.support.workers import Bench, Item, Running, note
+
+SLOWED, WORKS = "all messages of a handler fail, trying one at a time", "handler works again"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two runs there is hardly a pause."""
+    failed = Health.failed
+
+    def at_once(health: Health, now: float, *, first: bool) -> Health:
+        return replace(failed(health, now, first=first), next_run=now + 0.01)
+
+    monkeypatch.setattr(Health, "failed", at_once)
+
+
+class Service:
+    """What the handler depends on."""
+
+    def __init__(self, up: Callable[[str], bool], **options: Any) -> None:
+        self.app = App("failing")
+        self.up = up
+        self.inside = self.most = self.calls = 0
+        self.attempts: list[int] = []
+
+        @self.app.idempotent_handler("memory:q", key="id", backoff="10ms, 10ms", **options)
+        async def handle(item: Item, tx: Tx, message: Message) -> None:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            self.calls += 1
+            self.attempts.append(message.attempt)
+            try:
+                await tx.execute("select pg_sleep(0.002)")
+                if not self.up(item.id):
+                    raise ConnectionError("the service is down")
+                await note(tx, item)
+            finally:
+                self.inside -= 1
+
+
+def lanes_at_work(running: Running) -> int:
+    assert running.worker._lanes is not None
+    return running.worker._lanes.of("handle").spread.running
+
+
+@pytest.mark.parametrize("order", [None, "entity"])
+async def test_a_dependency_that_is_down_costs_no_attempts_and_is_said_once(
+    bench: Bench, logged: LogCapture, order: str | None
+) -> None:
+    service = Service(lambda _: False, order_by=order, max_attempts=3)
+    await bench.publish("q", *(Item(str(n), f"e{n}") for n in range(40)))
+    async with bench.running(service.app, concurrency=8) as running:
+        await running.until(lambda: times(logged, SLOWED) == 1 and lanes_at_work(running) <= 1)
+        service.most = 0
+        await running.until(lambda: max(service.attempts) > 3)  # the handler is told how often it was tried
+        assert service.most == 1, "one at a time"
+        assert bench.attempts() <= IN_A_ROW - 1
+        assert bench.do("select count(*) from idemconsumer.dead_letter") == [(0,)]
+        service.up = lambda _: True
+        await running.until_count(applied=40)
+        assert service.most > 1 or order is None, "and then all lanes run again"
+    assert (times(logged, SLOWED), times(logged, WORKS)) == (1, 1)
+    assert bench.attempts() == 0
+
+
+async def test_poison_among_good_messages_is_buried_as_ever(bench: Bench, logged: LogCapture) -> None:
+    service = Service(lambda name: int(name) % 4 != 0, max_attempts=3)
+    await bench.publish("q", *(Item(str(n)) for n in range(60)))
+    worker = await bench.until_empty(service.app)
+    assert worker.counts == {"applied": 45, "retrying": 30, "dead": 15}
+    assert times(logged, SLOWED) == 0
+
+
+@pytest.mark.parametrize("options", [{"max_attempts": 1}, {"retry_on": (KeyError,)}, {"fail_on": (ConnectionError,)}])
+async def test_what_is_to_run_once_runs_once(bench: Bench, options: Any) -> None:
+    service = Service(lambda _: False, **options)
+    await bench.publish("q", *(Item(str(n)) for n in range(12)))
+    await bench.until_empty(service.app)
+    assert service.calls == 12
+
+
+async def test_what_can_never_succeed_is_buried_in_the_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
+) -> None:
+    monkeypatch.setattr(failing, "FREE", 0.2)
+    service = Service(lambda _: False, max_attempts=2)
+    await bench.publish("q", *(Item(str(n)) for n in range(10)))
+    worker = await bench.until_empty(service.app)
+    assert worker.counts["dead"] == 10
+    assert times(logged, SLOWED) == 1
+
+
+async def test_a_drain_does_not_wait_for_the_next_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Health.failed
+
+    def hours_later(health: Health, now: float, *, first: bool) -> Health:
+        return replace(failed(health, now, first=first), next_run=now + 10_000.0)
+
+    monkeypatch.setattr(Health, "failed", hours_later)
+    service = Service(lambda _: False)
+    await bench.publish("q", *(Item(str(n)) for n in range(40)))
+    async with bench.running(service.app, concurrency=4) as running:
+        await running.until(lambda: service.calls >= IN_A_ROW and not service.inside)
+        await running.leave()
+    assert len(bench.broker._queue("q").waiting) == 40

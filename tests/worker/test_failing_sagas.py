@@ -1,0 +1,164 @@
+"""A function that fails in all sagas is tried by one at a time, at no cost of attempts, until it works (D17)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from structlog.testing import LogCapture
+
+from idemconsumer import App, Reject, Retry, Saga, Step, Tx
+from idemconsumer.rules import failing
+from idemconsumer.rules.failing import Health
+from idemconsumer.sagas import probes
+from tests.support.logs import times
+from tests.support.workers import Bench, Item, note
+
+SLOWED, WORKS = "a function fails in all sagas, trying one at a time", "function of sagas works again"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two calls there is hardly a pause."""
+    failed = Health.failed
+
+    def at_once(health: Health, now: float, *, first: bool) -> Health:
+        return replace(failed(health, now, first=first), next_run=now + 0.01)
+
+    monkeypatch.setattr(Health, "failed", at_once)
+    monkeypatch.setattr(probes, "_LONGEST", 0.05)
+
+
+class Service:
+    """What one function of the sagas depends on: a transaction's, a call's, or the undo of either."""
+
+    def __init__(self, up: Callable[[str], bool], where: str, *, own: int | None = None, **options: Any) -> None:
+        self.app = App("failing")
+        self.up = up
+        self.inside = self.most = self.calls = 0
+        self.error: Exception = ConnectionError("the service is down")
+
+        async def book(item: Item, saga: Saga) -> None:
+            await saga.tx("before", note, item)
+            match where:
+                case "tx":
+                    await saga.tx(f"of {item.id}", partial(self.ask, item), max_attempts=own)
+                case "call":
+                    await saga.call(f"of {item.id}", self.ask_remote, item, max_attempts=own)
+                case "undo":
+                    await saga.call(f"of {item.id}", fine, undo=partial(self.take_back, item), max_attempts=own)
+                    raise Reject("no")
+
+        options.setdefault("max_attempts", 3)
+        self.app.idempotent_handler("memory:q", key="id", backoff="10ms, 10ms", **options)(book)
+
+    async def ask(self, item: Item, tx: Tx) -> None:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.calls += 1
+        try:
+            await tx.execute("select pg_sleep(0.002)")
+            if not self.up(item.id):
+                raise self.error
+        finally:
+            self.inside -= 1
+
+    async def ask_remote(self, step: Step, item: Item) -> None:
+        await self.ask(item, _Nothing())  # type: ignore[arg-type]
+
+    async def take_back(self, item: Item, step: Step, output: object) -> None:
+        await self.ask(item, _Nothing())  # type: ignore[arg-type]
+
+
+class _Nothing:
+    async def execute(self, query: str) -> None:
+        await asyncio.sleep(0.002)
+
+
+async def fine(step: Step) -> None:
+    return
+
+
+@pytest.mark.parametrize("where", ["tx", "call", "undo"])
+async def test_a_dependency_of_sagas_that_is_down_costs_no_attempts(
+    bench: Bench, logged: LogCapture, where: str
+) -> None:
+    service = Service(lambda _: False, where)
+    await bench.publish("q", *(Item(str(n)) for n in range(20)))
+    async with bench.running(service.app, concurrency=8) as running:
+        await running.until(lambda: times(logged, SLOWED) == 1)
+        begun = service.calls + 16  # beyond all that were on their way to it, one on each lane
+        await running.until(lambda: service.calls >= begun and not service.inside)
+        service.most, begun = 0, service.calls
+        await running.until(lambda: service.calls >= begun + 30)
+        assert service.most == 1, "one at a time"
+        assert bench.do("select count(*) from idemconsumer.dead_letter") == [(0,)]
+        service.up = lambda _: True
+        ended = "failed" if where == "undo" else "applied"
+        await running.until_count(**{ended: 20})
+    assert bench.do("select count(*) from idemconsumer.dead_letter") == [(0,)]
+    assert (times(logged, SLOWED), times(logged, WORKS)) == (1, 1)
+
+
+async def test_lambdas_of_one_handler_are_not_taken_for_each_other(bench: Bench, logged: LogCapture) -> None:
+    app, up = App("failing"), False
+
+    async def ask(step: Step, answers: bool) -> None:
+        if not answers:
+            raise ConnectionError("the service is down")
+
+    @app.idempotent_handler("memory:q", key="id", backoff="10ms, 10ms", max_attempts=3)
+    async def book(item: Item, saga: Saga) -> None:
+        await saga.call("reserve", lambda step: ask(step, True))
+        await saga.call("charge", lambda step: ask(step, up))
+
+    await bench.publish("q", *(Item(str(n)) for n in range(20)))
+    async with bench.running(app, concurrency=1) as running:  # so that a saga reserves between two that fail
+        await running.until(lambda: times(logged, SLOWED) == 1 or running.worker.counts.get("dead", 0) > 0)
+        up = True
+        await running.until_count(applied=20)
+    assert bench.do("select count(*) from idemconsumer.dead_letter") == [(0,)]
+
+
+async def test_poison_among_good_sagas_is_buried_as_ever(bench: Bench, logged: LogCapture) -> None:
+    service = Service(lambda name: int(name) % 4 != 0, "tx")
+    await bench.publish("q", *(Item(str(n)) for n in range(40)))
+    async with bench.running(service.app) as running:
+        await running.until_count(applied=30, dead=10)
+    assert times(logged, SLOWED) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "ended"),
+    [({"own": 1}, "dead"), ({"retry_on": (KeyError,)}, "dead"), ({"fail_on": (OSError,)}, "failed")],
+)
+async def test_a_step_that_is_to_run_once_runs_once(bench: Bench, options: Any, ended: str) -> None:
+    service = Service(lambda _: False, "tx", **options)
+    await bench.publish("q", *(Item(str(n)) for n in range(12)))
+    async with bench.running(service.app) as running:
+        await running.until_count(**{ended: 12})
+    assert service.calls == 12
+
+
+async def test_a_step_that_asks_for_another_attempt_has_not_failed(bench: Bench, logged: LogCapture) -> None:
+    service = Service(lambda _: False, "tx", max_attempts=2)
+    service.error = Retry()
+    await bench.publish("q", *(Item(str(n)) for n in range(12)))
+    async with bench.running(service.app) as running:
+        await running.until_count(dead=12)
+    assert (service.calls, times(logged, SLOWED)) == (24, 0)
+
+
+async def test_a_function_that_can_never_succeed_has_an_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
+) -> None:
+    monkeypatch.setattr(failing, "FREE", 0.2)
+    service = Service(lambda _: False, "call", max_attempts=2)
+    await bench.publish("q", *(Item(str(n)) for n in range(10)))
+    async with bench.running(service.app) as running:
+        await running.until_count(dead=10)
+    assert times(logged, SLOWED) == 1

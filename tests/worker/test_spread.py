@@ -1,0 +1,329 @@
+"""What has no order: any lane takes it (D14), and a failed one steps aside until it is due (D15)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import uuid4
+
+import aio_pika
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from structlog.testing import LogCapture
+
+from idemconsumer import App, Message, Retry, Tx, idempotent_handler
+from idemconsumer.brokers.kafka.broker import KafkaBroker
+from idemconsumer.engine.work import Work
+from idemconsumer.ports.broker import Delivery, Epoch, Outgoing
+from idemconsumer.ports.observer import NullObserver
+from idemconsumer.worker import lane as lanes
+from idemconsumer.worker.in_hand import Held, InHand
+from idemconsumer.worker.spread import Spread
+from tests.support.logs import times
+from tests.support.servers.made import Server
+from tests.support.workers import Bench, Item, Running, body, note
+
+LONG = "30s, 30s"  # a backoff that no test waits for
+
+
+def in_flight(running: Running) -> int:
+    assert running.worker._lanes is not None
+    return running.worker._lanes.in_hand.in_flight
+
+
+# ---------------------------------------------------------------------------------------------------------- in a worker
+async def test_a_message_that_takes_long_stops_nothing_but_its_own_lane(bench: Bench) -> None:
+    app, go = App("spread"), asyncio.Event()
+
+    @app.idempotent_handler("memory:q", key="id", group_size=4)
+    async def handle(item: Item, tx: Tx) -> None:
+        if item.id == "long":
+            await go.wait()
+        await note(tx, item)
+
+    await bench.publish("q", Item("long"), *(Item(str(n)) for n in range(100)))
+    async with bench.running(app, concurrency=2) as running:
+        await running.until(lambda: len(bench.effects()) >= 97)  # up to three share the long one's transaction
+        go.set()
+        await running.until_count(applied=101)
+
+
+async def test_what_has_an_order_waits_for_its_lane_and_what_has_none_does_not(bench: Bench) -> None:
+    app, go, began = App("spread"), asyncio.Event(), asyncio.Event()
+
+    @app.idempotent_handler("memory:q", key="id", order_by=lambda m: None if b"free" in m.body else "e", group_size=1)
+    async def handle(item: Item, tx: Tx) -> None:
+        if item.id == "long":
+            began.set()
+            await go.wait()
+        await note(tx, item)
+
+    await bench.publish("q", Item("long"), *(Item(f"behind-{n}") for n in range(5)))
+    async with bench.running(app, concurrency=2) as running:
+        await began.wait()
+        await bench.publish("q", *(Item(f"free-{n}") for n in range(20)))
+        await running.until_count(applied=20)
+        assert all(name.startswith("free") for name in bench.effects())
+        go.set()
+        await running.until_count(applied=26)
+    assert bench.effects()[20:] == ["long", *(f"behind-{n}" for n in range(5))]
+
+
+async def test_deliveries_of_one_key_never_meet_as_rivals(bench: Bench) -> None:
+    app, started, go = App("spread"), asyncio.Event(), asyncio.Event()
+
+    @app.idempotent_handler("memory:q", key="id", fingerprint=None, on_busy="defer", group_size=4)
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+        if item.id == "same":
+            started.set()
+            await go.wait()
+
+    def copies(number: int) -> list[Item]:
+        return [Item("same", f"copy-{n}") for n in range(number)]
+
+    await bench.publish("q", *copies(20))
+    async with bench.running(app, concurrency=8) as running:
+        await started.wait()
+        await bench.publish("q", *copies(20), *(Item(f"other-{n}") for n in range(40)))
+        await running.until_count(applied=40)
+        go.set()
+        await running.until_count(applied=41, duplicate=39)
+    assert running.worker.counts == {"applied": 41, "duplicate": 39}, "nobody was ever busy"
+
+
+async def test_a_failed_message_steps_aside_and_its_lane_goes_on(bench: Bench) -> None:
+    app, runs = App("spread"), list[str]()
+
+    @app.idempotent_handler("memory:q", key="id", backoff=LONG, group_size=4)
+    async def handle(item: Item, tx: Tx) -> None:
+        runs.append(item.id)
+        if item.id.startswith("bad"):
+            raise ValueError
+        await note(tx, item)
+
+    await bench.publish("q", *(Item(f"bad-{n}" if n % 10 == 0 else str(n)) for n in range(40)))
+    async with bench.running(app, concurrency=1) as running:
+        await running.until_count(applied=36, retrying=4)
+        # A later delivery of its key does not run before it is due, or the backoff would be none.
+        await bench.publish("q", Item("bad-0"), Item("last"))
+        await running.until_count(applied=37)
+        assert in_flight(running) == 5
+    assert runs.count("bad-0") == 1
+    assert bench.attempts() == 4, "what is given back keeps its attempts"
+    assert len(bench.broker._queue("q").waiting) == 5
+
+
+async def test_it_runs_again_once_it_is_due_and_later_deliveries_behind_it(bench: Bench) -> None:
+    app = App("spread")
+
+    @app.idempotent_handler("memory:q", key="id", backoff="10ms, 10ms")
+    async def handle(item: Item, tx: Tx, message: Message) -> None:
+        if message.attempt < 3:
+            raise Retry(after="10ms")
+        await note(tx, item)
+
+    await bench.publish("q", *(Item(str(n % 10)) for n in range(20)))
+    worker = await bench.until_empty(app)
+    assert worker.counts == {"applied": 10, "duplicate": 10, "retrying": 20}
+    assert sorted(bench.effects()) == [str(n) for n in range(10)]
+    assert bench.attempts() == 0
+
+
+async def test_of_a_thousand_rabbitmq_messages_the_failing_ones_hold_up_none(bench: Bench, rabbitmq: Server) -> None:
+    """Two in a hundred fail. None of them is due before all others are through."""
+    queue, broken = f"failing-{uuid4().hex}", True
+
+    def app() -> App:
+        made = App("spread")
+
+        @made.idempotent_handler(f"rabbitmq:{queue}", key="id", backoff=LONG)
+        async def handle(item: Item, tx: Tx) -> None:
+            if broken and int(item.id) % 50 == 0:
+                raise ValueError
+            await note(tx, item)
+
+        return made
+
+    async with await aio_pika.connect(rabbitmq.address) as connection, connection.channel() as channel:
+        await channel.declare_queue(queue, durable=True)
+        for n in range(1_000):
+            await channel.default_exchange.publish(aio_pika.Message(body(Item(str(n)))), routing_key=queue)
+        async with bench.running(app(), concurrency=4, rabbitmq=rabbitmq.address) as running:
+            await running.until_count(applied=980, retrying=20)
+            assert running.worker.counts["retrying"] == 20, "each failed once and waits"
+            assert in_flight(running) == 20
+        assert bench.attempts() == 20
+        broken = False
+        async with bench.running(app(), concurrency=4, rabbitmq=rabbitmq.address) as running:
+            await running.until_count(applied=20)
+    assert sorted(map(int, bench.effects())) == list(range(1_000))
+
+
+async def test_records_without_a_key_use_all_lanes_though_they_have_one_partition(bench: Bench, kafka: Server) -> None:
+    topic, app, go, inside = f"keyless-{uuid4().hex}", App("spread"), asyncio.Event(), 0
+
+    @app.idempotent_handler(f"kafka:{topic}", key="id", group_size=1, consumer_group=topic)
+    async def handle(item: Item, tx: Tx) -> None:
+        nonlocal inside
+        inside += 1
+        await go.wait()
+        await note(tx, item)
+
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
+    await admin.start()
+    await admin.create_topics([NewTopic(topic, 1, 1)])
+    await admin.close()
+    broker = KafkaBroker(bench.settings(kafka=kafka.address))
+    await broker.publish(topic, [Outgoing(body(Item(str(n)))) for n in range(20)])
+    await broker.close()
+    async with bench.running(app, concurrency=4, kafka=kafka.address) as running:
+        await running.until(lambda: inside == 4)
+        go.set()
+        await running.until_count(applied=20)
+    assert sorted(map(int, bench.effects())) == list(range(20))
+
+
+async def test_only_so_many_may_wait_aside(bench: Bench, logged: LogCapture) -> None:
+    app, runs = App("spread"), list[str]()
+
+    @app.idempotent_handler("memory:q", key="id", backoff=LONG)
+    async def handle(item: Item, tx: Tx) -> None:
+        runs.append(item.id)
+        raise ValueError
+
+    await bench.publish("q", *(Item(str(n)) for n in range(20)))
+    async with bench.running(app, concurrency=1, room=2) as running:
+        await running.until(lambda: times(logged, "too many retries wait, lane waits") == 1)
+        assert len(runs) == 3
+    assert len(bench.broker._queue("q").waiting) == 20
+
+
+# ------------------------------------------------------------------------------------------------------------ one place
+class Lane:
+    """Takes."""
+
+    def __init__(self) -> None:
+        self.queue: list[Held] = []
+        self.woken = 0
+
+    def add(self, held: Held) -> None:
+        self.queue.append(held)
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def drain(self) -> None: ...
+
+    def clear(self) -> list[Held]:
+        return []
+
+
+@idempotent_handler("memory:q", key="id")
+async def anything(item: Item, tx: Tx) -> None: ...
+
+
+class Place:
+    def __init__(self, lanes: int = 4) -> None:
+        nobody: Any = None
+        self.in_hand = InHand(nobody, NullObserver())
+        self.spread = Spread(self.in_hand, 10, index=9, lanes=lanes)
+        self.bound = anything.plan.bind("spread")
+
+    def add(
+        self, *names: str, epoch: Epoch | None = None, headers: Mapping[str, str | bytes] | None = None
+    ) -> list[Held]:
+        nobody: Any = None
+        arrived = []
+        for name in names:
+            message = Message("memory:q", body(Item(name)), headers or {})
+            held = Held(Work.of(self.bound, message), Delivery(message, epoch or Epoch()), nobody)
+            self.in_hand.add(held, self.spread).add(held)
+            arrived.append(held)
+        return arrived
+
+
+def names(deliveries: Sequence[Held]) -> str:
+    return "".join(held.work.call.key for held in deliveries if held.work.call is not None)
+
+
+def test_lanes_with_nothing_to_do_get_as_much_as_far_as_they_may_run() -> None:
+    place, lane = Place(lanes=4), Lane()
+    place.add(*"abcdefghijkl")
+    assert names(place.spread.take(lane, 32, turns=9)) == "abc"
+    place.spread.running = 1
+    assert names(place.spread.take(lane, 32, turns=1)) == "defgh", "one more may open a group"
+    place.spread.running = 3
+    assert names(place.spread.take(lane, 2, turns=9)) == "ij", "no more than a group"
+    assert names(place.spread.take(lane, 32, turns=9)) == "kl"
+
+
+async def test_what_its_broker_has_taken_back_is_in_nobodys_way() -> None:
+    place, lane, lost = Place(), Lane(), Epoch()
+    (first,) = place.add("a", epoch=lost)
+    (taken,) = place.spread.take(lane, 8, turns=9)
+    first.due = asyncio.get_running_loop().time() + 30.0
+    await place.spread.step_aside(taken, [])
+    assert (list(place.spread.ready), lost.waiting) == ([], 1)
+    lost.end()
+    (again,) = place.add("a")
+    assert (lost.waiting, place.in_hand.in_flight) == (0, 1)
+    assert place.spread.take(lane, 8, turns=9) == [again]
+
+
+def test_one_that_was_taken_back_before_it_ran_leaves_its_place_to_those_behind_it() -> None:
+    place, lane, lost = Place(), Lane(), Epoch()
+    place.add("a", epoch=lost)
+    (again,) = place.add("a")
+    lost.end()
+    assert place.spread.take(lane, 8, turns=9) == [again]
+    assert place.in_hand.in_flight == 1
+
+
+async def test_all_that_waits_is_given_back() -> None:
+    place, lane = Place(), Lane()
+    given = [*place.add(*"abca"), *place.add("a")]
+    aside = place.spread.take(lane, 1, turns=0)[0]
+    aside.due = asyncio.get_running_loop().time() + 30.0
+    behind, lane.queue = lane.queue, []
+    await place.spread.step_aside(aside, behind)
+    assert set(place.spread.clear()) == set(given)
+    assert aside.delivery.epoch.waiting == 0
+
+
+async def test_only_so_many_bytes_may_wait_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers count as the body does."""
+    place, lane, headers = Place(), Lane(), {"large": "x" * 1_000}
+    monkeypatch.setattr("idemconsumer.worker.spread._MOST_BYTES", 2_000)
+    place.add(*"abc", headers=headers)
+    first, second, third = (place.spread.take(lane, 1, turns=0)[0] for _ in range(3))
+    for each in (first, second, third):
+        each.due = asyncio.get_running_loop().time() + 30.0
+    await place.spread.step_aside(first, [])
+    await place.spread.step_aside(second, [])
+    waiting = asyncio.create_task(place.spread.step_aside(third, []))
+    await asyncio.sleep(0)
+    assert (waiting.done(), third.delivery.epoch.waiting) == (False, 0), "its lane waits"
+    place.spread._due(first)
+    await waiting
+    assert [each.delivery.epoch.waiting for each in (first, second, third)] == [0, 1, 1]
+    place.spread.clear()
+
+
+def test_after_an_assignment_as_many_are_suspects_as_all_lanes_could_run() -> None:
+    epoch = Epoch(probation=2)
+    for _ in range(6):
+        assert epoch.on_probation(9, 3)
+        epoch.passed(9, 3)
+    assert not epoch.on_probation(9, 3)
+    assert epoch.on_probation(1), "a lane with an order has its own"
+
+
+def test_lanes_that_take_from_one_place_share_how_many_are_suspects() -> None:
+    shared: Any = SimpleNamespace(index=9, lanes=3)
+    nothing: Any = None
+    lane = lanes.Lane(1, nothing, nothing, shared, nothing, nothing, nothing)
+    free, ordered = cast(Any, SimpleNamespace(ordered=False)), cast(Any, SimpleNamespace(ordered=True))
+    assert (lane._budget(free), lane._budget(ordered)) == ((9, 3), (1, 1))
