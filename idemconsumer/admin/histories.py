@@ -16,7 +16,7 @@ from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
 from idemconsumer.sql.queries import load
-from idemconsumer.stores.leases import step_row
+from idemconsumer.stores.shared_reads import step_row
 
 
 class Octets(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ async def histories(
         await connection.execute("set transaction isolation level repeatable read, read only")
         for row in await (await connection.execute(queries["saga_histories"], params)).fetchall():
             cursor = connection.cursor(row_factory=tuple_row)
-            steps = await (await cursor.execute(queries["steps"], {"key": row["key"], "window": 1 << 40})).fetchall()
+            steps = await (await cursor.execute(queries["steps"], {"keys": [row["key"]], "window": 1 << 40})).fetchall()
             yield SagaHistory(
                 key=row["key"].hex(),
                 scope=row["scope"],
@@ -138,7 +138,7 @@ async def histories(
                     headers=_stored(row["headers"]) or "{}",
                     delivered=_stored(row["delivered"]),
                 ),
-                steps=[_step(step_row(*step)) for step in steps],
+                steps=[_step(step_row(*step)) for _, *step in steps],
             )
 
 

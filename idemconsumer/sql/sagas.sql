@@ -277,16 +277,20 @@ select key, clock_timestamp(), 'alone', (select name from {schema}.worker where 
 from counted as c
 
 -- name: steps
--- A call of unknown outcome has a fixed place if it was begun with one (L24). Outputs up to `window` bytes in all, and
--- those no larger than a row; of the others, how large they are (L55). What waits has an end (L40).
-select name, case when until is null then kind when signal is null then 3 else 4 end, state, has_undo,
+-- Of several sagas, in the order in which they ended, those that are open last. A call of unknown outcome has a fixed
+-- place if it was begun with one (L24). Outputs up to `window` bytes of each saga, and those no larger than a row; of the
+-- others, how large they are (L55). What waits has an end (L40).
+select key, name, case when until is null then kind when signal is null then 3 else 4 end, state, has_undo,
     case when state = {INTENT} then not placed else overlapped end, position, attempt,
     case when here then output end, content_type, case when here then 0 else size end
 from (
-    select *, size <= 64 or sum(size) over (order by position nulls last, started_at, name) <= %(window)s as here
-    from (select *, coalesce(octet_length(output), 0) as size from {schema}.step where key = %(key)s) as s
+    select *, size <= 64 or sum(size) over (
+        partition by key order by position nulls last, started_at, name) <= %(window)s as here
+    from (
+        select *, coalesce(octet_length(output), 0) as size from {schema}.step where key = any(%(keys)s::bytea[])
+    ) as s
 ) as s
-order by position nulls last, started_at, name
+order by key, position nulls last, started_at, name
 
 -- name: outputs
 select name, output, content_type from {schema}.step where key = %(key)s and name = any(%(names)s::text[])

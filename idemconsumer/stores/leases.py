@@ -37,6 +37,7 @@ from idemconsumer.stores.shared_commits import (
     Write,
     send,
 )
+from idemconsumer.stores.shared_reads import SharedReads, step_row
 
 _AHEAD: Final = 5.0  # seconds; what is due later is found by a later look
 VERSION_GRACE: Final = 600.0  # seconds; a deployment that is taken back brings a version back
@@ -69,6 +70,7 @@ class PostgresLeases:
         self._versions = versions
         self._grace = grace
         self._shared = SharedCommits(pool)
+        self._reads = SharedReads(pool)
 
     # --------------------------------------------------------------------------------------------- claims and takeovers
     async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | LeasedSaga:
@@ -157,7 +159,7 @@ class PostgresLeases:
             await claims.complete([], [])
 
     async def steps(self, key: bytes, window: int = 0) -> list[StepRow]:
-        return [step_row(*row) for row in await self._pool.alone("steps", {"key": key, "window": window})]
+        return await self._reads.steps(key, window)
 
     async def outputs(self, key: bytes, names: Sequence[str]) -> dict[str, StoredResult]:
         rows = await self._pool.alone("outputs", {"key": key, "names": list(names)})
@@ -416,15 +418,6 @@ def _finished(output: StoredResult | None, overlapped: bool) -> dict[str, Any]:
         "output": None if output is None else output.body,
         "content_type": None if output is None else output.content_type,
     }
-
-
-def step_row(
-    name: str, kind: int, state: int, has_undo: bool, overlapped: bool, position: int | None, attempt: int,
-    output: bytes | None, content_type: str | None, left: int,
-) -> StepRow:  # fmt: skip
-    """Of a row of the statement `steps`."""
-    stored = None if output is None else StoredResult(output, content_type or "")
-    return StepRow(name, StepKind(kind), StepState(state), has_undo, overlapped, position, attempt, stored, left)
 
 
 def _leased_saga(row: tuple[Any, ...], worker: int) -> LeasedSaga:

@@ -66,7 +66,7 @@ def params(name: str) -> Mapping[str, Any]:
         "newer_worker": {"worker": 1, "app": "s", "handler": "h", "version": None, "grace": 600.0},
         "await_saga": saga,
         "retake_saga": {**saga, "token": 1},
-        "steps": {**saga, "window": 1_000_000},
+        "steps": {**many, "window": 1_000_000},
         "begin_step": {**step, **opening},
         "finish_step": {**step, "seal": "t", "overlapped": False, "output": b"{}", "content_type": "json"},
         "fence": holder,
