@@ -18,10 +18,12 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from pamqp.common import FieldTable
+from psycopg.conninfo import make_conninfo
 
+from idemconsumer.stores.session import SessionRules
 from tests.support.pids import alive
 from tests.support.servers.made import PrivateKafka, PrivateRabbitMQ, Server
-from tests.support.servers.proxy import Proxy
+from tests.support.servers.proxy import PLAIN_COMMIT, Proxy
 from tests.support.servers.tls import self_signed
 from tests.support.waiting import eventually
 
@@ -184,7 +186,7 @@ class TestProxy:
             self.through(proxy, effects) as connection,
             self.through(proxy, effects) as bystander,
         ):
-            trap = proxy.cut_at(mode="before" if mode == "before" else "after")
+            trap = proxy.cut_at(PLAIN_COMMIT, mode="before" if mode == "before" else "after")
             with pytest.raises(psycopg.OperationalError):
                 await self.insert_and_commit(connection, pipeline)
             async with asyncio.timeout(30):
@@ -194,6 +196,18 @@ class TestProxy:
             await bystander.execute("insert into effect values (2)")
             await bystander.commit()
             assert await self.rows(effects) == committed + 1
+
+    async def test_the_first_transactions_of_a_new_connection_spring_no_trap_for_a_commit(self, effects: str) -> None:
+        """A pool makes one whenever another was lost: also between the arming of a trap and the COMMIT it is for."""
+        port = psycopg.conninfo.conninfo_to_dict(effects)["port"]
+        async with Proxy(int(str(port))) as proxy:
+            trap = proxy.cut_at(mode="before")
+            through = make_conninfo(effects, host="127.0.0.1", port=proxy.port)
+            connection = await SessionRules(through, longest_run=30.0, lease=None).connect()
+            with pytest.raises(psycopg.OperationalError):
+                await connection.simple(b"begin; COMMIT")
+            await trap.sprung.wait()
+            await connection.close()
 
     async def test_a_cut_resets_everybody_and_refuses_until_restored(self, effects: str) -> None:
         port = psycopg.conninfo.conninfo_to_dict(effects)["port"]

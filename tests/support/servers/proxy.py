@@ -11,10 +11,14 @@ from typing import Literal, Self
 
 from idemconsumer.embedded.postgres import free_port
 
-# What Postgres is sent, and the end of its answer. With its closing zero, so that the COMMIT in
+# What Postgres is sent, and the end of its answer. Each with its closing zero, so that the COMMIT in
 # `ISOLATION LEVEL READ COMMITTED` is no match.
-COMMIT = b"COMMIT\x00"
+PLAIN_COMMIT = b"COMMIT\x00"
+# Those that decide something: behind other statements, or parsed. A query of its own is that of psycopg's
+# `transaction()`: a pool examines each new connection with it (R18), and makes one at any time after another was lost.
+COMMIT = (b"; COMMIT\x00", b"\x00COMMIT\x00")
 READY_FOR_QUERY = b"Z\x00\x00\x00\x05"
+_KEPT = 64  # bytes; no needle is longer
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
@@ -23,11 +27,15 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 class Trap:
     """One cut that waits for its bytes. `sprung` is set when the connection is gone, or `frozen`."""
 
-    needle: bytes
+    needles: tuple[bytes, ...]
     mode: Literal["before", "after"]
     answer: bytes
     frozen: bool = False
     sprung: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def springs(self, before: bytes, sent: bytes) -> bool:
+        """A needle may be split over two reads; one that came whole `before` was not meant."""
+        return any(needle in before[1 - len(needle) :] + sent for needle in self.needles)
 
 
 class Proxy:
@@ -89,36 +97,27 @@ class Proxy:
         """New connections work again."""
         self.frozen = False
 
-    def freeze_at(
-        self, needle: bytes = COMMIT, *, mode: Literal["before", "after"], answer: bytes = READY_FOR_QUERY
-    ) -> Trap:
+    def freeze_at(self, *needles: bytes, mode: Literal["before", "after"], answer: bytes = READY_FOR_QUERY) -> Trap:
         """As `cut_at`, but the connection stays open."""
-        self._trap = Trap(needle, mode, answer, frozen=True)
+        self._trap = Trap(needles or COMMIT, mode, answer, frozen=True)
         return self._trap
 
-    def cut_at(
-        self, needle: bytes = COMMIT, *, mode: Literal["before", "after"], answer: bytes = READY_FOR_QUERY
-    ) -> Trap:
-        """Cut the connection on which `needle` is sent next; once.
+    def cut_at(self, *needles: bytes, mode: Literal["before", "after"], answer: bytes = READY_FOR_QUERY) -> Trap:
+        """Cut the connection on which one of `needles` is sent next, else a COMMIT; once.
 
         `before`: what arrives with the needle is not forwarded, so the server never sees it. `after`: it is
         forwarded, and the cut comes when `answer` was in the server's reply; the client gets nothing of it.
         """
-        self._trap = Trap(needle, mode, answer)
+        self._trap = Trap(needles or COMMIT, mode, answer)
         return self._trap
 
-    def take_trap(self, sent: bytes) -> Trap | None:
+    def take_trap(self, before: bytes, sent: bytes) -> Trap | None:
         """The armed trap if `sent` springs it; it is disarmed then."""
         trap = self._trap
-        if trap is None or trap.needle not in sent:
+        if trap is None or not trap.springs(before, sent):
             return None
         self._trap = None
         return trap
-
-    @property
-    def tail(self) -> int:
-        """How many of the last bytes must be kept, since a needle may be split over two reads."""
-        return len(self._trap.needle) - 1 if self._trap is not None else 0
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -169,11 +168,11 @@ class _Pair:
         _reset(self._server_writer)
 
     async def _to_server(self) -> None:
-        seen = b""
+        before = b""
         with contextlib.suppress(OSError):
             while sent := await self._client_reader.read(65_536):
-                seen = (seen + sent)[-(self._proxy.tail + len(sent)) :]
-                trap = None if self._sprung else self._proxy.take_trap(seen)
+                trap = None if self._sprung else self._proxy.take_trap(before, sent)
+                before = (before + sent)[-_KEPT:]
                 self._sprung = self._sprung or trap
                 if trap is not None and trap.mode == "before":
                     if not trap.frozen:
