@@ -71,9 +71,11 @@ class Mill:
         self.start()
 
     async def drain(self) -> int:
-        """SIGTERM; the exit code."""
+        """SIGTERM; the exit code. Not before there is a worker: a launcher that is still importing dies of it, as any
+        program does, and has nothing to drain."""
+        await until(self.children, "the launcher has started a worker", STORM_PATIENCE)
         self.launcher.terminate()
-        return await asyncio.to_thread(self.launcher.wait, 60)
+        return await asyncio.to_thread(self.launcher.wait, STORM_PATIENCE)
 
     def stop(self) -> None:
         if self._launcher is not None and self._launcher.poll() is None:
@@ -81,7 +83,7 @@ class Mill:
             self._launcher.kill()
             self._launcher.wait()
             for child in orphans:
-                if alive(child):
+                with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
         self._log.close()
 
