@@ -19,7 +19,7 @@ from typing import Final, Protocol
 from idemconsumer.errors import BrokerUnavailable, SessionEnded, StoreUnavailable
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import BesideSagas, Bounds, Delivery, Epoch, Finding, Outgoing
-from idemconsumer.ports.leases import LeasedSaga, LeaseStore
+from idemconsumer.ports.leases import LeasedSaga, LeaseStore, Look
 
 SCHEME: Final = "saga"
 # Seconds between two looks.
@@ -29,6 +29,7 @@ _SHORTEST: Final = 0.2
 _SOONEST: Final = 0.02
 _PATIENCE: Final = 1.0  # seconds after which what no idle process has taken gets the next free lane of a busy one
 _MOST_KEPT_OUT: Final = 60  # looks in a row
+_HELD_UP: Final = 2.0  # seconds after which a look at sagas and queues goes on without the queues (L67)
 
 
 def _nothing(keys: Collection[bytes]) -> None:
@@ -165,9 +166,7 @@ class DueSagasSession:
         if free := [handler for handler in self._left if self._lanes.idle(handler)]:
             return await self._take(free, ())
         self._looked = now
-        look = await self._leases.look(self._app, self._handlers, [n for each in self._beside for n in each.queues])
-        for each in self._beside:
-            each.looked(look.queues)
+        look = await self._look()
         if look.cancelled:
             self._cancel(look.cancelled)
         # Read in this order: a saga that was begun in between is not among those seen (L12), and what the last fetch
@@ -178,6 +177,19 @@ class DueSagasSession:
         self._next = now + (_AGAIN if due else max(_SOONEST, min([_LONGEST, *look.due.values()])))
         self._keep({handler for handler in due if look.due[handler] < -_PATIENCE and not self._lanes.idle(handler)})
         return await self._take(self._handlers if unheld else due, unheld)
+
+    async def _look(self) -> Look:
+        """At the sagas, and at the queues while these can be read."""
+        if queues := [name for each in self._beside for name in each.queues]:
+            with contextlib.suppress(StoreUnavailable, TimeoutError):
+                async with asyncio.timeout(_HELD_UP):
+                    look = await self._leases.look(self._app, self._handlers, queues)
+                    for each in self._beside:
+                        each.looked(look.queues)
+                    return look
+            for each in self._beside:
+                each.held_up()
+        return await self._leases.look(self._app, self._handlers)
 
     async def _take(self, handlers: Sequence[str], unheld: Sequence[tuple[bytes, int]]) -> list[LeasedSaga]:
         """For the lanes that are free. One statement serves handlers with as many."""

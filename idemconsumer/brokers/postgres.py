@@ -77,12 +77,18 @@ class PostgresBroker:
     @property
     def queues(self) -> Sequence[str]:
         """See `ports.BesideSagas`."""
-        return [name for session in self._sessions for name in session.queues]
+        return [name for session in self._sessions if session.readable for name in session.queues]
 
     def looked(self, found: Mapping[str, float]) -> None:
         """See `ports.BesideSagas`."""
         for session in self._sessions:
-            session.looked(found)
+            if session.readable:
+                session.looked(found)
+
+    def held_up(self) -> None:
+        """See `ports.BesideSagas`."""
+        for session in self._sessions:
+            session.held_up()
 
     def feed(self, subscription: Subscription) -> str:
         """All queues of a process share one session, and so two connections."""
@@ -210,6 +216,7 @@ class PostgresSession:
         self._falling: dict[str, float] = {}  # when something of a queue falls due
         self._fallen = set(names)  # of these something may be due that is in no queue yet
         self._woken = asyncio.Event()
+        self.readable = False  # it has looked itself, and no look of others was held up since (L67)
         self._stopped = False
         self._taking = asyncio.Lock()
         self._transaction = asyncio.Lock()
@@ -248,6 +255,7 @@ class PostgresSession:
         clock = asyncio.get_running_loop().time
         if clock() >= self._next_look:
             found = await self._do("look_for_messages", {"queues": self.queues, "ahead": _AHEAD})
+            self.readable = True
             self._seen(dict(found), next_look=_LOOK)
         due = {name for name, at in self._falling.items() if at <= clock()}
         self._ready |= due
@@ -291,6 +299,12 @@ class PostgresSession:
     def looked(self, found: Mapping[str, float]) -> None:
         """Another look of this process has seen what `look_for_messages` says; it will look again."""
         self._seen(found, next_look=2 * _LOOK)
+
+    def held_up(self) -> None:
+        """Another look of this process has waited in vain, perhaps for a lock on our tables."""
+        self.readable = False
+        self._next_look = 0.0
+        self._woken.set()
 
     def _seen(self, found: Mapping[str, float], *, next_look: float) -> None:
         now = asyncio.get_running_loop().time()

@@ -240,9 +240,13 @@ class BesideSagas(Protocol):
 
     @property
     def queues(self) -> Sequence[str]:
-        """The names of those that the open sessions read."""
+        """The names of those that the open sessions read, and have been able to read of late."""
         ...
 
     def looked(self, found: Mapping[str, float]) -> None:
         """Tell it what a look at these queues has found, as in `ports.leases.Look`."""
+        ...
+
+    def held_up(self) -> None:
+        """Tell it that a look at these queues has not come back: it is to look itself (L67)."""
         ...

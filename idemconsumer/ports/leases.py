@@ -118,7 +118,7 @@ class LeaseStore(Protocol):
 
     async def look(self, app: str, handlers: Sequence[str], queues: Sequence[str] = ()) -> Look:
         """Whether there is anything to take, in one statement that changes nothing (L32); also from these Postgres
-        queues (L61)."""
+        queues (L61). Without them it waits for no lock on their tables (L67)."""
         ...
 
     async def take(

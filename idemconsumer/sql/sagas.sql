@@ -152,13 +152,12 @@ returning key, '', token
 -- name: own_sagas
 select key, token from {schema}.saga where worker = %(worker)s and (%(key)s::bytea is null or key = %(key)s)
 
--- name: look_for_sagas
--- One statement that writes nothing: when each handler's next saga may be taken, in seconds from now, negative if it
--- could have been so long ago; and what is ours (handler null), with its request to cancel it (L50). What is not due
--- within `ahead` is not read: of many that sleep, all may be of another app. A held saga may be taken when its worker's
--- lease is over, so a worker that lives is only looked at again when it should have renewed. Owners are read by skipping
--- through the index from one to the next (L32), and so are versions (L60). And what the queues of this process have (L61).
-with recursive {owners}, {versions}, {messages}
+-- fragment: when_sagas
+-- When each handler's next saga may be taken, in seconds from now, negative if it could have been so long ago; and what is
+-- ours (handler null), with its request to cancel it (L50). What is not due within `ahead` is not read: of many that sleep,
+-- all may be of another app. A held saga may be taken when its worker's lease is over, so a worker that lives is only looked
+-- at again when it should have renewed. Owners are read by skipping through the index from one to the next (L32), and so
+-- are versions (L60).
 select h.handler, extract(epoch from min(next.at) - clock_timestamp())::float8, null::bytea, null::bigint, null::boolean,
     null::text
 from unnest(%(handlers)s::text[]) as h (handler)
@@ -182,8 +181,18 @@ cross join lateral (
 group by h.handler
 union all
 select null, null, key, token, cancel, null from {schema}.saga where worker = %(worker)s
+
+-- name: look_for_sagas
+-- Two statements that write nothing. This one also says what the queues of this process have (L61).
+with recursive {owners}, {versions}, {messages}
+{when_sagas}
 union all
 select null, seconds, null, null, null, name from messages
+
+-- name: look_for_sagas_alone
+-- It touches no table of the queue, which somebody may have locked.
+with recursive {owners}, {versions}
+{when_sagas}
 
 -- name: take_sagas
 -- Takes up to `limit` sagas of each handler: of our own those that are `unheld`, and only under the fence token with

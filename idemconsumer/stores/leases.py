@@ -111,7 +111,7 @@ class PostgresLeases:
 
     async def look(self, app: str, handlers: Sequence[str], queues: Sequence[str] = ()) -> Look:
         asked = self._ours(app, handlers) | {"ahead": _AHEAD, "queues": list(queues)}
-        rows = await self._pool.read("look_for_sagas", asked)
+        rows = await self._pool.read("look_for_sagas" if queues else "look_for_sagas_alone", asked)
         own = [(key, token) for _, _, key, token, *_ in rows if key is not None]
         due = {handler: seconds for handler, seconds, *_ in rows if handler is not None}
         cancelled = [key for _, _, key, _, cancel, _ in rows if key is not None and cancel is not None]

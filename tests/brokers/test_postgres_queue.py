@@ -207,6 +207,27 @@ async def test_a_look_of_the_sagas_serves_its_queues_as_well(
     assert broker.queues == []
 
 
+async def test_a_queue_that_held_up_a_look_of_the_sagas_is_in_none_until_it_has_looked_itself(
+    ledger: Ledger, broker: PostgresBroker, opened: Opens, monkeypatch: pytest.MonkeyPatch, looks_once: None
+) -> None:
+    session = await opened()
+    fetching = await at_rest(session)
+    sent = counted(session, monkeypatch)
+    async with await psycopg.AsyncConnection.connect(ledger.dsn) as rival:
+        await rival.execute("lock table idemconsumer.queue")
+        broker.held_up()
+        assert broker.queues == []
+        broker.looked({"emails": -1.0})  # of a look that was under way
+        await until(lambda: sent == ["look_for_messages"], "it looks itself, and waits for the lock")
+        assert broker.queues == []
+        await rival.rollback()
+    await until(lambda: broker.queues == ["emails"], "it has looked")
+    unannounced(ledger)
+    broker.looked({"emails": -1.0})
+    assert [delivery.message.body for delivery in await fetching] == [b"quiet"]
+    await session.close()
+
+
 async def test_what_falls_due_between_two_looks_is_taken_then(ledger: Ledger, opened: Opens, looks_once: None) -> None:
     ledger.run("select idemconsumer.publish_bytes('emails', 'later', delay => interval '0.3 seconds')")
     assert [delivery.message.body for delivery in await taken(await opened())] == [b"later"]

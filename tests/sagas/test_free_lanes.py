@@ -6,20 +6,23 @@ import asyncio
 import itertools
 import json
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import psycopg
 import pytest
 
 from idemconsumer import App, Message, Saga
 from idemconsumer.brokers import due_sagas as due_sagas_module
 from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.due_sagas import DueSagas
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.ports.broker import Outgoing
+from idemconsumer.message.message import Subscription
+from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.ports.leases import LeasedSaga, Look
 from idemconsumer.settings import Settings
 from idemconsumer.sql.connecting import OwnCursor
@@ -337,6 +340,41 @@ async def test_a_process_with_nothing_to_do_sends_one_statement_a_look(
     for _ in range(3):
         assert await session.fetch() == []
     assert sent == ["with"] * 3
+    await session.close()
+
+
+class LockedQueue:
+    """Beside the sagas; it does not come back from being held up."""
+
+    def __init__(self) -> None:
+        self.queues = ["emails"]
+        self.heard = list[str]()
+
+    def wake_sagas_by(self, wake: object) -> None: ...
+
+    def looked(self, found: Mapping[str, float]) -> None:
+        self.heard.append("looked")
+
+    def held_up(self) -> None:
+        self.heard.append("held up")
+        self.queues = []
+
+
+@pytest.mark.parametrize("table", ["queue", "delayed"])
+async def test_a_lock_on_the_queues_does_not_hold_up_the_sagas(
+    bench: Bench, one: Station, two: Station, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    monkeypatch.setattr(due_sagas_module, "_HELD_UP", 0.05)
+    crowd, beside = Crowd(), LockedQueue()
+    await left_behind(one, crowd)
+    bench.expire(one)
+    source = DueSagas(two.leases, FreeLanes(1), beside=[beside])
+    session = await source.open([Subscription("saga:book", "book", "shop")], Bounds(4, 1))
+    async with await psycopg.AsyncConnection.connect(bench.dsn) as rival:
+        await rival.execute(f"lock table idemconsumer.{table}".encode())
+        for _ in range(2):
+            assert len(await session.fetch()) == 1
+        assert beside.heard == ["held up"]
     await session.close()
 
 

@@ -60,6 +60,7 @@ def params(name: str) -> Mapping[str, Any]:
         "give_back": deliveries,
         "own_sagas": saga,
         "look_for_sagas": {**taking, "ahead": 5.0, "queues": ["q", "~a/h"]},
+        "look_for_sagas_alone": {**taking, "ahead": 5.0},
         "look_for_messages": {"queues": ["q", "~a/h"], "ahead": 5.0},
         "take_sagas": {**taking, "limit": 10},
         "take_saga": {**taking, "key": keys[0]},
@@ -126,8 +127,8 @@ select idemconsumer.seal('t');
 
 EXPLAINED = [
     *HOT, "open", "seal", "claim", "store_results", "forget_attempts", "take", "fall_due", "waiting", "extend",
-    "look_for_messages", "finish", "give_back", "own_sagas", "look_for_sagas", "take_sagas", "take_saga",
-    "newer_worker", "await_saga", "retake_saga", "steps", "begin_step", "finish_step", "fence",
+    "look_for_messages", "finish", "give_back", "own_sagas", "look_for_sagas", "look_for_sagas_alone", "take_sagas",
+    "take_saga", "newer_worker", "await_saga", "retake_saga", "steps", "begin_step", "finish_step", "fence",
     "fence_whole", "open_intents",
 ]  # fmt: skip
 
