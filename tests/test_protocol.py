@@ -16,7 +16,7 @@ from tests.support.sources import parsed
 ROOT = Path(__file__).parent.parent
 PROTOCOL = ROOT / "docs" / "protocol.md"
 HEADING = re.compile(r"^### ([A-Z]\d+) — .+$", re.MULTILINE)
-RULE = re.compile(r"\b[RJGBLDKQAP][1-9]\d?\b")
+RULE = re.compile(r"\b[RJGBLDKQAPO][1-9]\d?\b")
 TEST = re.compile(r"`(tests/[\w/]+\.py)((?:::\w+)+)`")
 
 

@@ -2,65 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import psycopg
 from psycopg.rows import dict_row
 
+from idemconsumer.admin.hints import hint
 from idemconsumer.brokers.publishers import Publishers
-from idemconsumer.errors import StoreUnavailable
+from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.message import keys
 from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.message import Message
 from idemconsumer.redaction import error_text
+from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import load, misconfigured
 
 _CONNECT_SECONDS = 10
-
-_HINTS = {
-    "undecodable": "The body does not fit the payload's type. Fix the producer, or widen the annotation.",
-    "tombstone": "A Kafka record without a value says that its key is deleted. To handle it, annotate the payload as "
-    "`X | None`, and take a key that is not in the payload.",
-    "unreadable": "Kafka's client could not read it, and a person skipped it. `body` is what is left of it, or of its "
-    "whole batch. Have the producer send it again.",
-    "key_missing": "The key rule found nothing in the message. Fix the producer, or change `key=`.",
-    "key_invalid": "The key rule found something that cannot be a key. Fix the producer, or change `key=`.",
-    "oversized": "Body and headers are above the limit, and only their beginning is kept. Send a reference instead, or "
-    "raise IDEMCONSUMER_MAX_MESSAGE_BYTES.",
-    "conflict": "Two payloads arrived under one key; the first one counts. If this is intended, set `fingerprint=`.",
-    "attempts_exhausted": "Every attempt failed. Fix what `error` names, and publish the message under a new key.",
-    "not_retryable": "The handler raised an error that `fail_on` makes final. Fix it, and publish under a new key.",
-    "killed_worker": "Workers died while decoding or running it (memory, a crash in C code). Mend that, and publish it "
-    "again, under a new key if `key` is there. Setting Kafka's offsets back does not: that copy is on record.",
-    "lost_connection": "Each run ended its own connection: the handler closes it or ends its session, a timeout of the "
-    "server does, or a statement crashes it (see its log). Mend that, and publish under a new key.",
-    "contended": "Others held the rows or locks it needs, the whole time. Find them (pg_locks, pg_stat_activity), and "
-    "publish the message under a new key; a saga: `sagas resume`.",
-    "saga_changed": "The handler no longer matches the recorded steps. `sagas show` lists them; restore the steps and "
-    "`sagas resume`, or continue with the present handler by --accept-version.",
-    "unknown_effect": "A call may or may not have had its effect. Look up the step's key there (`sagas show`), then "
-    "`sagas decide`, `sagas resume` or `sagas abandon`.",
-    "result_unencodable": "All steps are done, but what the handler returned cannot be stored. Correct that, then "
-    "`sagas resume`: no finished step runs again.",
-    "undo_failed": "A finished step could not be undone. Fix what `error` names, then `sagas resume`.",
-    "max_duration": "It has taken longer than its `max_duration`. Raise that and `sagas resume`, or `sagas abandon`.",
-    "review": "Its worker was lost, and on_stale leaves it to a person: `sagas resume` or `sagas abandon`.",
-}
-_OTHER_HINT = "See `error`."
+_PAGE = 500  # letters of one statement
+PATIENCE: Final = 600.0  # seconds: what reads all letters may have a million to read
 
 
-def hint(reason: str) -> str:
-    """What a person can do about a dead letter, or a saga put aside, for this reason."""
-    return _HINTS.get(reason, _OTHER_HINT)
+class Which(msgspec.Struct, frozen=True, kw_only=True):
+    """Which dead letters: those for which all that is given here holds.
+
+    `error` is a part of the error's text; `since`: they last arrived at most so many seconds ago. `keys` are stored
+    keys (`Admin.stored_keys`), and `prefix` hexadecimal digits that a stored key begins with. With `redriven` also
+    those that were redriven, and have not failed again.
+    """
+
+    handler: str | None = None
+    reason: str | None = None
+    error: str | None = None
+    since: float | None = None
+    keys: Sequence[bytes] | None = None
+    prefix: str | None = None
+    ids: Sequence[int] | None = None
+    redriven: bool = False
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Of the statements that choose letters. Raises ConfigurationError for a prefix that is none."""
+        low, high = (None, None) if self.prefix is None else key_range(self.prefix)
+        given = msgspec.structs.asdict(self) | {"low": low, "high": high}
+        del given["prefix"]
+        return given | {name: None if given[name] is None else list(given[name]) for name in ("keys", "ids")}
+
+
+ALL: Final = Which()
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the list. `arrivals` counts deliveries, the first included; times are the database's."""
+    """One line of the list. `arrivals` counts deliveries, the first included; times are the database's. `redriven_at`:
+    when it was redriven, unless it has failed again since."""
 
     id: int
     handler: str
@@ -72,6 +71,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: int
     first_at: datetime
     last_at: datetime
+    redriven_at: datetime | None = None
 
     @property
     def hint(self) -> str:
@@ -99,13 +99,35 @@ class DeadLetterDetail(DeadLetter, frozen=True, kw_only=True):
     body_sha256: bytes
 
 
-class DeadLetterCount(msgspec.Struct, frozen=True, kw_only=True):
-    """How many dead letters a handler has for one reason, and how many times their messages arrived."""
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """Dead letters with one cause. `exception` and `place` are the exception's type and the line that raised it, None
+    for what no exception has caused; `newest` is the id of the newest letter."""
 
     handler: str
     reason: str
+    exception: str | None
+    place: str | None
     letters: int
     arrivals: int
+    first_at: datetime
+    last_at: datetime
+    newest: int
+
+
+class Redrive(msgspec.Struct, frozen=True, kw_only=True):
+    """One time that a letter, or another one of its key, was redriven: in which run, by whom and when.
+
+    `outcome`: `waiting`; `applied`; `rejected`, by its handler; `dead`, so it is a letter again; or `settled`, which is
+    all that is known where the letter has no key, unless it is a letter again.
+    """
+
+    id: int
+    letter: int
+    run: str
+    by: str
+    at: datetime
+    outcome: str
+    ended_at: datetime | None
 
 
 class Delayed(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,28 +149,86 @@ class Admin:
         self._dsn = dsn
         self._schema = schema
 
-    async def dead_letters(
-        self, *, handler: str | None = None, reason: str | None = None, limit: int = 50
-    ) -> list[DeadLetter]:
-        """Newest first, at most `limit`."""
-        rows = await self._rows("dead_list", {"handler": handler, "reason": reason, "limit": limit})
+    async def dead_letters(self, which: Which = ALL, *, before: int | None = None, limit: int = 50) -> list[DeadLetter]:
+        """Newest first, at most `limit`; of those with lower ids than `before`, if that is given."""
+        rows = await self._rows("dead_list", which.params | {"before": before, "limit": limit})
         return [DeadLetter(**row) for row in rows]
 
     async def dead_letter(self, number: int) -> DeadLetterDetail | None:
         """The one with this id, or None."""
-        return next(map(_detail, await self._rows("dead_show", {"id": number})), None)
+        return next(map(_detail, await self._rows("dead_show", {"ids": [number]})), None)
 
-    async def dead_counts(self) -> list[DeadLetterCount]:
-        """By handler and reason, the most frequent first."""
-        return [DeadLetterCount(**row) for row in await self._rows("dead_counts", {})]
+    async def export(self, which: Which = ALL) -> AsyncIterator[DeadLetterDetail]:
+        """All of them in full, newest first, read page by page."""
+        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
+            before: int | None = None
+            while True:
+                given = which.params | {"before": before, "limit": _PAGE}
+                page = await (await connection.execute(load(self._schema)["dead_list"], given)).fetchall()
+                if not page:
+                    return
+                before = page[-1]["id"]
+                for row in page:
+                    query = load(self._schema)["dead_show"]
+                    for each in await (await connection.execute(query, {"ids": [row["id"]]})).fetchall():
+                        yield _detail(each)
+
+    async def causes(self, which: Which = ALL) -> list[Cause]:
+        """The most frequent first."""
+        return [Cause(**row) for row in await self._rows("dead_groups", which.params, PATIENCE)]
+
+    async def redrives(self, letter: DeadLetterDetail) -> list[Redrive]:
+        """Of this letter, and of others with its key, oldest first."""
+        return [Redrive(**row) for row in await self._rows("dead_redrives", {"letter": letter.id, "key": letter.key})]
+
+    async def stored_keys(self, handler: str, key: str, *, tenant: str | None = None) -> list[bytes]:
+        """Under which the text `key` is stored, in each app and tenant that has a handler of this name."""
+        scopes = [keys.parts_of(row["name"]) for row in await self._rows("scopes", {})]
+        its = [(app, of, name) for app, of, name in scopes if name == handler and (tenant is None or of == tenant)]
+        return [keys.digest(app, of, name, key) for app, of, name in its]
+
+    async def count(self, which: Which = ALL) -> tuple[int, int]:
+        """How many, and how many of them are those of sagas that wait for a person."""
+        (row,) = await self._rows("count_chosen", which.params, PATIENCE)
+        return row["letters"], row["of_sagas"]
+
+    async def discard(self, which: Which, progress: Callable[[int], None] = lambda _: None) -> int:
+        """Delete them, page by page, and return how many that were. Their keys stay DEAD, so their messages do not run
+        when they come again. Not those of sagas that wait for a person."""
+        discarded, after = 0, 0
+        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
+            (row,) = await (await connection.execute(load(self._schema)["dead_last"])).fetchall()
+            while row["id"] is not None:
+                given = which.params | {"after": after, "last": row["id"], "limit": _PAGE}
+                async with connection.transaction():
+                    gone = await (await connection.execute(load(self._schema)["discard_letters"], given)).fetchall()
+                if not gone:
+                    break
+                after, discarded = max(each["id"] for each in gone), discarded + len(gone)
+                progress(len(gone))
+        return discarded
 
     async def delayed(self) -> list[Delayed]:
         """By queue."""
         return [Delayed(**row) for row in await self._rows("delayed", {})]
 
-    async def _rows(self, name: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
-        async with connected(self._dsn, self._schema) as connection:
+    async def _rows(self, name: str, parameters: dict[str, Any], patience: float | None = None) -> list[dict[str, Any]]:
+        async with connected(self._dsn, self._schema, patience=patience) as connection:
             return await (await connection.execute(load(self._schema)[name], parameters)).fetchall()
+
+
+def key_range(prefix: str) -> tuple[bytes, bytes]:
+    """The first and the last stored key that begin with these hexadecimal digits. Raises ConfigurationError."""
+    try:
+        low, high = (bytes.fromhex(prefix.ljust(64, fill)) for fill in "0f")
+    except ValueError:
+        low = high = b""
+    if len(low) != 32 or not prefix:
+        raise ConfigurationError(
+            f"{prefix!r} is not the beginning of a stored key; write up to 64 hexadecimal digits, or --handler NAME "
+            "--key TEXT"
+        )
+    return low, high
 
 
 def _detail(row: Mapping[str, Any]) -> DeadLetterDetail:
@@ -165,7 +245,7 @@ def _detail(row: Mapping[str, Any]) -> DeadLetterDetail:
     return DeadLetterDetail(**{name: value for name, value in row.items() if name != "delivered"} | given)
 
 
-Readers = Publishers[psycopg.AsyncConnection[dict[str, Any]]]
+Readers = Publishers[AnsweringConnection[dict[str, Any]]]
 
 
 def readers(dsn: str) -> Readers:
@@ -175,11 +255,14 @@ def readers(dsn: str) -> Readers:
 
 @asynccontextmanager
 async def connected(
-    dsn: str, schema: str, shared: Readers | None = None
-) -> AsyncIterator[psycopg.AsyncConnection[dict[str, Any]]]:
-    """A new connection, or one of those that are `shared`: autocommit, rows as dicts. Raises like `Admin`."""
+    dsn: str, schema: str, shared: Readers | None = None, *, patience: float | None = None
+) -> AsyncIterator[AnsweringConnection[dict[str, Any]]]:
+    """A new connection, or one of those that are `shared`: autocommit, rows as dicts. `patience`: of a new one, seconds
+    for each statement. Raises like `Admin`."""
     try:
         async with (shared or readers(dsn)).one() as connection:
+            if patience is not None:
+                connection.patience = patience
             yield connection
     except psycopg.Error as error:
         if (cause := misconfigured(error, schema)) is not None:

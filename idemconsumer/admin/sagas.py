@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Literal
-from urllib.parse import unquote
 
 import psycopg
 
@@ -124,7 +123,7 @@ class SagaAdmin:
         return [row["key"] for row in rows]
 
     async def _by_text(self, connection: _Connection, handler: str, key: str) -> list[bytes]:
-        scopes = [_scope_parts(row["name"]) for row in await self._rows(connection, "scopes", {})]
+        scopes = [keys.parts_of(row["name"]) for row in await self._rows(connection, "scopes", {})]
         digests = [keys.digest(app, tenant, name, key) for app, tenant, name in scopes if name == handler]
         return [row["key"] for row in await self._rows(connection, "read", {"keys": digests})]
 
@@ -251,9 +250,3 @@ async def _set_free(
     params = {"key": key, "state": int(state), "version": version, "rejection": rejection}
     await claims.send("resume_saga", params)
     await claims.send("set_record", {"key": key, "state": int(state)})
-
-
-def _scope_parts(scope: str) -> tuple[str, str | None, str]:
-    """App, tenant and handler of a scope's name: the inverse of `keys.scope_name`."""
-    app, tenant, handler = scope.split("/")
-    return unquote(app), None if tenant == "-" else unquote(tenant), unquote(handler)

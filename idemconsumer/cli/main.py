@@ -23,7 +23,7 @@ VERBS: Final[Mapping[str, str]] = {
     "check": "inspect",
     "migrate": "schema",
     "publish": "messages",
-    "dead": "messages",
+    "dead": "dead",
     "skip": "skip",
     "sagas": "sagas",
     "prune": "messages",

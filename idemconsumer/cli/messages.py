@@ -1,21 +1,17 @@
-"""`publish`, `dead` and `prune`: messages, and what is left of them."""
+"""`publish` and `prune`: messages, and what is left of them."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import click
-import msgspec
 import psycopg
 
-from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail
 from idemconsumer.brokers.connecting import check_delay, connect, destination
-from idemconsumer.cli.banner import table
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import as_json, database, need_dsn, print_json
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.ports.broker import Outgoing
@@ -24,13 +20,6 @@ from idemconsumer.sql.queries import misconfigured
 from idemconsumer.worker.retention import prune_once
 
 _BATCH = 500  # messages between two steps of the progress bar
-_ERROR_WIDTH = 60
-_SHOWN = (
-    "id", "handler", "scope", "source", "position", "reason", "error", "attempts", "arrivals", "first_at", "last_at",
-)  # fmt: skip
-
-
-_GIVEN = ("message_id", "record_key", "timestamp")
 
 
 @click.command()
@@ -99,101 +88,6 @@ def _pair(header: str) -> tuple[str, str]:
     if not name or not equals:
         raise click.UsageError(f"--header {header!r}: write NAME=VALUE")
     return name, value
-
-
-@click.group()
-def dead() -> None:
-    """Dead letters: messages put aside for a person."""
-
-
-@dead.command("list")
-@click.option("--handler", help="Only dead letters of this handler.")
-@click.option("--reason", help="Only dead letters with this reason.")
-@click.option(
-    "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
-)
-@database
-@as_json
-def dead_list(handler: str | None, reason: str | None, limit: int, as_json: bool, **flags: Any) -> None:
-    """List dead letters, newest first."""
-    settings = load(**flags)
-    admin = Admin(need_dsn(settings), settings.schema)
-    letters = asyncio.run(admin.dead_letters(handler=handler, reason=reason, limit=limit))
-    if as_json:
-        print_json(letters)
-        return
-    rows: list[tuple[str, ...]] = [("id", "last seen", "handler", "reason", "position", "arrivals", "error")]
-    for each in letters:
-        cells = (each.handler, each.reason, each.position, str(each.arrivals), each.error[:_ERROR_WIDTH])
-        rows.append((str(each.id), f"{each.last_at:%Y-%m-%d %H:%M:%S}", *map(printable, cells)))
-    click.echo(table(rows) if letters else "no dead letters")
-    for count in asyncio.run(admin.dead_counts()) if len(letters) == limit else ():
-        click.echo(f"{count.handler}: {count.letters} {count.reason}, {count.arrivals} arrivals")
-
-
-@dead.command("show")
-@click.argument("number", metavar="ID", type=int)
-@database
-@as_json
-def dead_show(number: int, as_json: bool, **flags: Any) -> None:
-    """Show one dead letter with all that its broker gave, and what to do about it."""
-    settings = load(**flags)
-    letter = asyncio.run(Admin(need_dsn(settings), settings.schema).dead_letter(number))
-    if letter is None:
-        raise ConfigurationError(f"there is no dead letter {number}; `idemconsumer dead list` lists them")
-    encoding, body = _readable(letter.body)
-    if as_json:
-        print_json(_as_json(letter, encoding, body))
-        return
-    for name in _SHOWN:
-        click.echo(f"{name:<11} {printable(str(getattr(letter, name)))}")
-    for name in _GIVEN:
-        if (value := getattr(letter, name)) is not None:
-            click.echo(f"{name:<11} {_value(value)}")
-    for name, value in letter.properties.items():
-        click.echo(f"property    {printable(name)}: {printable(str(value))}")
-    for name, header in letter.headers:
-        click.echo(f"header      {printable(name)}: {_value(header)}")
-    click.echo(f"what to do  {letter.hint}")
-    if letter.tombstone:
-        click.echo("body        none: a tombstone")
-        return
-    cut = f"the first {len(letter.body)} of " if len(letter.body) < letter.body_size else ""
-    click.echo(f"body        {cut}{letter.body_size} bytes, {encoding}, SHA-256 {letter.body_sha256.hex()}")
-    click.echo(_multiline(body))
-
-
-def _value(value: object) -> str:
-    if isinstance(value, bytes):
-        encoding, text = _readable(value)
-        return printable(text) if encoding == "utf-8" else f"base64 {text}"
-    return printable(str(value))
-
-
-def _readable(body: bytes) -> tuple[str, str]:
-    try:
-        return "utf-8", body.decode()
-    except UnicodeDecodeError:
-        return "base64", base64.b64encode(body).decode()
-
-
-def _multiline(text: str) -> str:
-    return "\n".join(printable(line) for line in text.split("\n"))
-
-
-def _as_json(letter: DeadLetterDetail, encoding: str, body: str) -> Mapping[str, object]:
-    fields: dict[str, object] = msgspec.structs.asdict(letter)
-    key = None if letter.key is None else letter.key.hex()
-    record_key = None if letter.record_key is None else _either(letter.record_key)
-    headers = [{"name": name, **_either(value)} for name, value in letter.headers]
-    given = {"key": key, "record_key": record_key, "headers": headers, "body_sha256": letter.body_sha256.hex()}
-    return fields | given | {"body": body, "body_encoding": encoding, "hint": letter.hint}
-
-
-def _either(value: str | bytes) -> dict[str, str]:
-    """Text as `text`, anything else as `base64`."""
-    encoding, text = ("utf-8", value) if isinstance(value, str) else _readable(value)
-    return {"text" if encoding == "utf-8" else "base64": text}
 
 
 @click.command()

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from idemconsumer.admin.cancellations import Cancellation
-from idemconsumer.admin.dead_letters import hint
+from idemconsumer.admin.hints import hint
 from idemconsumer.admin.histories import histories
 from idemconsumer.admin.saga_views import SagaDetail, SagaLine, StepLine
 from idemconsumer.admin.sagas import SagaAdmin

@@ -177,6 +177,7 @@ class Endings:
             error=None if counted else describe(error),
             own_id=work.own_id,
             row=work.row,
+            letter=work.letter,
         )
         failed = 0
 

@@ -8,6 +8,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.message import keys
 from idemconsumer.message.delivered import beginning, content_of, encode_delivered
 from idemconsumer.ports.store import DeadLetter
+from idemconsumer.rules.letters import LEFT_OUT
 
 
 def dead_letter(work: Work, reason: str, error: str, attempts: int) -> DeadLetter:
@@ -17,7 +18,7 @@ def dead_letter(work: Work, reason: str, error: str, attempts: int) -> DeadLette
     kept = beginning(message, handler.max_message_bytes)
     left_out = len(message.all_headers) - len(kept.all_headers)
     if left_out:
-        error += f"; {left_out} of its {len(message.all_headers)} headers are left out here"
+        error += f"; {left_out} of its {len(message.all_headers)} headers {LEFT_OUT}"
     identity, content = _identity(work, reason)
     return DeadLetter(
         identity=identity,
@@ -35,6 +36,7 @@ def dead_letter(work: Work, reason: str, error: str, attempts: int) -> DeadLette
         body_sha256=hashlib.sha256(message.body).digest(),
         content=content,
         again=None if work.first else content,
+        letter=work.letter,
     )
 
 

@@ -51,7 +51,7 @@ class Work:
     `attempts` were counted so far; `spared` runs failed and cost none (D17). `saga` is there for a saga's handler.
     `own_id` is its position at its broker or its message id, the same for each delivery of it and of no other message;
     None where there is neither. `first`: it was never delivered before. `pending`: its record waits for it, and
-    `row` is its delivery from our own queue (D19).
+    `row` is its delivery from our own queue (D19). `letter`: the dead letter that it was redriven from.
     `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
     """
 
@@ -67,6 +67,7 @@ class Work:
     first: bool = False
     pending: Pending | None = None
     row: tuple[int, int] | None = None
+    letter: int | None = None
     _nonce: bytes = b""
     abandoned: Callable[[], bool] = bool
 
@@ -83,6 +84,7 @@ class Work:
         first: bool = False,
         pending: Pending | None = None,
         row: tuple[int, int] | None = None,
+        letter: int | None = None,
     ) -> Work:
         """`leased`: the saga that this message began, taken from the store; a suspect one is decoded by `read`. With a
         `refusal` the message is not decoded at all."""
@@ -98,6 +100,7 @@ class Work:
             first=first,
             pending=pending,
             row=row,
+            letter=letter,
         )
         if leased is None or not leased.suspect:
             work.read()

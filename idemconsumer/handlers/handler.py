@@ -21,7 +21,7 @@ from idemconsumer.message import codecs, keys
 from idemconsumer.message.delivered import size_of
 from idemconsumer.message.envelopes import Unwrap
 from idemconsumer.message.message import Message, Subscription
-from idemconsumer.message.sources import own_source
+from idemconsumer.message.sources import own_source, retry_source
 from idemconsumer.ports.handler import Saga, Tx
 from idemconsumer.ports.starter import Starter
 from idemconsumer.ports.store import Claim
@@ -131,8 +131,7 @@ class BoundHandler:
         self.subscriptions = tuple(Subscription(source, plan.name, group) for source in plan.sources)
         # A queue in Postgres, for messages that their own broker would soon drop and for sagas begun from code.
         self.own_source = own_source(app, plan.name)
-        # Another one for messages whose next attempt is due later: workers that do not know them never see it (D18).
-        self.retry_source = f"postgres:~~{app}/{plan.name}"
+        self.retry_source = retry_source(app, plan.name)
 
     @property
     def key_rule(self) -> str:

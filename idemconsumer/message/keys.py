@@ -171,7 +171,13 @@ def tenant_of(scope: str) -> str | None:
     middle = scope.split("/")[1]
     if middle in ("-", "%2D"):
         return None if middle == "-" else "-"
-    return middle.replace("%2F", "/").replace("%25", "%")
+    return _unescape(middle)
+
+
+def parts_of(scope: str) -> tuple[str, str | None, str]:
+    """App, tenant and handler: what `scope_name` was given."""
+    app, _, handler = scope.split("/")
+    return _unescape(app), tenant_of(scope), _unescape(handler)
 
 
 def scopes_of(app: str) -> str:
@@ -181,6 +187,10 @@ def scopes_of(app: str) -> str:
 
 def _escape(part: str) -> str:
     return part.replace("%", "%25").replace("/", "%2F")
+
+
+def _unescape(part: str) -> str:
+    return part.replace("%2F", "/").replace("%25", "%")
 
 
 def fingerprint(body: bytes) -> bytes:

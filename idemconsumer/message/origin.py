@@ -31,14 +31,15 @@ class _Origin(msgspec.Struct):
     delivered: msgspec.Raw = msgspec.Raw(b"{}")
     order: Any = None
     pending: Pending | None = None
+    letter: int | None = None
 
 
-def with_origin(message: Message, pending: Pending | None = None) -> Message:
-    """The same message, about to be moved into our own queue."""
+def with_origin(message: Message, pending: Pending | None = None, letter: int | None = None) -> Message:
+    """The same message, about to be moved into our own queue; `letter`: since this dead letter is redriven."""
     delivered = msgspec.Raw(encode_delivered(message))
     order = None if message.order_hint is None else stored_value(message.order_hint)
     position, message_id = storable_text(message.position), message.message_id and storable_text(message.message_id)
-    origin = _Origin(message.source, position, message_id, delivered, order, pending)
+    origin = _Origin(message.source, position, message_id, delivered, order, pending, letter)
     return msgspec.structs.replace(message, headers={**message.headers, ORIGIN: msgspec.json.encode(origin).decode()})
 
 
@@ -61,6 +62,12 @@ def pending_of(message: Message) -> Pending | None:
     """Of a message in our own queue; None when it does not come for a further attempt."""
     origin = _origin(message)
     return None if origin is None else origin.pending
+
+
+def letter_of(message: Message) -> int | None:
+    """The dead letter that a message in our own queue was redriven from."""
+    origin = _origin(message)
+    return None if origin is None else origin.letter
 
 
 def _origin(message: Message) -> _Origin | None:

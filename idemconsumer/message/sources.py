@@ -92,3 +92,8 @@ def _write(scheme: str) -> str:
 def own_source(app: str, handler: str) -> str:
     """The queue in Postgres that belongs to a handler."""
     return f"postgres:~{app}/{handler}"
+
+
+def retry_source(app: str, handler: str) -> str:
+    """Another one, for messages that come once more later. Workers that do not know them never see it (D18)."""
+    return f"postgres:~~{app}/{handler}"

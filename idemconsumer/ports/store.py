@@ -37,6 +37,7 @@ class NextAttempt:
 
     `attempts` have failed so far; with `error` one more is counted in the same commit. `own_id` is the message's id at
     its own broker. `row`: id and delivery token of the row of `queue` that it came from, which this one replaces.
+    `letter`: the dead letter that it was redriven from.
     """
 
     queue: str
@@ -47,6 +48,7 @@ class NextAttempt:
     error: str | None = None
     own_id: str | None = None
     row: tuple[int, int] | None = None
+    letter: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class DeadLetter:
     is one with `again`, if there is a letter with that `content` (R24).
 
     `body` and `headers` may be the beginning only; `body_size` and `body_sha256` are of the whole. `delivered` is what
-    else the broker gave (`message.delivered`).
+    else the broker gave (`message.delivered`). `letter`: it was redriven from this one, which is written again (O3).
     """
 
     identity: bytes
@@ -73,6 +75,7 @@ class DeadLetter:
     body_sha256: bytes | None = None
     content: bytes | None = None
     again: bytes | None = None
+    letter: int | None = None
 
 
 class OpenTransaction(Protocol):

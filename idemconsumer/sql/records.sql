@@ -213,10 +213,18 @@ delete from {schema}.attempt where key = any(%(keys)s::bytea[]) and reader = %(r
 
 -- name: dead_letter
 -- Another arrival only raises the count, so that a poison message that keeps arriving stays one row (R24). `again` is
--- the content of one that was delivered before and has no identity of its own.
-with known as (
+-- the content of one that was delivered before and has no identity of its own; `letter` is the one that was redriven (O3),
+-- which says from now on why its message failed this time.
+with reopened as (
+    update {schema}.dead_letter
+    set arrivals = arrivals + 1, last_at = clock_timestamp(), reason = %(reason)s, error = %(error)s,
+        attempts = %(attempts)s, scope = %(scope)s, key = coalesce(%(key)s::bytea, key)
+    where id = %(letter)s::bigint
+    returning id
+), known as (
     update {schema}.dead_letter set arrivals = arrivals + 1, last_at = clock_timestamp()
-    where id = (select max(id) from {schema}.dead_letter where content = %(again)s)
+    where not exists (select from reopened)
+      and id = (select max(id) from {schema}.dead_letter where content = %(again)s)
     returning id
 ), added as (
     insert into {schema}.dead_letter
@@ -225,12 +233,12 @@ with known as (
     select %(identity)s, %(handler)s, %(scope)s, %(source)s, %(position)s, %(reason)s, %(error)s, %(key)s::bytea,
         %(body)s::bytea, %(headers)s::bytea, %(attempts)s, %(delivered)s::bytea, %(body_size)s, %(body_sha256)s::bytea,
         %(content)s::bytea, clock_timestamp(), clock_timestamp()
-    where not exists (select from known)
+    where not exists (select from reopened) and not exists (select from known)
     on conflict (identity) do update
     set arrivals = dead_letter.arrivals + 1, last_at = excluded.last_at
     returning id
 )
-select id from known union all select id from added
+select id from reopened union all select id from known union all select id from added
 
 -- name: count_dead
 update {schema}.dead_letter set arrivals = arrivals + 1, last_at = clock_timestamp()

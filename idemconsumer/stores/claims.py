@@ -192,6 +192,7 @@ class PostgresClaims:
             "body_sha256": letter.body_sha256,
             "content": letter.content,
             "again": letter.again,
+            "letter": letter.letter,
         } | {n: clean(getattr(letter, n)) for n in ("handler", "scope", "source", "position", "reason", "error")}
         await self.begin()
         await self.send("dead_letter", params)

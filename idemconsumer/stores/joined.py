@@ -133,7 +133,7 @@ class PostgresStore:
                 "name": later.queue,
                 "message_id": None,
                 "body": later.message.body,
-                "headers": encode_headers(with_origin(later.message, pending).headers),
+                "headers": encode_headers(with_origin(later.message, pending, later.letter).headers),
                 "after": later.after,
                 "id": number,
                 "token": token,

@@ -17,7 +17,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import BadMessage, BrokerUnavailable, SessionEnded, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import Subscription
-from idemconsumer.message.origin import pending_of, restored
+from idemconsumer.message.origin import letter_of, pending_of, restored
 from idemconsumer.ports.broker import Bounds, Broker, Delivery, Session
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Observer, Point
@@ -161,11 +161,11 @@ class Feed:
         handler, message, suspect = self._handler_of(delivery), delivery.message, delivery.suspect
         refusal = refusal or delivery.refusal
         leased = delivery.handle if isinstance(delivery.handle, LeasedSaga) else None
-        pending, row, own_id = None, None, delivery.own_id
+        pending, row, letter, own_id = None, None, None, delivery.own_id
         if leased is None:
             if message.source in (handler.own_source, handler.retry_source):
                 suspect = suspect or message.source == handler.own_source
-                message, pending = restored(message) or message, pending_of(message)
+                message, pending, letter = restored(message) or message, pending_of(message), letter_of(message)
             if pending is not None:
                 row, own_id = delivery.handle, pending.own_id
         elif leased.suspect and leased.attempt > handler.options.max_attempts:  # not decoded: its message may kill
@@ -180,6 +180,7 @@ class Feed:
             first=not delivery.suspect,
             pending=pending,
             row=row,
+            letter=letter,
         )
         self._lanes.dispatch(work, delivery, session)
         self._at(Point.DISPATCHED, self._name, ())

@@ -120,8 +120,7 @@ class Worker:
             subscriptions = list(handler.subscriptions)
             if handler.leased or any(broker.hands_over for broker in brokers):
                 subscriptions.append(Subscription(handler.own_source, handler.name, handler.app))
-            if not handler.leased:
-                subscriptions.append(Subscription(handler.retry_source, handler.name, handler.app))
+            subscriptions.append(Subscription(handler.retry_source, handler.name, handler.app))
             for subscription in subscriptions:
                 scheme = subscription.scheme
                 feeds[scheme, self._broker(scheme).feed(subscription)].append(subscription)

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from idemconsumer import App, Message, Retry, Saga, Step, StoreUnavailable, Tx
-from idemconsumer.admin.dead_letters import hint
+from idemconsumer.admin.hints import hint
 from idemconsumer.engine.company import Company
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.message import keys
@@ -127,7 +127,7 @@ async def test_one_that_kills_whoever_reads_it_ends_as_a_dead_letter_and_costs_t
     assert [(reason, attempts) for reason, _, attempts in letters] == [("killed_worker", 2)]
     assert "2 workers died while it was decoded" in letters[0][1]
 
-    assert "publish it again, under a new key if `key` is there" in hint("killed_worker")
+    assert "Mend that, then `dead redrive`" in hint("killed_worker")
     assert bench.do("select key from idemconsumer.dead_letter") == [(None,)]
     reader.more = bool  # it was mended
     bench.enqueue("q", Item("bomb"))

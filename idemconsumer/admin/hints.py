@@ -1,0 +1,45 @@
+"""What a person can do about a message or a saga that was put aside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+_HINTS: Final[Mapping[str, str]] = {
+    "undecodable": "The body does not fit the payload's type. Fix the producer, or widen the annotation and "
+    "`dead redrive`.",
+    "tombstone": "A Kafka record without a value says that its key is deleted. To handle it, annotate the payload as "
+    "`X | None`, and take a key that is not in the payload.",
+    "unreadable": "Kafka's client could not read it, and a person skipped it. `body` is what is left of it, or of its "
+    "whole batch. Have the producer send it again.",
+    "key_missing": "The key rule found nothing in the message. Fix the producer, or change `key=` and `dead redrive`.",
+    "key_invalid": "The key rule found something that cannot be a key. Fix the producer, or change `key=` and "
+    "`dead redrive`.",
+    "oversized": "Body and headers are above the limit, and only their beginning is kept. Send a reference instead, or "
+    "raise IDEMCONSUMER_MAX_MESSAGE_BYTES.",
+    "conflict": "Two payloads arrived under one key; the first one counts. If this is intended, set `fingerprint=`.",
+    "attempts_exhausted": "Every attempt failed. Fix what `error` names, then `dead redrive`; a saga: `sagas resume`.",
+    "not_retryable": "The handler raised an error that `fail_on` makes final. Fix it, then `dead redrive`; a saga: "
+    "`sagas resume`.",
+    "killed_worker": "Workers died while decoding or running it (memory, a crash in C code). Mend that, then "
+    "`dead redrive`. Setting Kafka's offsets back does not run it: that copy is on record.",
+    "lost_connection": "Each run ended its own connection: the handler closes it or ends its session, a timeout of the "
+    "server does, or a statement crashes it (see its log). Mend that, then `dead redrive`.",
+    "contended": "Others held the rows or locks it needs, the whole time. Find them (pg_locks, pg_stat_activity), then "
+    "`dead redrive`; a saga: `sagas resume`.",
+    "saga_changed": "The handler no longer matches the recorded steps. `sagas show` lists them; restore the steps and "
+    "`sagas resume`, or continue with the present handler by --accept-version.",
+    "unknown_effect": "A call may or may not have had its effect. Look up the step's key there (`sagas show`), then "
+    "`sagas decide`, `sagas resume` or `sagas abandon`.",
+    "result_unencodable": "All steps are done, but what the handler returned cannot be stored. Correct that, then "
+    "`sagas resume`: no finished step runs again.",
+    "undo_failed": "A finished step could not be undone. Fix what `error` names, then `sagas resume`.",
+    "max_duration": "It has taken longer than its `max_duration`. Raise that and `sagas resume`, or `sagas abandon`.",
+    "review": "Its worker was lost, and on_stale leaves it to a person: `sagas resume` or `sagas abandon`.",
+}
+_OTHER_HINT: Final = "See `error`."
+
+
+def hint(reason: str) -> str:
+    """What a person can do about a dead letter, or a saga put aside, for this reason."""
+    return _HINTS.get(reason, _OTHER_HINT)

@@ -1,0 +1,107 @@
+"""Dead letters are run once more (O1 to O4).
+
+A redrive is a *ticket*: the letter's message, in the queue of its handler that also brings what is tried again later.
+Its DEAD record waits for it as a PENDING one does for its next attempt (D19), so the claim lets it through once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from idemconsumer.admin.dead_letters import PATIENCE, Which, connected
+from idemconsumer.message import keys
+from idemconsumer.message.delivered import with_delivered
+from idemconsumer.message.headers import decode_headers, encode_headers
+from idemconsumer.message.message import Message
+from idemconsumer.message.origin import Pending, with_origin
+from idemconsumer.message.sources import retry_source
+from idemconsumer.rules.letters import Redriven, redrivable
+from idemconsumer.sql.queries import load
+
+_TOGETHER: Final = 100  # letters of one transaction
+_LOOKS: Final = 5.0  # in a second, where there is a rate
+
+Progress = Callable[[int], None]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run did: how many letters became what (`Redriven`)."""
+
+    run: str
+    counts: Mapping[Redriven, int]
+
+    @property
+    def redriven(self) -> int:
+        return self.counts.get(Redriven.REDRIVES, 0)
+
+
+class Redrives:
+    """Of one schema. Raises like `Admin`."""
+
+    def __init__(self, dsn: str, schema: str) -> None:
+        self._dsn = dsn
+        self._schema = schema
+        self._queries = load(schema)
+
+    async def redrive(
+        self,
+        which: Which,
+        *,
+        by: str,
+        run: str,
+        rate: float | None = None,
+        dry_run: bool = False,
+        progress: Progress = lambda _: None,
+    ) -> Run:
+        """Run the messages of these letters once more, oldest first, with all their attempts again.
+
+        A letter is redriven once by all calls with the same `run`, so one that was killed goes on where it was. `rate`:
+        letters in a second at most. `progress` is called with how many more were looked at. A letter that comes in
+        meanwhile is left out.
+        """
+        counts, after, began, done = Counter[Redriven](), 0, time.monotonic(), 0
+        together = _TOGETHER if rate is None else max(1, min(_TOGETHER, int(rate / _LOOKS)))
+        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
+            (row,) = await (await connection.execute(self._queries["dead_last"])).fetchall()
+            given = which.params | {"run": run, "last": row["id"] or 0, "limit": together}
+            while True:
+                query = self._queries["dead_to_redrive"]
+                page = await (await connection.execute(query, given | {"after": after})).fetchall()
+                if not page:
+                    return Run(run=run, counts=counts)
+                async with connection.transaction():
+                    found = [await self._redrive(connection, row, run, by, dry_run=dry_run) for row in page]
+                counts.update(found)
+                after, done = page[-1]["id"], done + found.count(Redriven.REDRIVES)
+                progress(len(page))
+                if rate is not None and not dry_run:
+                    await asyncio.sleep(max(0.0, began + done / rate - time.monotonic()))
+
+    async def _redrive(self, connection: Any, row: Mapping[str, Any], run: str, by: str, *, dry_run: bool) -> Redriven:
+        if not redrivable(row["reason"], row["error"], row["kept"], row["body_size"]):
+            return Redriven.INCOMPLETE
+        if row["of_saga"]:
+            return Redriven.SAGA
+        if dry_run:
+            return Redriven.REDRIVES
+        queue, headers = ticket(row)
+        given = {"letter": row["id"], "queue": queue, "headers": headers, "run": run, "by": by}
+        cursor = await connection.execute(self._queries["redrive_letter"], given)
+        ((verdict,),) = [tuple(each.values()) for each in await cursor.fetchall()]
+        return Redriven(verdict)
+
+
+def ticket(row: Mapping[str, Any]) -> tuple[str, bytes]:
+    """The queue of a letter's message, and its headers there: where it came from, and which record waits for it."""
+    app, _, handler = keys.parts_of(row["scope"])
+    stored = Message(row["source"], b"", decode_headers(row["headers"]), position=row["position"])
+    message = with_delivered(stored, row["delivered"])
+    pending = None if row["key"] is None else Pending(row["key"], row["scope"])
+    headers = encode_headers(with_origin(message, pending, row["id"]).headers)
+    return retry_source(app, handler).partition(":")[2], headers

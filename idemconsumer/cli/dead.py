@@ -1,0 +1,275 @@
+"""`dead`: messages put aside for a person, and the way back."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import click
+
+from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail, Redrive, Which
+from idemconsumer.admin.redrives import Redrives, Run
+from idemconsumer.cli.banner import table
+from idemconsumer.cli.letters import letter_json, show, time_of
+from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.handlers.durations import parse_duration
+from idemconsumer.rules.letters import Redriven
+from idemconsumer.settings import load
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ERROR_WIDTH = 60
+_LEFT = {
+    Redriven.INCOMPLETE: "of which the whole message is not kept; have their producer send them again",
+    Redriven.SAGA: "of sagas that wait for a person: `idemconsumer sagas list --state dead`",
+    Redriven.BUSY: "about which somebody else decides right now; repeat this",
+    Redriven.REDRIVEN: "which somebody else has just redriven",
+    Redriven.DECIDED: "whose key is not dead any more: it was applied or rejected since, or waits for its next attempt",
+}
+
+
+def _chosen(command: F) -> F:
+    """Options that choose letters."""
+    for option in reversed(
+        (
+            click.option("--handler", help="Only dead letters of this handler."),
+            click.option("--reason", help="Only dead letters with this reason."),
+            click.option("--error", metavar="TEXT", help="Only dead letters with this text in their error."),
+            click.option("--since", metavar="DURATION", help="Only those that arrived in the last 2h, 7d, …"),
+            click.option("--key", metavar="TEXT", help="Only those of this key; with --handler."),
+            click.option("--tenant", help="With --key: only of this tenant."),
+            click.option(
+                "--hash", "prefix", metavar="HEX", help="Only those whose stored key begins with these digits."
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+async def _which(admin: Admin, given: dict[str, Any], **more: Any) -> Which:
+    """From the options of `_chosen`, which it takes out of `given`."""
+    handler, key, tenant, since = (given.pop(name) for name in ("handler", "key", "tenant", "since"))
+    if (key is not None and handler is None) or (tenant is not None and key is None):
+        raise click.UsageError("--key TEXT needs --handler NAME, and --tenant needs both; or write --hash HEX")
+    keys = None if key is None else await admin.stored_keys(handler, key, tenant=tenant)
+    seconds = None if since is None else parse_duration(since)
+    chosen = {name: given.pop(name) for name in ("reason", "error", "prefix")}
+    return Which(handler=handler, keys=keys, since=seconds, **chosen, **more)
+
+
+def _admin(flags: dict[str, Any]) -> Admin:
+    settings = load(**{name: flags.pop(name) for name in ("dsn", "schema")})
+    return Admin(need_dsn(settings), settings.schema)
+
+
+@click.group()
+def dead() -> None:
+    """Dead letters: messages put aside for a person."""
+
+
+@dead.command("list")
+@_chosen
+@click.option("--redriven", is_flag=True, help="Also those that were redriven and have not failed again.")
+@click.option("--before", type=int, metavar="ID", help="Go on behind this one, as the last line says.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
+)
+@database
+@as_json
+def dead_list(redriven: bool, before: int | None, limit: int, as_json: bool, **flags: Any) -> None:
+    """List dead letters, newest first."""
+    admin = _admin(flags)
+
+    async def read() -> Any:
+        return await admin.dead_letters(await _which(admin, flags, redriven=redriven), before=before, limit=limit)
+
+    letters = asyncio.run(read())
+    if as_json:
+        print_json(letters)
+        return
+    rows: list[tuple[str, ...]] = [("id", "last seen", "handler", "reason", "position", "arrivals", "error")]
+    for each in letters:
+        reason = f"{each.reason} (redriven)" if each.redriven_at else each.reason
+        cells = (each.handler, reason, each.position, str(each.arrivals), each.error[:_ERROR_WIDTH])
+        rows.append((str(each.id), time_of(each.last_at), *map(printable, cells)))
+    click.echo(table(rows) if letters else "no dead letters")
+    if len(letters) == limit:
+        click.echo(
+            f"there may be more: --before {letters[-1].id}; `idemconsumer dead groups` counts them all", err=True
+        )
+
+
+@dead.command("groups")
+@_chosen
+@database
+@as_json
+def dead_groups(as_json: bool, **flags: Any) -> None:
+    """Group dead letters by cause: handler, reason, and the exception's type and line. The most frequent come first."""
+    admin = _admin(flags)
+
+    async def read() -> Any:
+        return await admin.causes(await _which(admin, flags))
+
+    causes = asyncio.run(read())
+    if as_json:
+        print_json(causes)
+        return
+    rows: list[tuple[str, ...]] = [
+        ("letters", "handler", "reason", "exception", "place", "arrivals", "first seen", "last seen", "newest")
+    ]
+    for each in causes:
+        cells = (each.handler, each.reason, each.exception or "-", each.place or "-", str(each.arrivals))
+        times = (time_of(each.first_at), time_of(each.last_at))
+        rows.append((str(each.letters), *map(printable, cells), *times, str(each.newest)))
+    click.echo(table(rows) if causes else "no dead letters")
+
+
+@dead.command("show")
+@click.argument("number", metavar="ID", type=int)
+@database
+@as_json
+def dead_show(number: int, as_json: bool, **flags: Any) -> None:
+    """Show one dead letter with all that its broker gave, and what to do about it."""
+    admin = _admin(flags)
+
+    async def read() -> tuple[DeadLetterDetail, list[Redrive]]:
+        if (found := await admin.dead_letter(number)) is None:
+            raise ConfigurationError(f"there is no dead letter {number}; `idemconsumer dead list` lists them")
+        return found, await admin.redrives(found)
+
+    letter, redrives = asyncio.run(read())
+    if as_json:
+        print_json({**letter_json(letter), "redrives": redrives})
+    else:
+        show(letter, redrives)
+
+
+@dead.command("export")
+@_chosen
+@click.option("--redriven", is_flag=True, help="Also those that were redriven and have not failed again.")
+@database
+def dead_export(redriven: bool, **flags: Any) -> None:
+    """Write dead letters in full, newest first, as lines of JSON like those of `dead show --json`."""
+    admin = _admin(flags)
+
+    async def export() -> None:
+        async for letter in admin.export(await _which(admin, flags, redriven=redriven)):
+            print_json(letter_json(letter))
+
+    click.echo("warning: what follows holds payloads; keep it where personal data may be kept", err=True)
+    asyncio.run(export())
+
+
+@dead.command("redrive")
+@click.argument("ids", metavar="[ID]…", type=int, nargs=-1)
+@_chosen
+@click.option("--all", "everything", is_flag=True, help="All of them.")
+@click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N in a second.")
+@click.option("--run", metavar="NAME", help="Go on with a run that was interrupted.  [default: a new one]")
+@click.option("--by", metavar="NAME", help="Who does this, for the trace.  [default: user@host]")
+@click.option("--dry-run", is_flag=True, help="Only say what would be redriven.")
+@database
+@as_json
+def dead_redrive(
+    ids: tuple[int, ...],
+    everything: bool,
+    rate: float | None,
+    run: str | None,
+    by: str | None,
+    dry_run: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Run the messages of dead letters once more, oldest first, with all their attempts again.
+
+    Workers take them from a queue in the database. What was applied meanwhile does not run again; what fails again is a
+    dead letter again. A run redrives each letter once, so an interrupted one can be repeated with --run.
+    """
+    _need_choice(ids, flags, everything=everything)
+    settings = load(dsn=flags["dsn"], schema=flags["schema"])
+    admin = _admin(flags)
+    redrives, name = Redrives(need_dsn(settings), settings.schema), run or _run_name()
+
+    async def act() -> Run:
+        which = await _which(admin, flags, ids=ids or None)
+        length, _ = await admin.count(which)
+        with click.progressbar(length=length, label="redriving", file=sys.stderr) as bar:
+            return await redrives.redrive(
+                which, by=by or _user(), run=name, rate=rate, dry_run=dry_run, progress=bar.update
+            )
+
+    if not dry_run:
+        click.echo(f"run {name}; to go on after an interruption, repeat this with --run {name}", err=True)
+    done = asyncio.run(act())
+    if as_json:
+        print_json({"run": None if dry_run else name, "dry_run": dry_run, "letters": done.counts})
+    else:
+        click.echo(f"{'would redrive' if dry_run else 'redriven'}: {done.redriven} dead letters")
+        for verdict, text in _LEFT.items():
+            if count := done.counts.get(verdict):
+                click.echo(f"left: {count} {text}", err=True)
+
+
+@dead.command("discard")
+@click.argument("ids", metavar="[ID]…", type=int, nargs=-1)
+@_chosen
+@click.option("--all", "everything", is_flag=True, help="All of them.")
+@click.option("--redriven", is_flag=True, help="Also those that were redriven and have not failed again.")
+@click.option("--dry-run", is_flag=True, help="Only count; delete nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@database
+@as_json
+def dead_discard(
+    ids: tuple[int, ...], everything: bool, redriven: bool, dry_run: bool, yes: bool, as_json: bool, **flags: Any
+) -> None:
+    """Delete dead letters for good.
+
+    Their keys stay dead: when their messages come again they do not run.
+    """
+    _need_choice(ids, flags, everything=everything)
+    admin = _admin(flags)
+
+    async def choose() -> tuple[Which, int, int]:
+        which = await _which(admin, flags, ids=ids or None, redriven=redriven)
+        return which, *await admin.count(which)
+
+    which, letters, of_sagas = asyncio.run(choose())
+    discarded = letters - of_sagas
+    if not dry_run:
+        if not yes and discarded:
+            click.confirm(f"delete {discarded} dead letters for good?", abort=True, err=True)
+        with click.progressbar(length=discarded, label="discarding", file=sys.stderr) as bar:
+            discarded = asyncio.run(admin.discard(which, bar.update))
+    if as_json:
+        print_json({"discarded": discarded, "of_sagas": of_sagas, "dry_run": dry_run})
+        return
+    click.echo(f"{'would discard' if dry_run else 'discarded'}: {discarded} dead letters")
+    if of_sagas:
+        click.echo(f"left: {of_sagas} {_LEFT[Redriven.SAGA]}", err=True)
+
+
+def _need_choice(ids: tuple[int, ...], flags: Mapping[str, Any], *, everything: bool) -> None:
+    filters = [name for name in ("handler", "reason", "error", "since", "key", "prefix") if flags[name] is not None]
+    if not (ids or filters or everything) or (everything and (ids or filters)):
+        raise click.UsageError("give ids, or options such as --handler and --reason, or --all")
+
+
+def _run_name() -> str:
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _user() -> str:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

@@ -1,0 +1,31 @@
+"""Dead letters: which of them can be run once more, and what became of one that was to be."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+LEFT_OUT: Final = "are left out here"
+"""What the error of a letter ends with that lacks headers."""
+
+
+class Redriven(StrEnum):
+    """What became of a letter that was to be redriven. The texts are those of `redrive_letter` in the database.
+
+    `redrives`: its message waits in the queue. Nothing was done about the others: `incomplete`, its message is not
+    whole; `saga`, a person decides with `sagas resume`; `busy`, somebody else decides about the letter or its key right
+    now; `redriven`, somebody else has just redriven it; `decided`, its key is not DEAD any more.
+    """
+
+    REDRIVES = "redrives"
+    INCOMPLETE = "incomplete"
+    SAGA = "saga"
+    BUSY = "busy"
+    REDRIVEN = "redriven"
+    DECIDED = "decided"
+
+
+def redrivable(reason: str, error: str, kept: int, body_size: int) -> bool:
+    """Whether the letter has the whole message (O2): of a large one only the beginning is kept, and of what Kafka's
+    client could not read what is left of it."""
+    return reason != "unreadable" and kept == body_size and not error.endswith(LEFT_OUT)
