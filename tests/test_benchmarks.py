@@ -32,6 +32,7 @@ from benchmarks.store_path import SCRIPT, pgbench
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
 from tests.support.servers.made import PostgresServer, Server
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ async def test_by_hand_a_free_connection_takes_the_next_arrival() -> None:
             done.set()
 
     hand = Hand(["slow", "quick"], apply)  # type: ignore[list-item]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         assert len(await arrivals.measure(hand, Load(prefix="p", count=10), 10_000.0, lanes=2)) == 10
 
 

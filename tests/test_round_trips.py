@@ -33,6 +33,7 @@ from tests.support.flights import Cost, Wire
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, work
 from tests.support.sagas import Bench, Station, put, saga, take_back
 from tests.support.servers.postgres import fresh_database
+from tests.support.waiting import PATIENCE
 
 MANY = 4
 ROW = re.compile(r"^\| ([^|]+) \| ([\dn+ ]+) \| ([\dn+ ]+) \|$", re.MULTILINE)
@@ -402,7 +403,7 @@ async def renew(world: World, n: int) -> Act:
     async def run() -> None:
         heartbeat._renewed.clear()
         heartbeat._wanted.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             await heartbeat._renewed.wait()
 
     await run()  # connects
@@ -499,7 +500,7 @@ async def test_what_is_sent_without_waiting_is_one_flight(database: str) -> None
                 await_answer(server.backend_pid, query)
                 await passes(5)
             left = 3
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE):
                 while left:
                     await asyncio.sleep(0)
                     server.consume_input()

@@ -17,9 +17,10 @@ from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
+from idemconsumer.sql.answering import AnsweringConnection
 from tests.support.ledger import Ledger
 from tests.support.servers.proxy import Proxy
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 Opens = Callable[[], Awaitable[PostgresSession]]
 
@@ -87,7 +88,7 @@ async def test_what_another_is_taking_is_passed_over_and_not_waited_for(
     session = await opened()
     with psycopg.connect(ledger.dsn) as other:
         other.execute("select 1 from idemconsumer.queue order by id limit 1 for update")
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(PATIENCE):
             assert [delivery.message.body for delivery in await taken(session)] == [b"2"]
 
 
@@ -95,7 +96,6 @@ async def test_what_another_is_taking_is_passed_over_and_not_waited_for(
 async def test_a_session_whose_server_says_nothing_ends(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, query: str
 ) -> None:
-    monkeypatch.setattr(postgres, "_PATIENCE", 0.3)
     monkeypatch.setattr(postgres, "VISIBILITY", 0.9 if query == "extend" else 10.0)
     async with Proxy(int(str(conninfo_to_dict(ledger.dsn)["port"]))) as proxy:
         broker = PostgresBroker(Settings(dsn=make_conninfo(ledger.dsn, host="127.0.0.1", port=proxy.port)))
@@ -103,7 +103,8 @@ async def test_a_session_whose_server_says_nothing_ends(
         await publish(broker, b"1")
         (delivery,) = await taken(session)
         proxy.freeze()
-        async with asyncio.timeout(5):
+        session._connection.patience = 0.3
+        async with asyncio.timeout(PATIENCE):
             if query == "finish":
                 await session.settle([delivery])
             elif query == "extend":
@@ -165,7 +166,6 @@ async def test_a_lost_listener_is_replaced_and_what_it_missed_is_looked_for(
 async def test_a_listener_that_is_silent_is_replaced(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, looks_once: None
 ) -> None:
-    monkeypatch.setattr(postgres, "_PATIENCE", 0.3)
     monkeypatch.setattr(listening, "PROBE", 0.1)
     async with Proxy(int(str(conninfo_to_dict(ledger.dsn)["port"]))) as proxy:
         listen_dsn = make_conninfo(ledger.dsn, host="127.0.0.1", port=proxy.port)
@@ -176,6 +176,8 @@ async def test_a_listener_that_is_silent_is_replaced(
         unannounced(ledger)
         assert session._listening is not None
         silent = session._listening._connection
+        assert isinstance(silent, AnsweringConnection)
+        silent.patience = 0.3
         await until(lambda: session._listening is not None and session._listening._connection is not silent)
         proxy.thaw()
         assert [delivery.message.body for delivery in await fetching] == [b"quiet"]

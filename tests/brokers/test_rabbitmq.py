@@ -37,7 +37,7 @@ from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies, until_idle
 from tests.support.servers.made import PrivateRabbitMQ
 from tests.support.servers.rabbitmq import RabbitMQ
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 class Node:
@@ -530,7 +530,7 @@ async def test_closing_is_bounded_when_the_broker_does_not_answer(
 
     with monkeypatch.context() as patch:
         patch.setattr(session._channel, "close", silent)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             await session.close()
     with pytest.raises(SessionEnded, match="closed"):
         await session.fetch()

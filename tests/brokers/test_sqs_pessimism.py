@@ -23,7 +23,7 @@ from idemconsumer.testing.broker_contract import WIDE, arriving, bodies
 from tests.support.logs import times
 from tests.support.servers.elasticmq import CREDENTIALS
 from tests.support.servers.sqs_double import BUSY, SqsDouble
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.support.workers import Bench, Item, note, prepare
 
 
@@ -249,7 +249,7 @@ async def test_a_drain_does_not_wait_for_deletions_that_do_not_end(
         await until(lambda: len(session._arrived) == unfetched)
         with monkeypatch.context() as patched:
             patched.setattr(sqs_session, "_FAREWELL", farewell)
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(PATIENCE):
                 await session.stop_fetching()
         assert [stored.visible for stored in double.messages.values()] == [False, True][: 1 + unfetched]
         double.throttling.clear()
@@ -400,7 +400,7 @@ async def test_an_answer_that_makes_no_sense_ends_the_session(
         deliveries = await arriving(session, 1)
         double.refuse = lambda operation, message: {**BUSY, "Id": "none that was asked"}
         with pytest.raises(SessionEnded, match="queue 'orders' cannot be used"):
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(PATIENCE):
                 await _settling(session, [] if held else deliveries)
 
 

@@ -191,7 +191,7 @@ async def test_a_server_that_does_not_say_is_not_waited_for(
     waits_for_lock = store.pool.waits_for_lock
     monkeypatch.setattr(store.pool, "waits_for_lock", lambda _: waits_for_lock(other))  # type: ignore[arg-type]
     stock.execute("lock table stock")
-    async with server, asyncio.timeout(5):
+    async with server, asyncio.timeout(PATIENCE):
         outcome = await Engine(store).process(*works(waiting(by_tx, max_attempts=2), 1))
     assert (outcome.reason, asked) == ("retry", [True])
 

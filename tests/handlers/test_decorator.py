@@ -25,6 +25,7 @@ from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.handler import Batch, Duration, Saga, Tx
 from idemconsumer.rules.backoff import Backoff
+from tests.support.waiting import PATIENCE
 
 TX = cast(Tx, object())
 
@@ -123,7 +124,7 @@ async def test_a_plain_function_that_raises_stop_iteration_ends() -> None:
         return next(iter(()))
 
     h = bound(empty)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         with pytest.raises(RuntimeError, match="StopIteration"):
             await h.run(h.call_for(message()), None, 1)
 

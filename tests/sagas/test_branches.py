@@ -11,6 +11,7 @@ import pytest
 from idemconsumer import OutcomeKind, Reject, Saga, Tx
 from idemconsumer.rules.values import State
 from tests.support.sagas import Bench, Station, put, saga, take_back
+from tests.support.waiting import PATIENCE
 
 
 async def refuse(tx: Tx) -> None:
@@ -165,7 +166,7 @@ async def test_a_replay_does_not_wait_for_what_came_of_a_rejection(bench: Bench,
 
     handler = saga(book, timeout="1h")
     await one.deliver(handler)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         assert (await two.resume(handler)).kind is OutcomeKind.FAILED
     assert bench.effects[-1] == "undo:instead:out:instead"
 
@@ -184,6 +185,6 @@ async def test_a_replay_waits_for_no_step_that_has_its_place_before(bench: Bench
         await saga.tx("new", put, "new")
 
     await one.deliver(saga(book))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         outcome = await two.resume(saga(changed, timeout="1h"))
     assert (outcome.kind, outcome.reason, bench.effects) == (OutcomeKind.DEAD, "saga_changed", ["a"])

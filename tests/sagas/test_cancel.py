@@ -29,7 +29,7 @@ from tests.support.sagas import (
     saga,
     take_back,
 )
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 CANCELLED = '{"code":"cancelled","body":null}'
 
@@ -89,7 +89,7 @@ async def test_a_call_in_flight_is_cut_off_and_made_again_under_its_key_before_t
     assert await cancel(bench, undo=undo) == Cancellation(accepted=True, state=State.PROCESSING, undo=undo)
     session = await due_sagas(one, FreeLanes(0), one.engine.cancel)
     await session.fetch()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         assert (await running).kind is OutcomeKind.RETRYING
     gate.go.set()
     assert (await two.resume(handler)).kind is OutcomeKind.FAILED

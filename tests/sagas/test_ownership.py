@@ -22,6 +22,7 @@ from idemconsumer.settings import Settings
 from idemconsumer.worker.in_hand import InHand
 from idemconsumer.worker.lanes import Lanes
 from tests.support.sagas import Bench, FreeLanes, Station, due_sagas, order, put, saga
+from tests.support.waiting import PATIENCE
 
 
 async def book(order: dict[str, Any], saga: Saga) -> str:
@@ -180,7 +181,7 @@ async def test_without_a_source_the_next_call_goes_on_with_what_was_left(bench: 
     assert (await one.deliver(saga(waits))).kind is OutcomeKind.BUSY, "its source would go on with it"
     first = asyncio.create_task(one.engine.run(Work.of(saga(waits), order()), told, unfed=True))
     await running.wait()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         second = await one.engine.run(Work.of(saga(waits), order()), told, unfed=True)
     assert second.kind is OutcomeKind.BUSY, "another call has it"
     go.set()

@@ -19,7 +19,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.stores.connection import Connection
 from tests.support.servers.proxy import Proxy
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -205,10 +205,10 @@ def test_a_connection_that_was_reset_right_after_an_answer_does_not_keep_the_nex
         assert await one(connection, "select 1") == 1
         last = asyncio.create_task(one(connection, "select 'the last' || ' one'"))
         await asyncio.sleep(0)
-        assert server.over.wait(5)  # the loop stands still, so that it sees both at once
+        assert server.over.wait(PATIENCE)  # the loop stands still, so that it sees both at once
         assert await last == "the last one"
         following = asyncio.create_task(connection.execute("select 1"))
-        ended, _ = await asyncio.wait([following], timeout=5)
+        ended, _ = await asyncio.wait([following], timeout=PATIENCE)
         if not ended:  # a cancellation would wait for the same answer
             connection.unwatch()
             connection._watch()

@@ -18,6 +18,8 @@ from tests.support.logs import times
 from tests.support.waiting import PATIENCE, until
 from tests.support.workers import Bench, Item, Lasting, connected, note
 
+SOON = 15.0  # seconds; a drain that waited for what it need not would take its 20
+
 
 class Gate:
     """A handler that reports when it has started, and waits until it may go on."""
@@ -90,7 +92,7 @@ async def test_what_a_fetch_under_way_still_brings_is_given_back_at_once(bench: 
             running.worker.drain()
             await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.draining)
             await other.commit()
-            async with asyncio.timeout(8):
+            async with asyncio.timeout(SOON):
                 await running.leave()
     await running.until(lambda: bench.do(waiting + " and state = 'active'", pattern)[0][0] == 0)
     assert bench.effects() == []
@@ -128,7 +130,7 @@ async def test_a_drain_does_not_wait_for_a_next_attempt(bench: Bench) -> None:
     bench.enqueue("q", Item("later"))
     async with bench.running(app) as running:
         await running.until_count(retrying=1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON):
             await running.leave()
     assert queue(bench) == [("later", 0, True)]
     assert bench.attempts() == 1
@@ -147,7 +149,7 @@ async def test_a_drain_leaves_the_room_and_a_lane_that_waits_for_it(bench: Bench
         bench.running(app, room=1) as running,
     ):
         await running.until_count(busy=2)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON):
             await running.leave()
     assert bench.effects() == []
     assert queue(bench) == [(name, 0, True) for name in busy]
@@ -207,6 +209,6 @@ async def test_a_drain_while_a_session_is_being_opened_ends_the_worker(
         running.worker.drain()
         if opens:
             slow.go.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             await running.task
     assert all(session._epoch.ended for session in slow.sessions)

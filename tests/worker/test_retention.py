@@ -12,7 +12,7 @@ from idemconsumer.sql.queries import load
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.worker import retention as upkeep
 from idemconsumer.worker.retention import Retention, prune_once
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 SCHEMA = "idemconsumer"
 OLD, NEW = "2 hours", "1 minute"
@@ -197,7 +197,7 @@ async def test_upkeep_says_once_that_it_fails_and_goes_on_when_it_can(
     monkeypatch.setattr(upkeep, "prune_once", prune)
     monkeypatch.setattr(upkeep, "log", Log())
     task = asyncio.create_task(Retention(store, SCHEMA, 0.001).run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         await working.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
