@@ -18,16 +18,24 @@ _STATEMENTS: Final = {
 }
 
 
-async def decide(claims: PostgresClaims, key: bytes, step: str, answer: Done[Any] | NotDone) -> None:
+async def decide(
+    claims: PostgresClaims, key: bytes, step: str, answer: Done[Any] | NotDone, attempt: int | None = None
+) -> None:
     """In a transaction that holds the saga's row, and that the caller completes. `answer` is about the undo, if that is
-    what was begun. Raises ConfigurationError when that step has no call of unknown outcome, and TypeError when the
-    result is not JSON."""
+    what was begun. Raises ConfigurationError when that step has no call of unknown outcome, or another `attempt` of it
+    is open, and TypeError when the result is not JSON."""
     rows = await claims.send("open_calls", {"key": key})
-    states = {name: StepState(state) for name, state in rows}
-    if (state := states.get(step)) is None:
-        there = ", ".join(map(repr, states)) or "no step"
+    open_calls = {name: (StepState(state), begun) for name, state, begun in rows}
+    state, begun = open_calls.get(step, (None, 0))
+    if state is None:
+        there = ", ".join(map(repr, open_calls)) or "no step"
         raise ConfigurationError(
             f"saga {key.hex()[:12]}: step {step!r} is no call of unknown outcome; such are: {there}"
+        )
+    if attempt is not None and attempt != begun:
+        raise ConfigurationError(
+            f"saga {key.hex()[:12]}: of step {step!r} attempt {begun} is open, and not {attempt}: the answer is out of "
+            "date; ask the remote again"
         )
     done = answer if isinstance(answer, Done) else None
     if state is StepState.UNDO_INTENT and done is not None and done.result is not None:

@@ -156,11 +156,11 @@ class SagaAdmin:
                 results = [(key, StoredResult(rejection or abandoned.body, abandoned.content_type))]
             await claims.complete(results, [])
 
-    async def decide(self, key: bytes, step: str, answer: Done[Any] | NotDone) -> None:
+    async def decide(self, key: bytes, step: str, answer: Done[Any] | NotDone, *, attempt: int | None = None) -> None:
         """Say how a call of unknown outcome ended, or its undo if that was begun; the saga is due now, with all its
-        attempts again (L52). Refused while a worker runs it."""
+        attempts again (L52). Refused while a worker runs it, and when another `attempt` of the step is open."""
         async with self._deciding(key) as (claims, state, _):
-            await decide(claims, key, step, answer)
+            await decide(claims, key, step, answer, attempt)
             await _set_free(claims, key, state, version=None)
             await claims.complete([], [])
 

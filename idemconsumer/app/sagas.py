@@ -136,19 +136,27 @@ class SagaCalls(ABC):
         return await admin.cancel(digest, undo=undo)
 
     async def decide(
-        self, handler: Handler[..., Any], step: str, answer: Done[Any] | NotDone, *, key: str, tenant: str | None = None
+        self,
+        handler: Handler[..., Any],
+        step: str,
+        answer: Done[Any] | NotDone,
+        *,
+        key: str,
+        tenant: str | None = None,
+        attempt: int | None = None,
     ) -> None:
         """Say how a call of unknown outcome ended, or its undo if that was begun; then the saga goes on at once, with
         all its attempts.
 
         `Done(result)` stores the result as the step's output, in JSON; it is read back by the annotation of the step's
         function when the saga goes on, and if it does not fit, the saga is put aside as `saga_changed`. `NotDone()`
-        lets the call be made again, with the same key. Raises StoreUnavailable, BadMessage for an invalid key,
-        TypeError for a result that is not JSON, and ConfigurationError when it is no such step, or a worker runs the
-        saga.
+        lets the call be made again, with the same key. With `attempt`, which `saga` says of each step, the answer
+        is refused if the call was begun again since the remote was asked. Raises StoreUnavailable, BadMessage for an
+        invalid key, TypeError for a result that is not JSON, and ConfigurationError when it is no such step or attempt,
+        or a worker runs the saga.
         """
         admin, digest = self._saga_of(handler, tenant, key, "only a saga has steps")
-        await admin.decide(digest, step, answer)
+        await admin.decide(digest, step, answer, attempt=attempt)
 
     def _saga_of(self, handler: Handler[..., Any], tenant: str | None, key: str, why: str) -> tuple[SagaAdmin, bytes]:
         if not self._has(handler) or not handler.plan.signature.needs_saga:

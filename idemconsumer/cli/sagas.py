@@ -205,12 +205,15 @@ def saga_abandon(
 @click.argument("step", metavar="STEP")
 @click.option("--done", metavar="JSON", help="It was done, with this output: what its function returns, or null.")
 @click.option("--not-done", is_flag=True, help="It was not done, and is called again.")
+@click.option("--attempt", type=int, help="Refuse the answer if another attempt of the step is open by now.")
 @database
 @as_json
-def saga_decide(prefix: str, step: str, done: str | None, not_done: bool, as_json: bool, **flags: Any) -> None:
+def saga_decide(
+    prefix: str, step: str, done: str | None, not_done: bool, attempt: int | None, as_json: bool, **flags: Any
+) -> None:
     """Say how a call ended, or the undo of one, whose outcome nobody knew. Then the saga goes on.
 
-    STEP is its name, as `sagas show` has it, with the key that its remote was given.
+    STEP is its name, as `sagas show` has it, with its attempts and the key that its remote was given.
     """
     if (done is None) != not_done:
         raise click.UsageError("give either --done JSON or --not-done")
@@ -222,7 +225,7 @@ def saga_decide(prefix: str, step: str, done: str | None, not_done: bool, as_jso
 
     async def decide() -> SagaDetail:
         found = await admin.find(prefix=prefix)
-        await admin.decide(found, step, answer)
+        await admin.decide(found, step, answer, attempt=attempt)
         return await admin.saga(found)
 
     _say(asyncio.run(decide()), "decided", as_json=as_json)

@@ -213,9 +213,9 @@ where key = %(key)s
 -- name: open_calls
 -- L52. Calls, and undos of calls, of unknown outcome; and the call whose end a person has said, if the handler could not
 -- go on with that.
-select name, state from {schema}.step where key = %(key)s and state in ({INTENT}, {UNDO_INTENT})
+select name, state, attempt from {schema}.step where key = %(key)s and state in ({INTENT}, {UNDO_INTENT})
 union all
-select s.name, {INTENT} from {schema}.step as s join {schema}.saga as g using (key)
+select s.name, {INTENT}, s.attempt from {schema}.step as s join {schema}.saga as g using (key)
 where s.key = %(key)s and s.state = {DONE} and g.parked = 'saga_changed'
   and (select detail from {schema}.history
        where key = s.key and what = 'decided' and starts_with(detail, 'step ' || s.name || ': ')

@@ -156,6 +156,34 @@ async def test_nothing_else_is_decided(bench: Bench, one: Station, two: Station,
         await decide(bench, "b", NotDone())
 
 
+@pytest.mark.parametrize("answer", [Done("ch_17"), NotDone()])
+async def test_an_answer_about_another_attempt_is_refused(
+    bench: Bench, one: Station, two: Station, remote: Remote, answer: Done[str] | NotDone
+) -> None:
+    """The remote was asked about the first attempt, and meanwhile the call was made again."""
+
+    async def charge(step: Step, name: str) -> str:
+        output = await remote.charge(step, name)
+        if len(remote.calls) < 3:
+            raise ValueError("no answer")
+        return output
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.call("b", charge, "b")
+
+    handler = saga(book, max_attempts=2)
+    await one.to_the_end(handler, await one.deliver(handler))
+    assert bench.letters == ["unknown_effect"]
+    ((key,),) = bench.run("select key from idemconsumer.saga")
+    admin = SagaAdmin(bench.dsn, SCHEMA)
+    assert [step.attempts for step in (await admin.saga(key)).steps] == [2]
+    with pytest.raises(ConfigurationError, match="of step 'b' attempt 2 is open, and not 1: the answer is out of date"):
+        await admin.decide(key, "b", answer, attempt=1)
+    assert bench.letters == ["unknown_effect"]
+    await admin.decide(key, "b", answer, attempt=2)
+    assert (await two.resume(handler)).kind is OutcomeKind.APPLIED
+
+
 @pytest.mark.parametrize("done", [True, False])
 async def test_an_answer_about_an_undo(bench: Bench, one: Station, two: Station, remote: Remote, done: bool) -> None:
     asked: list[str] = []
