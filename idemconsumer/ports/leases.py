@@ -231,8 +231,11 @@ class LeaseStore(Protocol):
         were recorded without an undo and have one now, which is recorded in the same commit (L25)."""
         ...
 
-    async def release(self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool) -> None:
-        """Give it up: any worker may take it after `delay` seconds. `count=False` gives the attempt back (a drain)."""
+    async def release(
+        self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool, held: bool = False
+    ) -> None:
+        """Give it up: any worker may take it after `delay` seconds. `count=False` gives the attempt back (a drain).
+        `held`: a function that it needs fails in all sagas (D17), which is noted once for as long as that lasts."""
         ...
 
     async def park(self, saga: LeasedSaga, letter: DeadLetter) -> None:

@@ -85,11 +85,11 @@ class Endings:
 
     async def hold(self, seconds: float) -> Outcome:
         """A function that fails in all sagas is not called now (D17): another attempt at no cost."""
-        return await self._released(seconds, None, None, count=False)
+        return await self._released(seconds, None, None, count=False, held=True)
 
     async def spare(self, error: BaseException, text: str, seconds: float) -> Outcome:
         """It failed as it does in all sagas (D17): another attempt at no cost."""
-        return await self._release(error, text, seconds, count=False)
+        return await self._released(seconds, text, type(error).__name__, count=False, held=True)
 
     async def collided(self, contention: Contention, collisions: int) -> Outcome:
         """Another attempt at no cost. The saga waits for it, not its lane: the lane would treat this as an outage."""
@@ -115,9 +115,11 @@ class Endings:
     async def _release(self, error: BaseException, text: str, delay: float, *, count: bool) -> Outcome:
         return await self._released(delay, text, type(error).__name__, count=count)
 
-    async def _released(self, delay: float, text: str | None, kind: str | None, *, count: bool) -> Outcome:
+    async def _released(
+        self, delay: float, text: str | None, kind: str | None, *, count: bool, held: bool = False
+    ) -> Outcome:
         saga = self._saga
-        await self._leases.release(saga, delay, text, count=count)
+        await self._leases.release(saga, delay, text, count=count, held=held)
         self.at(SagaPoint.RELEASED)
         return Outcome(OutcomeKind.RETRYING, state=saga.state, due=delay, attempt=saga.attempt, error=kind)
 

@@ -467,7 +467,8 @@ delete from {schema}.saga where key = %(key)s
 -- name: release_saga
 -- A saga that has run, and ended in whatever way, killed nobody. One that did not run stays as it was. A run that finished
 -- a step and then failed was the first attempt since that step (L10): under a new token nobody counts from there again.
--- A request to cancel it that this run did not know is not kept waiting (L50).
+-- A request to cancel it that this run did not know is not kept waiting (L50). One that is `held` again (D17), and did nothing
+-- since it was taken, leaves no trace of that: its history says when it was first held, and when that ended.
 with released as (
     update {schema}.saga as s
     set worker = null, error = coalesce(%(error)s, error),
@@ -478,11 +479,22 @@ with released as (
         stale = %(stale)s, suspicion = case when %(stale)s then least(suspicion, 2) else 0 end
     where key = %(key)s
     returning key, attempt + %(back)s as attempt
+), again as (
+    select last.id from {schema}.saga as s
+    cross join lateral (
+        select id, what, token, lead(what) over (order by id desc) as before, lead(detail) over (order by id desc) as said
+        from (select * from {schema}.history where key = s.key order by id desc limit 2) as h
+        order by id desc limit 1
+    ) as last
+    where s.key = %(key)s and %(held)s and last.what = 'taken' and last.token = %(token)s and last.before = 'held'
+      and (%(error)s::text is null or last.said = %(error)s) and not {progressed}
+), forgotten as (
+    delete from {schema}.history where key = %(key)s and id = (select id from again)
 )
 insert into {schema}.history (key, at, what, owner, token, attempt, detail)
-select key, clock_timestamp(), 'released', (select name from {schema}.worker where id = %(worker)s), %(token)s, attempt,
-    %(error)s
-from released
+select key, clock_timestamp(), case when %(held)s then 'held' else 'released' end,
+    (select name from {schema}.worker where id = %(worker)s), %(token)s, attempt, %(error)s
+from released where not exists (select from again)
 
 -- name: park_saga
 with parked as (

@@ -294,12 +294,14 @@ class PostgresLeases:
             await claims.complete([], [])
         return replace(saga, state=State.UNDOING, rejection=rejection.body, attempt=1, cancel=None)
 
-    async def release(self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool) -> None:
+    async def release(
+        self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool, held: bool = False
+    ) -> None:
         async with self._locked(saga, ends=False) as claims:
             error = None if error is None else clean(error)
             params = {"key": saga.key, "delay": delay, "error": error, "back": 0 if count else 1}
             params |= {"token": saga.token, "worker": saga.worker, "stale": saga.stale}
-            params["heeded"] = saga.cancel is not None
+            params |= {"heeded": saga.cancel is not None, "held": held}
             await claims.send("release_saga", params)
             await claims.complete([], [])
 

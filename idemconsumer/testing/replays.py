@@ -175,7 +175,9 @@ class _Recorded:
     async def complete(self, saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
         return
 
-    async def release(self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool) -> None:
+    async def release(
+        self, saga: LeasedSaga, delay: float, error: str | None, *, count: bool, held: bool = False
+    ) -> None:
         self.why = _AGAIN, error or ""
 
     async def park(self, saga: LeasedSaga, letter: DeadLetter) -> None:

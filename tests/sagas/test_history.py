@@ -58,6 +58,39 @@ async def shown(bench: Bench) -> SagaDetail:
 
 
 # -------------------------------------------------------------------------------------------------------- what is noted
+async def test_a_saga_that_is_held_again_and_again_says_so_once(bench: Bench, one: Station, two: Station) -> None:
+    """D17: every half minute, perhaps for a day."""
+    handler = saga(failing())
+
+    async def taken() -> LeasedSaga:
+        found = await two.take(handler)
+        assert found is not None
+        return found
+
+    call = Work.of(handler, order()).call
+    assert call is not None
+    begun = await one.leases.begin(call.claim, order(), "book", None)
+    assert isinstance(begun, LeasedSaga)
+    await one.leases.release(begun, 0.0, None, count=False, held=True)
+    for _ in range(3):
+        await two.leases.release(await taken(), 0.0, None, count=False, held=True)
+    held: list[tuple[Any, ...]] = [("held", "one", 1, None)]
+    assert history(bench) == held
+    for _ in range(2):
+        await two.leases.release(await taken(), 0.0, "down", count=False, held=True)
+        await two.leases.release(await taken(), 0.0, None, count=False, held=True)
+    held += [("taken", "two", 1, None), ("held", "two", 1, "down")]
+    assert history(bench) == held
+    progressing = await taken()
+    async with two.leases.step(progressing, "a", has_undo=False, undo=False) as step:
+        await step.finish(None, overlapped=False)
+    await two.leases.release(progressing, 0.0, None, count=False, held=True)
+    held += [("taken", "two", 1, None), ("held", "two", 1, None)]
+    assert history(bench) == held
+    await two.leases.release(await taken(), 0.0, "boom", count=True)
+    assert history(bench) == [*held, ("taken", "two", 1, None), ("released", "two", 1, "boom")]
+
+
 async def test_an_undisturbed_saga_pays_for_no_history(bench: Bench, one: Station, remote: Remote) -> None:
     async def book(order: dict[str, Any], saga: Saga) -> None:
         await saga.tx("a", put, "a", undo=take_back)
