@@ -83,7 +83,8 @@ class DeadLetterDetail(DeadLetter, frozen=True, kw_only=True):
     """A dead letter in full, with all that its broker gave.
 
     `key` is the stored digest, None if the message had no key. `body` is the first `max_message_bytes` of a body of
-    `body_size` bytes; `body_sha256` is of the whole. `headers` are in their order, repeated ones too.
+    `body_size` bytes; `body_sha256` is of the whole. `headers` are in their order, repeated ones too. `emptied_at`:
+    when all that was dropped, since its handler has a `retain_dead_body`.
     """
 
     scope: str
@@ -97,6 +98,7 @@ class DeadLetterDetail(DeadLetter, frozen=True, kw_only=True):
     body: bytes
     body_size: int
     body_sha256: bytes
+    emptied_at: datetime | None = None
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,6 +35,9 @@ def show(letter: DeadLetterDetail, redrives: Iterable[Redrive]) -> None:
         other = "" if each.letter == letter.id else f", as letter {each.letter}"
         click.echo(f"redriven    {time_of(each.at)} by {printable(each.by)}{other}: {each.outcome}{ended}")
     click.echo(f"what to do  {letter.hint}")
+    if letter.emptied_at is not None:
+        click.echo(f"body        dropped at {time_of(letter.emptied_at)}, {letter.body_size} bytes")
+        return
     if letter.tombstone:
         click.echo("body        none: a tombstone")
         return

@@ -67,12 +67,19 @@ class Endings:
             case Verdict.CONFLICT:
                 return await self.bury(work, "conflict", "the same key arrived before with another payload")
             case Verdict.DEAD:
-                await self._store.count_dead(work.key)
-                return Outcome(OutcomeKind.DEAD, state=State.DEAD, attempt=work.attempt)
+                return await self._dead_again(work)
             case Verdict.DUPLICATE if isinstance(found, Record):
                 return final(OutcomeKind.DUPLICATE, work, found.state, found.result)
             case _:
                 return Outcome(OutcomeKind.BUSY, attempt=work.attempt)
+
+    async def _dead_again(self, work: Work) -> Outcome:
+        """O6."""
+        letter, reason = await self._store.count_dead(work.key) or (None, None)
+        log.info("duplicate of a dead message", handler=work.handler.name, key=work.key.hex()[:12],
+                 source=work.message.source, position=work.message.position, letter=letter, reason=reason)  # fmt: skip
+        kind = OutcomeKind.DEAD
+        return Outcome(kind, state=State.DEAD, attempt=work.attempt, reason=reason, letter=letter)
 
     def would_end(self, work: Work, error: Exception) -> bool:
         """Whether this failure, not counted yet, ends the message: refused, or the last of its attempts."""

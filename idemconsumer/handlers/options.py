@@ -39,6 +39,8 @@ class UnnamedOptions(TypedDict, total=False):
     envelope: Envelope
     decode: Callable[[bytes, Message], object]
     retain: Duration
+    retain_dead: Duration
+    retain_dead_body: Duration
     on_busy: Literal["wait", "defer"]
     wait: Duration
     timeout: Duration
@@ -77,6 +79,8 @@ class Options(UnnamedOptions, total=False):
     * `decode`: a function of body and Message that makes the payload, for what is not JSON; it must not wait. What it
       raises makes the message a dead letter.
     * `retain`: how long a record is kept, longer than the broker may redeliver. Default "14d".
+    * `retain_dead`: how long a dead letter is kept after its last arrival; `retain_dead_body`: how long its message is,
+      with its headers and the error's text. For ever by default.
     * `on_busy`, `wait`: what a delivery does while its key is held elsewhere: "wait" in its lane for up to `wait`
       (default "10s"), or "defer" at once and let others pass.
     * `timeout`: how long one run may take. Default "30s".
@@ -110,6 +114,8 @@ class Resolved:
     concurrency: int | None = None
     consumer_group: str | None = None
     retain: float = 14 * 86_400.0
+    retain_dead: float | None = None
+    retain_dead_body: float | None = None
     on_busy: Literal["wait", "defer"] = "wait"
     wait: float = 10.0
     timeout: float = 30.0
@@ -147,6 +153,8 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
         "concurrency": lambda h, o, v: _integer(h, o, v, 1, 1_000),
         "consumer_group": _text,
         "retain": _positive,
+        "retain_dead": _positive,
+        "retain_dead_body": _positive,
         "on_busy": lambda h, o, v: _one_of(h, o, v, "wait", "defer"),
         "wait": _seconds,
         "timeout": _run,

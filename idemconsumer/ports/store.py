@@ -251,8 +251,9 @@ class JoinedStore(Protocol):
         """
         ...
 
-    async def count_dead(self, key: bytes) -> None:
-        """One more arrival of a message whose record is DEAD."""
+    async def count_dead(self, key: bytes) -> tuple[int, str] | None:
+        """One more arrival of a message whose record is DEAD. Returns the id of its newest letter and its reason; None
+        if it has none any more."""
         ...
 
     async def bury(self, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | None:

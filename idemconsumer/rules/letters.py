@@ -25,7 +25,7 @@ class Redriven(StrEnum):
     DECIDED = "decided"
 
 
-def redrivable(reason: str, error: str, kept: int, body_size: int) -> bool:
+def redrivable(reason: str, error: str, kept: int | None, body_size: int) -> bool:
     """Whether the letter has the whole message (O2): of a large one only the beginning is kept, and of what Kafka's
-    client could not read what is left of it."""
+    client could not read what is left of it. `kept`: bytes of its body; None: its message was dropped (O5)."""
     return reason != "unreadable" and kept == body_size and not error.endswith(LEFT_OUT)

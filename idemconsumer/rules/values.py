@@ -123,7 +123,8 @@ class Outcome(msgspec.Struct, frozen=True):
     `result` is the stored result of an `applied` or `duplicate`, or the rejection (`{"code":…,"body":…}`) of a
     `failed` or of a duplicate of one, with its `content_type`; `state` is the record's state where there is one.
     `attempt` counts the runs, from 1. `due` is, for `retrying`, the seconds until the next attempt. `reason` is that of
-    the dead letter, where there is one. `error` names what went wrong and never quotes the payload.
+    the dead letter, where there is one; `letter` its id, for a message whose key was `dead` already. `error` names what
+    went wrong and never quotes the payload.
     """
 
     kind: OutcomeKind
@@ -134,3 +135,4 @@ class Outcome(msgspec.Struct, frozen=True):
     due: float = 0.0
     reason: str | None = None
     error: str | None = None
+    letter: int | None = None

@@ -20,22 +20,16 @@ order by d.id desc limit %(limit)s
 -- name: dead_show
 select id, handler, scope, source, position, reason, error, key, body, headers, attempts, arrivals, first_at, last_at,
     delivered, coalesce(body_size, length(body)) as body_size, coalesce(body_sha256, sha256(body)) as body_sha256,
-    redriven_at
+    redriven_at, emptied_at
 from {schema}.dead_letter where id = any(%(ids)s::bigint[]) order by id
 
 -- name: dead_groups
--- By cause: what an error's text begins and ends with, where it is that of an exception (`describe` in engine/blame.py).
--- The text alone says it, since workers of the version before write no more. Without a regular expression for each whole
--- text, which takes twenty seconds for a million letters.
-select d.handler, d.reason, e.place, case when e.place is not null then
-        split_part(split_part(split_part(split_part(d.error, E'\n', 1), ':', 1), ' ', 1), '(', 1) end as exception,
+-- By cause. The text of the error alone says it, since workers of the version before write no more.
+select d.handler, d.reason, e.place, case when e.place is not null then {schema}.error_type(d.error) end as exception,
     count(*) as letters, sum(d.arrivals)::bigint as arrivals, min(d.first_at) as first_at, max(d.last_at) as last_at,
     max(d.id) as newest
 from {schema}.dead_letter as d
-cross join lateral (
-    select case when right(d.error, 1) = ')' then left(right(d.error, strpos(reverse(d.error), '(') - 1), -1) end
-) as t (tail)
-cross join lateral (select case when t.tail ~ '^\S+:\d+ ' then t.tail end) as e (place)
+cross join lateral (select {schema}.error_place(d.error) as place) as e
 where {chosen}
 group by 1, 2, 3, 4
 order by letters desc, d.handler, d.reason, exception, place
@@ -47,7 +41,7 @@ select max(id) as id from {schema}.dead_letter
 -- name: dead_to_redrive
 -- The next ones of a run, which redrives a letter once however often it fails. Not their bodies: those stay here.
 select d.id, d.handler, d.scope, d.source, d.position, d.reason, d.error, d.key, d.headers, d.delivered,
-    length(d.body) as kept, coalesce(d.body_size, length(d.body)) as body_size,
+    case when d.emptied_at is null then length(d.body) end as kept, coalesce(d.body_size, length(d.body)) as body_size,
     exists (select from {schema}.saga as s where s.key = d.key) as of_saga
 from {schema}.dead_letter as d
 where d.id > %(after)s and d.id <= %(last)s and {chosen}

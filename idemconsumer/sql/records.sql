@@ -218,7 +218,9 @@ delete from {schema}.attempt where key = any(%(keys)s::bytea[]) and reader = %(r
 with reopened as (
     update {schema}.dead_letter
     set arrivals = arrivals + 1, last_at = clock_timestamp(), reason = %(reason)s, error = %(error)s,
-        attempts = %(attempts)s, scope = %(scope)s, key = coalesce(%(key)s::bytea, key)
+        attempts = %(attempts)s, scope = %(scope)s, key = coalesce(%(key)s::bytea, key), body = %(body)s::bytea,
+        headers = %(headers)s::bytea, delivered = %(delivered)s::bytea, body_sha256 = %(body_sha256)s::bytea,
+        emptied_at = null
     where id = %(letter)s::bigint
     returning id
 ), known as (
@@ -243,21 +245,73 @@ select id from reopened union all select id from known union all select id from 
 -- name: count_dead
 update {schema}.dead_letter set arrivals = arrivals + 1, last_at = clock_timestamp()
 where id = (select max(id) from {schema}.dead_letter where key = %(key)s)
+returning id, reason
 
 -- name: blocks
 select pg_relation_size('{schema}.record') / current_setting('block_size')::bigint
 
+-- fragment: over
+-- R11: final records that are past their scope's retention. A DEAD one waits for a person as long as it has a letter, or
+-- a saga.
+r.changed_at < clock_timestamp() - s.retain and (
+    r.state in ({COMPLETED}, {FAILED})
+    or r.state = {DEAD} and not exists (select from {schema}.dead_letter as d where d.key = r.key)
+       and not exists (select from {schema}.saga as g where g.key = r.key))
+
 -- name: prune
--- R11: final records in a range of blocks that are past their scope's retention. DEAD ones wait for a person.
 delete from {schema}.record as r using {schema}.scope as s
-where r.ctid >= %(low)s::tid and r.ctid < %(high)s::tid
-  and s.id = r.scope_id and r.state in ({COMPLETED}, {FAILED}) and r.changed_at < clock_timestamp() - s.retain
+where r.ctid >= %(low)s::tid and r.ctid < %(high)s::tid and s.id = r.scope_id and {over}
 returning r.key
 
 -- name: prunable
 select count(*) from {schema}.record as r join {schema}.scope as s on s.id = r.scope_id
-where r.ctid >= %(low)s::tid and r.ctid < %(high)s::tid
-  and r.state in ({COMPLETED}, {FAILED}) and r.changed_at < clock_timestamp() - s.retain
+where r.ctid >= %(low)s::tid and r.ctid < %(high)s::tid and {over}
+
+-- name: keep_letters
+-- O5: what the handlers of this worker say.
+insert into {schema}.dead_retention (app, handler, letters, bodies)
+select %(app)s, w.name, make_interval(secs => w.letters), make_interval(secs => w.bodies)
+from unnest(%(names)s::text[], %(letters)s::float8[], %(bodies)s::float8[]) as w (name, letters, bodies)
+on conflict (app, handler) do update set letters = excluded.letters, bodies = excluded.bodies
+where (dead_retention.letters, dead_retention.bodies) is distinct from (excluded.letters, excluded.bodies)
+
+-- fragment: aged
+-- Letters of handlers that bound them, but not those of sagas that wait for a person. One that was redriven is as young as
+-- that.
+join {schema}.dead_retention as k on k.handler = d.handler and starts_with(d.scope, k.app || '/')
+left join {schema}.saga as g on g.key = d.key
+where g.key is null
+
+-- name: prune_letters
+with gone as (
+    delete from {schema}.dead_letter where id in (
+        select d.id from {schema}.dead_letter as d {aged}
+          and d.last_at < clock_timestamp() - k.letters
+          and coalesce(d.redriven_at, d.last_at) < clock_timestamp() - k.letters
+        limit %(limit)s for update of d skip locked
+    )
+    returning id
+), traces as (
+    delete from {schema}.redrive where letter in (select id from gone)
+)
+select count(*) from gone
+
+-- name: empty_letters
+-- What an exception says may quote the message; its type and its place do not.
+with emptied as (
+    update {schema}.dead_letter as l
+    set body_size = coalesce(body_size, length(body)), body_sha256 = '', body = '', headers = '\x7b7d', delivered = null,
+        emptied_at = clock_timestamp(),
+        error = coalesce({schema}.error_type(error) || ' (' || {schema}.error_place(error) || ')', error)
+    where id in (
+        select d.id from {schema}.dead_letter as d {aged}
+          and d.emptied_at is null and d.last_at < clock_timestamp() - k.bodies
+          and coalesce(d.redriven_at, d.last_at) < clock_timestamp() - k.bodies
+        limit %(limit)s for update of d skip locked
+    )
+    returning id
+)
+select count(*) from emptied
 
 -- name: prune_results
 delete from {schema}.result where key = any(%(keys)s)

@@ -42,7 +42,7 @@ where g.tgenabled is null or g.tgenabled not in ('O', 'A')
 """
 _TABLES: Final = (
     "scope", "record", "result", "attempt", "dead_letter", "queue", "saga", "step", "worker", "history",
-    "kafka_position", "kafka_stop", "delayed", "signal", "schedule", "child", "redrive",
+    "kafka_position", "kafka_stop", "delayed", "signal", "schedule", "child", "redrive", "dead_retention",
 )  # fmt: skip
 # Each lacking right in words. What is not there yet is pending, not forbidden. Identity columns need no right.
 _LACKING: Final = """

@@ -149,8 +149,9 @@ class PostgresStore:
     async def bury(self, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | None:
         return await self._finalise(claim, State.DEAD, None, letter, forget)
 
-    async def count_dead(self, key: bytes) -> None:
-        await self.pool.alone("count_dead", {"key": key})
+    async def count_dead(self, key: bytes) -> tuple[int, str] | None:
+        rows = await self.pool.alone("count_dead", {"key": key})
+        return (rows[0][0], rows[0][1]) if rows else None
 
     async def _finalise(
         self,

@@ -214,7 +214,7 @@ class Worker:
             )
             for name, broker, subscriptions in planned
         ]
-        upkeep = [asyncio.create_task(Retention(dsn, settings.schema, settings.prune_every).run())]
+        upkeep = [asyncio.create_task(Retention(dsn, settings.schema, settings.prune_every, self.handlers).run())]
         if os.environ.get(WORKER, "0") == "0":  # one process of a program says it
             upkeep += [asyncio.create_task(feed.warn()) for feed in feeds]
             app = self.handlers[0].app

@@ -58,6 +58,12 @@ async def test_final_records_past_their_scopes_retention_go_with_their_results(s
     insert(store, "completed")
     insert(store, "failed", state=4)
     insert(store, "dead", state=5)
+    with psycopg.connect(store) as connection:
+        connection.execute(
+            "insert into idemconsumer.dead_letter (identity, handler, scope, source, position, reason, error, key,"
+            " body, headers, attempts, first_at, last_at) select key, '', '', '', '', '', '', key, '', '', 1, now(),"
+            " now() from idemconsumer.record where state = 5"
+        )
     insert(store, "pending", state=0)
     insert(store, "fresh", age=NEW)
     insert(store, "kept longer", scope="long")
