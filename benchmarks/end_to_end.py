@@ -34,9 +34,7 @@ from benchmarks._stage import Stage
 from tests.support.pids import children
 
 OURS = "idemconsumer"
-# The share of a run before its rate is read. On Kafka each of our lanes puts the first messages of a partition after an
-# assignment on record (`Epoch.probation`), in case its last owner was killed by one: 4,096 of a full run's 6,000.
-_WARM = 0.1
+_WARM = 0.1  # the share of a run before its rate is read
 _COUNTS = {"kafka": (10_000, 60_000), "sqs": (1_500, 10_000)}
 _POLL_SECONDS = 0.25
 _LEAVE_SECONDS = 20.0

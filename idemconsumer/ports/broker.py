@@ -20,9 +20,8 @@ class Epoch:
 
     `retiring`: no more of it may start; what runs may finish and settle. `ended`: what finishes now is forgotten.
     `waiting` counts those of its deliveries that sit in the waiting room.
-    `probation` is the number of deliveries that each lane treats as suspects first, since after an assignment the
-    broker cannot tell which message was running when the former owner died (K10). `unread` is the number of its first
-    deliveries that the former owner may have been reading then.
+    `probation` is the number of inherited deliveries that each lane treats as suspects first, since the broker cannot
+    tell which of them was running when the former owner died (K10).
     `returns_count`: the broker counts what is given back as delivered, and may drop what was delivered too often.
     """
 
@@ -31,20 +30,18 @@ class Epoch:
         "_probation",
         "_quiet",
         "_running",
-        "_unread",
         "ended",
         "retiring",
         "returns_count",
         "waiting",
     )
 
-    def __init__(self, probation: int = 0, unread: int = 0, *, returns_count: bool = False) -> None:
+    def __init__(self, probation: int = 0, *, returns_count: bool = False) -> None:
         self.retiring = False
         self.ended = False
         self.returns_count = returns_count
         self.waiting = 0
         self._probation = probation
-        self._unread = unread
         self._budget: dict[int, int] = {}
         self._running = 0
         self._quiet = asyncio.Event()
@@ -58,11 +55,6 @@ class Epoch:
         """A delivery of this epoch was actually run in `lane` (not a duplicate), and did not kill this worker."""
         self._budget[lane] = self._budget.get(lane, self._probation * lanes) - 1
 
-    def next_is_unread(self) -> bool:
-        """Whether the next delivery may have killed its former owner while that read it. Called once for each."""
-        self._unread -= 1
-        return self._unread >= 0
-
     def start(self, count: int) -> None:
         self._running += count
         self._quiet.clear()
@@ -71,6 +63,11 @@ class Epoch:
         self._running -= count
         if self._running == 0:
             self._quiet.set()
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing of it runs."""
+        return self._quiet.is_set()
 
     async def quiet(self) -> None:
         """Wait until nothing of this epoch runs any more."""
@@ -83,7 +80,8 @@ class Epoch:
 class Delivery(msgspec.Struct, frozen=True, eq=False):
     """One arrival of a message. `handle` is how its broker settles it, opaque to all others.
 
-    `suspect`: it was delivered before, so it may have killed a worker. `count` is the broker's delivery count, a hint.
+    `suspect`: it was delivered before, so it may have killed a worker. `inherited`: its source's last owner may have
+    died, and may have begun it (K10). `count` is the broker's delivery count, a hint.
     `take_over` (Q2): its broker may soon drop it after too many deliveries. The worker commits it to the handler's
     own queue in Postgres, settles it, and runs it from there. `anonymous`: it has no position at its broker that a
     redelivery would have too. `refusal`: it cannot be read, and a person wants a dead letter in its place. `source`
@@ -94,6 +92,7 @@ class Delivery(msgspec.Struct, frozen=True, eq=False):
     epoch: Epoch
     handle: Any = None
     suspect: bool = False
+    inherited: bool = False
     count: int = 1
     take_over: bool = False
     anonymous: bool = False

@@ -13,6 +13,7 @@ class Kept:
     """What the database knows of a partition: every message from `base` up to `position` is decided in it.
 
     `history` names the reading that began at `base`, `former` the one before it; `counter` grows with each write.
+    `quiet` is the counter at which its last reader left with nothing in hand.
     """
 
     history: str
@@ -20,6 +21,17 @@ class Kept:
     base: int
     counter: int = 0
     position: int = 0
+    quiet: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Up to where a reader has finished. `left`: it has nothing in hand, and leaves; then this is the counter of its
+    last write."""
+
+    history: str
+    position: int
+    left: int | None = None
 
 
 Place = tuple[str, int]  # topic and partition
@@ -32,15 +44,19 @@ class Positions(Protocol):
         """When the server that answers was started, and what it knows."""
         ...
 
-    async def begin(self, cluster: str, group: str, histories: Mapping[Place, Kept], server: datetime) -> bool:
-        """Begin these histories at their `base`. False if the server is another one now: nothing was written."""
+    async def begin(
+        self, cluster: str, group: str, histories: Mapping[Place, Kept], server: datetime
+    ) -> Mapping[Place, int]:
+        """Put on record that these are being read: a history that is there goes on, any other begins at its `base`.
+        Returns their counters; none if the server is another one now, and nothing was written."""
         ...
 
     async def save(
-        self, cluster: str, group: str, positions: Mapping[Place, tuple[str, int]], server: datetime
+        self, cluster: str, group: str, positions: Mapping[Place, Reached], server: datetime
     ) -> Mapping[Place, int]:
         """Save the position in each history; returns their counters. Missing is what has another history by now; all
-        are missing when the server is another one."""
+        are missing when the server is another one. Who has `left` goes off the record, unless somebody else has
+        written since."""
         ...
 
     async def stop(self, cluster: str, group: str, place: Place, first: int, following: int, error: str) -> bool:

@@ -2,31 +2,36 @@
 
 -- name: kafka_positions
 -- One row without a topic where there are none: the time says which server has answered.
-select s.started, p.topic, p.partition, p.history, p.former, p.base, p.counter, p.position
+select s.started, p.topic, p.partition, p.history, p.former, p.base, p.counter, p.position, p.quiet
 from (select pg_postmaster_start_time()) as s (started)
 left join {schema}.kafka_position as p
     on p.cluster = %(cluster)s and p.group_name = %(group)s and p.topic = any(%(topics)s)
 
 -- name: begin_kafka_positions
-insert into {schema}.kafka_position
+-- The counter grows, so that a former owner that is late cannot say of this reading that it is over (K10).
+insert into {schema}.kafka_position as k
     (cluster, group_name, topic, partition, history, former, base, counter, position, changed_at)
-select %(cluster)s, %(group)s, w.topic, w.partition, w.history, w.former, w.base, 0, w.base, clock_timestamp()
+select %(cluster)s, %(group)s, w.topic, w.partition, w.history, w.former, w.base, w.counter, w.position,
+       clock_timestamp()
 from unnest(%(topics)s::text[], %(partitions)s::integer[], %(histories)s::text[], %(formers)s::text[],
-            %(bases)s::bigint[]) as w (topic, partition, history, former, base)
+            %(bases)s::bigint[], %(counters)s::bigint[], %(positions)s::bigint[])
+    as w (topic, partition, history, former, base, counter, position)
 where pg_postmaster_start_time() = %(server)s
 order by w.topic, w.partition
 on conflict (cluster, group_name, topic, partition) do update
-set history = excluded.history, former = excluded.former, base = excluded.base, counter = 0,
-    position = excluded.position, changed_at = excluded.changed_at
-returning topic, partition
+set history = excluded.history, former = excluded.former, base = excluded.base,
+    counter = case k.history when excluded.history then k.counter + 1 else excluded.counter end,
+    position = case k.history when excluded.history then k.position else excluded.position end,
+    quiet = null, changed_at = excluded.changed_at
+returning topic, partition, counter
 
 -- name: save_kafka_positions
 -- Only on the server that has the effects of what is below (K12). The rows are locked in one order, since a former owner
 -- may be writing too.
 with w as materialized (
-    select p.cluster, p.group_name, p.topic, p.partition, given.position
-    from unnest(%(topics)s::text[], %(partitions)s::integer[], %(histories)s::text[], %(positions)s::bigint[])
-        as given (topic, partition, history, position)
+    select p.cluster, p.group_name, p.topic, p.partition, given.position, given.counter
+    from unnest(%(topics)s::text[], %(partitions)s::integer[], %(histories)s::text[], %(positions)s::bigint[],
+                %(left)s::bigint[]) as given (topic, partition, history, position, counter)
     cross join lateral (
         select * from {schema}.kafka_position as k
         where k.cluster = %(cluster)s and k.group_name = %(group)s and k.topic = given.topic
@@ -37,7 +42,9 @@ with w as materialized (
     order by p.topic, p.partition
     for update of p
 )
-update {schema}.kafka_position as k set counter = k.counter + 1, position = w.position, changed_at = clock_timestamp()
+update {schema}.kafka_position as k
+set counter = k.counter + 1, position = w.position, quiet = case k.counter when w.counter then k.counter + 1 end,
+    changed_at = clock_timestamp()
 from w where (k.cluster, k.group_name, k.topic, k.partition) = (w.cluster, w.group_name, w.topic, w.partition)
 returning k.topic, k.partition, k.counter
 

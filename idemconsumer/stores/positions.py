@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from idemconsumer.ports.positions import Kept, Place
+from idemconsumer.ports.positions import Kept, Place, Reached
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool
 
@@ -23,7 +23,9 @@ class PostgresPositions:
         rows = await self._pool.alone("kafka_positions", given)
         return rows[0][0], {(topic, partition): Kept(*kept) for _, topic, partition, *kept in rows if topic is not None}
 
-    async def begin(self, cluster: str, group: str, histories: Mapping[Place, Kept], server: datetime) -> bool:
+    async def begin(
+        self, cluster: str, group: str, histories: Mapping[Place, Kept], server: datetime
+    ) -> Mapping[Place, int]:
         given = {
             "cluster": cluster,
             "group": group,
@@ -33,11 +35,14 @@ class PostgresPositions:
             "histories": [each.history for each in histories.values()],
             "formers": [each.former for each in histories.values()],
             "bases": [each.base for each in histories.values()],
+            "counters": [each.counter for each in histories.values()],
+            "positions": [each.position for each in histories.values()],
         }
-        return len(await self._pool.alone("begin_kafka_positions", given)) == len(histories)
+        rows = await self._pool.alone("begin_kafka_positions", given)
+        return {(topic, partition): counter for topic, partition, counter in rows}
 
     async def save(
-        self, cluster: str, group: str, positions: Mapping[Place, tuple[str, int]], server: datetime
+        self, cluster: str, group: str, positions: Mapping[Place, Reached], server: datetime
     ) -> Mapping[Place, int]:
         given = {
             "cluster": cluster,
@@ -45,8 +50,9 @@ class PostgresPositions:
             "server": server,
             "topics": [topic for topic, _ in positions],
             "partitions": [partition for _, partition in positions],
-            "histories": [history for history, _ in positions.values()],
-            "positions": [position for _, position in positions.values()],
+            "histories": [each.history for each in positions.values()],
+            "positions": [each.position for each in positions.values()],
+            "left": [each.left for each in positions.values()],
         }
         rows = await self._pool.alone("save_kafka_positions", given)
         return {(topic, partition): counter for topic, partition, counter in rows}

@@ -39,10 +39,9 @@ class _Kind(Enum):
 
 
 def _kind(delivery: Delivery) -> _Kind:
-    unread = delivery.epoch.next_is_unread()
     if delivery.take_over:
         return _Kind.TAKE_OVER
-    return _Kind.SUSPECT if delivery.suspect or unread else _Kind.NEW
+    return _Kind.SUSPECT if delivery.suspect or delivery.inherited else _Kind.NEW
 
 
 class Feed:
@@ -148,7 +147,8 @@ class Feed:
                 while part := list(islice(deliveries, _TOGETHER)):
                     async with self._company.shared():
                         for delivery in part:
-                            self._dispatch(session, delivery, None)
+                            if not delivery.epoch.retiring:  # who owned it may have said that nothing of it runs (K10)
+                                self._dispatch(session, delivery, None)
                     await asyncio.sleep(0)  # decoding a large batch must not stop the lanes
 
     def _handler_of(self, delivery: Delivery) -> BoundHandler:

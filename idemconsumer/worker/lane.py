@@ -162,7 +162,7 @@ class Lane:
         self._own_next = not own
         group = self._take_own(size) if own else self._spread.take(self, size, self._turns.free)
         for held in group:
-            if held.work.call is not None and held.delivery.epoch.on_probation(*self._budget(held)):
+            if self._on_probation(held):
                 held.work.suspect()
         return group
 
@@ -173,6 +173,10 @@ class Lane:
                 break
             group.append(self._queue.popleft())
         return group
+
+    def _on_probation(self, held: Held) -> bool:
+        delivery = held.delivery
+        return delivery.inherited and held.work.call is not None and delivery.epoch.on_probation(*self._budget(held))
 
     def _budget(self, held: Held) -> tuple[int, int]:
         """Under which number an epoch counts it, and for how many lanes: its own, or all that take from `spread`."""
@@ -194,7 +198,7 @@ class Lane:
                         again.append(held)
                 case Settlement.WAITING_ROOM:
                     busy.append(held)
-                case _ if outcome.kind is not OutcomeKind.DUPLICATE:
+                case _ if held.delivery.inherited and outcome.kind is not OutcomeKind.DUPLICATE:
                     held.delivery.epoch.passed(*self._budget(held))
         self._queue.extendleft(reversed(back))
         for held in again:

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from idemconsumer.stores.migrations import migrate
 from tests.support.kafka import MortalWorld, World, killing, world_of
+from tests.support.positions import Database, opened
 from tests.support.servers.made import PrivateKafka, Server
 
 
@@ -22,3 +24,13 @@ async def mortal(private_kafka: PrivateKafka) -> AsyncIterator[MortalWorld]:
         async with world_of(server) as world:
             mortal = MortalWorld(server, world.admin, world.topic, world.brokers, world.sessions, own=server)
             yield mortal
+
+
+@pytest.fixture
+async def kept(world: World, database: str) -> AsyncIterator[Database]:
+    """Where the sessions of `world` keep their positions."""
+    migrate(database, "idemconsumer")
+    async with opened(database) as kept:
+        world.broker.keep_positions_in(kept)
+        yield kept
+        await world.close()

@@ -314,7 +314,7 @@ async def test_a_failure_in_the_revoke_callback_still_ends_the_epochs(world: Wor
     [old] = await take(session, 1)
     real = session._commit
 
-    async def fail() -> None:
+    async def fail(*, leaving: bool = False) -> None:
         session._commit = real  # type: ignore[method-assign]
         raise RuntimeError("broken")
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
-import psycopg
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import NewTopic
@@ -21,14 +18,12 @@ from idemconsumer.brokers.kafka import session as kafka_session
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.kafka.start import Mark, Resume, resume
 from idemconsumer.brokers.kafka.topic_ids import topic_ids
-from idemconsumer.errors import StoreUnavailable
-from idemconsumer.ports.positions import Kept, Place
+from idemconsumer.ports.positions import Kept, Place, Reached
 from idemconsumer.settings import Settings
-from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import migrate
-from idemconsumer.stores.positions import PostgresPositions
 from tests.support.kafka import World, offset_of, partition_of, take
 from tests.support.logs import entries
+from tests.support.positions import Database, opened
 from tests.support.servers.made import PrivatePgBouncer
 from tests.support.servers.pgbouncer import carry
 from tests.support.waiting import PATIENCE, until
@@ -84,68 +79,6 @@ def test_a_mark_is_read_back_and_nothing_else_is_one() -> None:
     mark = Mark("0a1b_77", 12, 7)
     assert Mark.of(str(mark)) == mark
     assert [Mark.of(text) for text in ("", "idemconsumer:x:1", "idemconsumer:x:1:2 ", "else")] == [None] * 4
-
-
-# ----------------------------------------------------------------------------------------------- a test's database
-@dataclass
-class Database:
-    """Positions as a worker keeps them, some of whose answers a test changes."""
-
-    dsn: str
-    real: PostgresPositions
-    away: bool = False
-    moved: timedelta = field(default_factory=timedelta)
-
-    async def server_started(self) -> datetime:
-        return await self.real.server_started() + self.moved
-
-    async def read(self, cluster: str, group: str, topics: Sequence[str]) -> tuple[datetime, Mapping[Place, Kept]]:
-        if self.away:
-            raise StoreUnavailable("away")
-        server, kept = await self.real.read(cluster, group, topics)
-        return server + self.moved, kept
-
-    async def begin(self, cluster: str, group: str, histories: Mapping[Place, Kept], server: datetime) -> bool:
-        return await self.real.begin(cluster, group, histories, server - self.moved)
-
-    async def save(
-        self, cluster: str, group: str, positions: Mapping[Place, tuple[str, int]], server: datetime
-    ) -> Mapping[Place, int]:
-        if self.away:
-            raise StoreUnavailable("away")
-        return await self.real.save(cluster, group, positions, server - self.moved)
-
-    async def stop(self, cluster: str, group: str, place: Place, first: int, following: int, error: str) -> bool:
-        return await self.real.stop(cluster, group, place, first, following, error)
-
-    async def leave(self, cluster: str, group: str, place: Place) -> None:
-        await self.real.leave(cluster, group, place)
-
-    def do(self, query: str) -> list[tuple[Any, ...]]:
-        with psycopg.connect(self.dsn, autocommit=True) as connection:
-            cursor = connection.execute(query.encode())
-            return cursor.fetchall() if cursor.description else []
-
-    def position(self) -> int:
-        return int(self.do("select position from idemconsumer.kafka_position")[0][0])
-
-
-@asynccontextmanager
-async def opened(dsn: str) -> AsyncIterator[Database]:
-    store = await PostgresStore.open(dsn, "idemconsumer", connections=4, longest_run=30.0)
-    try:
-        yield Database(dsn, PostgresPositions(store.pool))
-    finally:
-        await store.close()
-
-
-@pytest.fixture
-async def kept(world: World, database: str) -> AsyncIterator[Database]:
-    migrate(database, "idemconsumer")
-    async with opened(database) as kept:
-        world.broker.keep_positions_in(kept)
-        yield kept
-        await world.close()
 
 
 async def processed(world: World, count: int) -> None:
@@ -334,7 +267,7 @@ async def test_a_former_owner_writes_into_its_own_history_only(world: World, kep
     second = await world.open()
     late = await take(second, 2)
     place = (world.topic, 0)
-    assert await kept.save(cluster, group, {place: (history, 4)}, server) == {}
+    assert await kept.save(cluster, group, {place: Reached(history, 4)}, server) == {}
     await second.settle(late)
     await world.commits(4)
     assert kept.position() == 4

@@ -429,8 +429,3 @@ def test_what_is_the_same_for_each_delivery_and_for_no_other_message(
 ) -> None:
     message = Message("rabbitmq:q", b"", position=position, message_id=message_id)
     assert Delivery(message, Epoch(), anonymous=anonymous).own_id == own
-
-
-def test_the_first_ones_after_an_assignment_may_have_killed_who_read_them() -> None:
-    epoch = Epoch(unread=2)
-    assert [epoch.next_is_unread() for _ in range(4)] == [True, True, False, False]

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 from structlog.testing import LogCapture
 
-from idemconsumer import App, Retry, Tx
+from idemconsumer import App, Message, Retry, Tx
 from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.errors import SessionEnded
 from idemconsumer.handlers.options import Options
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
+from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Outgoing
 from idemconsumer.worker import feed
 from tests.support.logs import times
 from tests.support.waiting import PATIENCE
@@ -101,6 +101,33 @@ async def test_a_session_that_got_something_done_is_followed_soon(
     assert bench.effects() == ["one"]
     assert pauses[:5] == [1, 2, 3, 1, 1]
     assert times(logged, "broker session lost, reconnecting") >= 2, "after one that worked it is news again"
+
+
+async def test_what_was_revoked_is_not_decoded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its session may already have said that nothing of it runs."""
+    broker = ShortLived(1)
+    connected(bench, monkeypatch, memory=broker)
+    epoch, read = Epoch(), list[bytes]()
+    made = App("sessions")
+
+    def key_of(message: Message) -> str:
+        read.append(message.body)
+        epoch.retiring = True
+        return "key"
+
+    @made.idempotent_handler("memory:q", key=key_of)
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    async def both(session: Short) -> Sequence[Delivery]:
+        if not read:
+            return [Delivery(Message("memory:q", body(Item(name))), epoch) for name in "ab"]
+        raise SessionEnded("it ends at once")
+
+    monkeypatch.setattr(Short, "fetch", both)
+    async with bench.running(made) as running:
+        await running.until(lambda: broker.opened > 1)
+    assert read == [body(Item("a"))]
 
 
 async def test_pauses_double_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Epoch, Outgoing
 from idemconsumer.ports.observer import NullObserver
 from idemconsumer.worker import lane as lanes
+from idemconsumer.worker.feed import _Kind, _kind
 from idemconsumer.worker.in_hand import Held, InHand
 from idemconsumer.worker.spread import Spread
 from tests.support.logs import times
@@ -319,6 +320,16 @@ def test_after_an_assignment_as_many_are_suspects_as_all_lanes_could_run() -> No
         epoch.passed(9, 3)
     assert not epoch.on_probation(9, 3)
     assert epoch.on_probation(1), "a lane with an order has its own"
+
+
+@pytest.mark.parametrize("inherited", [False, True])
+def test_nobody_is_a_suspect_but_what_is_inherited(inherited: bool) -> None:
+    nothing: Any = None
+    lane = lanes.Lane(1, nothing, nothing, nothing, nothing, nothing, nothing)
+    delivery = Delivery(Message("kafka:t", b""), Epoch(probation=1), inherited=inherited)
+    held = cast(Any, SimpleNamespace(ordered=True, work=SimpleNamespace(call=b""), delivery=delivery))
+    assert lane._on_probation(held) == inherited
+    assert (_kind(delivery) is _Kind.SUSPECT) == inherited
 
 
 def test_lanes_that_take_from_one_place_share_how_many_are_suspects() -> None:

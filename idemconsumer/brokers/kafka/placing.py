@@ -1,4 +1,4 @@
-"""Putting the reader of each new partition where it has to begin, before anything is read (K11, K12).
+"""Putting the reader of each new partition where it has to begin, before anything is read (K10, K11, K12).
 
 The client is told to reset nothing by itself: it would step over what retention has deleted, or begin anew in a log
 that was made anew, and say nothing.
@@ -6,7 +6,8 @@ that was made anew, and say nothing.
 With a database (`Positions`), each offset is written there before it is committed to Kafka, together with the name of
 that row. So after a failover to an asynchronous standby, or a restore, it shows that Kafka is ahead. What was finished
 since the last such write shows by the time at which the server was started: on another server nothing is written, and
-everything is placed anew.
+everything is placed anew. The row also says that a partition is being read, until its reader leaves with nothing in
+hand: who finds it so has to expect a message that killed its reader.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -26,10 +27,20 @@ from aiokafka.protocol.metadata import MetadataRequest
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka.batches import Piece
 from idemconsumer.brokers.kafka.client import name_of
-from idemconsumer.brokers.kafka.start import Log, Mark, Resume, Start, history_of, resume, start_at, topic_of
+from idemconsumer.brokers.kafka.start import (
+    Log,
+    Mark,
+    Resume,
+    Start,
+    history_of,
+    left_quiet,
+    resume,
+    start_at,
+    topic_of,
+)
 from idemconsumer.brokers.kafka.topic_ids import topic_ids
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.ports.positions import Kept, Place, Positions
+from idemconsumer.ports.positions import Kept, Place, Positions, Reached
 from idemconsumer.redaction import error_text
 
 
@@ -38,6 +49,16 @@ class _Found:
     committed: int | None
     resume: Resume
     start: Start
+    end: int
+    quiet: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Where a reader begins. What stands below `inherited_below` its last owner may have begun, and died of (K10)."""
+
+    offset: int
+    inherited_below: int
 
 
 class Placing:
@@ -67,7 +88,7 @@ class Placing:
         self._saving: asyncio.Task[Mapping[Place, int]] | None = None
         self._waiting = False
 
-    async def place(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int | None]:
+    async def place(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, Begin | None]:
         """Where they begin; None: not to be read now. Those about which there is no answer yet are missing. What was
         lost, and what is read again, is an error in the log, each time it is met."""
         try:
@@ -79,8 +100,10 @@ class Placing:
                 server, known = await self._read(self._positions, partitions)
                 found = await self._find(partitions, known, ids)
                 admitted = {at: each for at, each in found.items() if self._admits(at, each)}
-                if not await self._begin(self._positions, admitted, known, ids, server):
+                begun = await self._begin(self._positions, admitted, known, ids, server)
+                if begun is None:
                     return {}
+                admitted = begun
         except (StoreUnavailable, TimeoutError, KafkaError) as error:
             if not self._waiting:
                 self._log.warning("kafka waits to learn where to begin", error=error_text(error))
@@ -88,7 +111,7 @@ class Placing:
             return {}
         self._waiting = False
         self._topics |= {at: ids[at.topic] for at in found if at.topic in ids}
-        return {at: each.start.offset if at in admitted else None for at, each in found.items()}
+        return {at: _begin_of(admitted[at]) if at in admitted else None for at in found}
 
     async def recreated(self, partitions: Iterable[TopicPartition]) -> list[TopicPartition]:
         """Of those that were placed, the ones whose topic is another one by now (K18)."""
@@ -101,9 +124,12 @@ class Placing:
             return []
         return [at for at, its in placed.items() if ids.get(at.topic, its) != its]
 
-    async def save(self, offsets: Mapping[TopicPartition, int]) -> Mapping[TopicPartition, Any] | None:
+    async def save(
+        self, offsets: Mapping[TopicPartition, int], left: Collection[TopicPartition] = ()
+    ) -> Mapping[TopicPartition, Any] | None:
         """What to commit to Kafka, once the database has it. None: it must not be committed, since the database is
         another one now, or somebody else reads there; everything is to be placed anew. Raises StoreUnavailable.
+        Those that were `left` have nothing in hand, and nothing of them is begun any more.
 
         A write that takes too long goes on when this is cancelled: it does no harm, and the next one waits for it.
         """
@@ -114,7 +140,11 @@ class Placing:
             self._saving = None
         if self._server is None or not offsets.keys() <= self._kept.keys():
             return None
-        rows = {(at.topic, at.partition): (self._kept[at].history, offset) for at, offset in offsets.items()}
+        rows = {
+            (at.topic, at.partition): Reached(kept.history, offset, left=kept.counter if at in left else None)
+            for at, offset in offsets.items()
+            for kept in (self._kept[at],)
+        }
         saving = self._positions.save(self._cluster or "", self._group, rows, self._server)
         self._saving = task = asyncio.ensure_future(saving)
         await asyncio.wait({task})
@@ -122,10 +152,13 @@ class Placing:
         counters = task.result()
         if len(counters) < len(offsets):
             return None
-        return {
-            at: (offset, str(Mark(self._kept[at].history, counters[at.topic, at.partition], self._kept[at].base)))
-            for at, offset in offsets.items()
-        }
+        commits = {}
+        for at, offset in offsets.items():
+            kept, counter = self._kept[at], counters[at.topic, at.partition]
+            if counter == kept.counter + 1:  # else another reader writes too: neither can say that it has been left
+                self._kept[at] = replace(kept, counter=counter)
+            commits[at] = (offset, str(Mark(kept.history, counter, kept.base)))
+        return commits
 
     async def stop(self, at: TopicPartition, piece: Piece) -> bool:
         """Note that the reader stands before this. Whether a person wants a dead letter in its place."""
@@ -193,11 +226,13 @@ class Placing:
             commit = commits.get(at)
             committed = None if commit is None else commit.offset
             mark = None if commit is None or self._positions is None else Mark.of(commit.metadata or "")
-            to_resume = resume(committed, mark, known.get((at.topic, at.partition)), ids.get(at.topic))
+            row = known.get((at.topic, at.partition))
+            to_resume = resume(committed, mark, row, ids.get(at.topic))
             log = Log(starts[at], ends[at])
             new = not (to_resume.set_back or to_resume.anew)
             start = start_at(to_resume.offset, log, latest=self._latest and new)
-            found[at] = _Found(committed, to_resume, start)
+            quiet = self._positions is not None and left_quiet(committed, row, to_resume)
+            found[at] = _Found(committed, to_resume, start, log.end, quiet)
         return found
 
     async def _begin(
@@ -207,26 +242,30 @@ class Placing:
         known: Mapping[Place, Kept],
         ids: Mapping[str, str],
         server: datetime,
-    ) -> bool:
-        """Begin the histories that do not go on. False: the database is another one again."""
-        begun: dict[TopicPartition, Kept] = {}
+    ) -> dict[TopicPartition, _Found] | None:
+        """Put on record that they are being read, in their history or in a new one. None: the database is another one
+        again."""
+        histories: dict[Place, Kept] = {}
         for at, found in admitted.items():
-            kept, topic = found.resume.kept, ids.get(at.topic)
+            kept, topic, place = found.resume.kept, ids.get(at.topic), (at.topic, at.partition)
             if kept is None or found.start.beyond or (topic is not None and topic_of(kept.history) is None):
-                before, offset = known.get((at.topic, at.partition)), found.start.offset
+                before, offset = known.get(place), found.start.offset
                 former = None if before is None else before.history
-                begun[at] = Kept(history_of(topic, uuid.uuid4().hex[:16]), former, base=offset, position=offset)
-        histories = {(at.topic, at.partition): kept for at, kept in begun.items()}
-        if histories and not await positions.begin(self._cluster or "", self._group, histories, server):
-            return False
+                histories[place] = Kept(history_of(topic, uuid.uuid4().hex[:16]), former, base=offset, position=offset)
+            else:
+                histories[place] = replace(kept, counter=kept.counter + 1)
+        counters = await positions.begin(self._cluster or "", self._group, histories, server) if histories else {}
+        if len(counters) < len(histories):
+            return None
         if server != self._server:
             self._kept.clear()  # what was placed by another server is not written by this one
             self._server = server
+        begun = {}
         for at, found in admitted.items():
-            kept = begun.get(at) or found.resume.kept
-            assert kept is not None
-            self._kept[at] = kept
-        return True
+            kept, counter = histories[at.topic, at.partition], counters[at.topic, at.partition]
+            self._kept[at] = replace(kept, counter=counter)
+            begun[at] = replace(found, quiet=found.quiet and counter == kept.counter)  # else somebody was faster
+        return begun
 
     # ------------------------------------------------------------------------------------------------------ saying
     def _admits(self, at: TopicPartition, found: _Found) -> bool:
@@ -254,6 +293,10 @@ class Placing:
             instead=_remedy(start, self._group, stop=self._stop),
         )
         return not self._stop
+
+
+def _begin_of(found: _Found) -> Begin:
+    return Begin(found.start.offset, found.start.offset if found.quiet else found.end)
 
 
 def _remedy(start: Start, group: str, *, stop: bool) -> str:

@@ -28,16 +28,32 @@ NOTHING: Final[Mapping[int, BadMessage]] = {}
 @dataclass(slots=True, eq=False)
 class Partition:
     """A partition while it is ours. Nothing of it is read, or committed, until its reader has been placed (K11).
-    `halted`: the client has met something that it cannot read (K13)."""
+    `halted`: the client has met something that it cannot read (K13). What is delivered below `inherited_below`, the
+    first `inherited` of it, its last owner may have begun (K10)."""
 
     source: str
     epoch: Epoch
     tracker: Tracker
     outstanding: Outstanding
+    inherited: int
+    inherited_below: int = 0
     placed: bool = False
     due: float = 0.0
     halted: bool = False
     capped: bool = False
+
+    def inherits(self, offset: int) -> bool:
+        """Of the next one that is delivered."""
+        if offset >= self.inherited_below:
+            return False
+        self.inherited -= 1
+        if not self.inherited:
+            self.inherited_below = offset + 1
+        return True
+
+    def can_be_left(self, low_water: int) -> bool:
+        """Once nothing more of it begins: whether nothing runs, and all that was inherited is finished (K10)."""
+        return self.epoch.at_rest and not self.epoch.ended and low_water >= self.inherited_below
 
     def end(self) -> None:
         self.epoch.end()
@@ -60,17 +76,26 @@ class Reading:
         self._outstanding = {source: Outstanding(bounds, source) for source in topics.sources}
         self._unplaced = asyncio.Event()
 
-    def begin(self, at: TopicPartition, *, placed: bool = False) -> Partition:
-        """A new epoch, and unless it goes on where the former one ended, a reader to be placed."""
+    def begin(self, at: TopicPartition) -> None:
+        """A new epoch, and a reader to be placed."""
+        self._new(at)
+        self._unplaced.set()
+
+    def _set_back(self, at: TopicPartition, former: Partition) -> Partition:
+        """A new epoch, whose reader stands somewhere already. What was delivered may still run here."""
+        partition = self._new(at)
+        partition.placed = True
+        partition.inherited_below = max(former.inherited_below, former.tracker.highest + 1)
+        return partition
+
+    def _new(self, at: TopicPartition) -> Partition:
         if (former := self.partitions.get(at)) is not None:
             former.end()
-        bounds = self._bounds
-        epoch = Epoch(probation=bounds.group, unread=bounds.max_uncommitted + bounds.in_flight)
-        source = self._topics.source_of(at.topic)
+        bounds, source = self._bounds, self._topics.source_of(at.topic)
         assert source is not None, f"{at} is not ours"
-        self.partitions[at] = partition = Partition(source, epoch, Tracker(), self._outstanding[source], placed)
-        if not placed:
-            self._unplaced.set()
+        uncommitted = bounds.max_uncommitted + bounds.in_flight  # as many as the last owner can have had
+        epoch, outstanding = Epoch(probation=bounds.group), self._outstanding[source]
+        self.partitions[at] = partition = Partition(source, epoch, Tracker(), outstanding, uncommitted)
         return partition
 
     def end(self) -> None:
@@ -91,15 +116,22 @@ class Reading:
             # An offset at or below a former one means that the reader was set back: what it brings is not what the
             # tracker knows.
             if records[0].offset <= partition.tracker.highest:
-                partition = self.begin(at, placed=True)
+                partition = self._set_back(at, partition)
             partition.tracker.deliver(record.offset for record in records)
             source = f"kafka:{at.topic}"
             for record in records:
                 message, handle = message_of(source, record), (partition, record.offset)
                 partition.outstanding.arrived(handle, message)
-                refusal = refused.get(record.offset)
-                delivery = Delivery(message, partition.epoch, handle, refusal=refusal, source=partition.source)
-                deliveries.append(delivery)
+                deliveries.append(
+                    Delivery(
+                        message,
+                        partition.epoch,
+                        handle,
+                        inherited=partition.inherits(record.offset),
+                        refusal=refused.get(record.offset),
+                        source=partition.source,
+                    )
+                )
         return deliveries
 
     async def place(self) -> None:
@@ -109,14 +141,15 @@ class Reading:
         waiting = {at: each for at, each in self.partitions.items() if not each.placed}
         due = [at for at, each in waiting.items() if each.due <= now]
         starts = await self._placing.place(due) if due else {}
-        for at, offset in starts.items():
+        for at, start in starts.items():
             partition = self.partitions.get(at)
             if partition is None or partition is not waiting[at] or at not in self._consumer.assignment():
                 continue  # there was a rebalance meanwhile
-            if offset is None:
+            if start is None:
                 partition.due = now + SAY_AGAIN
             else:
-                self._consumer.seek(at, offset)
+                self._consumer.seek(at, start.offset)
+                partition.inherited_below = start.inherited_below
                 partition.placed = True
         self.pause()
         if all(partition.placed for partition in self.partitions.values()):

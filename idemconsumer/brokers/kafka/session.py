@@ -191,8 +191,8 @@ class KafkaSession:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._reading.draining = True
-        await self._commit()
+        drained, self._reading.draining = self._reading.draining, True
+        await self._commit(leaving=drained)
         self._end("closed")
         for task in self._tasks:
             task.cancel()
@@ -262,7 +262,7 @@ class KafkaSession:
                 partition.epoch.retiring = True
             if leaving and not await self._quiet(leaving):
                 self._log.info("kafka drain timed out", seconds=self._bounds.drain)
-            await self._commit()
+            await self._commit(leaving=True)
         finally:
             self._reading.end()
             self._reading.partitions.clear()
@@ -290,10 +290,14 @@ class KafkaSession:
             closing.cancel()
         return bool(done)
 
-    async def _commit(self) -> None:
-        """Commit every low-water mark that has moved. A failure is made up for by the next one."""
+    async def _commit(self, *, leaving: bool = False) -> None:
+        """Commit every low-water mark that has moved. A failure is made up for by the next one.
+
+        With `leaving`, of what has nothing in hand the database is told so (K10): nothing of it is begun any more.
+        """
         async with self._committing:
             due: dict[TopicPartition, int] = {}
+            left: set[TopicPartition] = set()
             trackers: dict[TopicPartition, Tracker] = {}
             for at, partition in list(self._reading.partitions.items()):
                 if not partition.placed:
@@ -303,11 +307,15 @@ class KafkaSession:
                 position = await position_of(self._consumer, at) if read_on else None
                 if (offset := tracker.due(position)) is not None:
                     due[at] = offset
+                low_water = tracker.low_water(position)
+                if leaving and low_water is not None and partition.can_be_left(low_water):
+                    due[at] = low_water
+                    left.add(at)
             if not due or self._over:
                 return
             try:
                 async with asyncio.timeout(COMMIT_TIMEOUT):  # with the broker down a commit never returns
-                    commits = await self._placing.save(due)
+                    commits = await self._placing.save(due, left)
                     if commits is None:
                         self._place_anew()
                         return

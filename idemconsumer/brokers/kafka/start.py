@@ -77,6 +77,14 @@ def resume(committed: int | None, mark: Mark | None, kept: Kept | None, topic: s
     return Resume(committed, kept=kept)
 
 
+def left_quiet(committed: int | None, row: Kept | None, found: Resume) -> bool:
+    """Whether nobody can have died while they read it (K10): who read it last left with nothing in hand, or nobody has.
+    `row` is what the database knows, be it of another topic."""
+    if found.set_back:
+        return False
+    return committed is None if row is None else row.quiet == row.counter
+
+
 def _of_another(history: str, topic: str | None) -> bool:
     its = topic_of(history)
     return its is not None and topic is not None and its != topic
