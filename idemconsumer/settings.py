@@ -21,7 +21,7 @@ FORMATS: Final = ("auto", "json", "console")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 # Our own variables that are not settings: a parent passes them to its workers, or the demo or the tests use them.
-_INTERNAL: Final = {"WORKER", "LIFELINE", "LAST_WILL", "DEMO_PAUSE", "TEST_CACHE"}
+_INTERNAL: Final = {"WORKER", "LIFELINE", "LAST_WILL", "LAST_WORDS", "DEMO_PAUSE", "TEST_CACHE"}
 # Kubernetes and Docker put these into every container when a service is named idemconsumer or idemconsumer-….
 _OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 _LEAST: Final = {

@@ -21,7 +21,7 @@ import structlog
 
 from idemconsumer.brokers.last_will import VARIABLE, WILL
 from idemconsumer.observe.logging import log_unhandled
-from idemconsumer.process import pulse
+from idemconsumer.process import last_words, pulse
 from idemconsumer.user_code.call import EXITS
 
 log = structlog.get_logger("idemconsumer")
@@ -81,6 +81,9 @@ def launch(make: Callable[[], Worker], drain_timeout: float) -> Exit:
         except EXITS as error:
             stop.leave_as_killed(error)
             raise
+        except Exception as error:
+            last_words.LAST_WORDS.of(error)
+            raise
         # The runner now waits for the threads of handlers that are not async; the timers still apply.
     stop.dismiss()
     return code
@@ -89,6 +92,7 @@ def launch(make: Callable[[], Worker], drain_timeout: float) -> Exit:
 def leave_as_killed(event: str, **more: str) -> NoReturn:
     """Say why, and end the process at once: what runs is on record, and the launcher starts another one."""
     log.critical(event, **more)
+    last_words.LAST_WORDS.say(", ".join([event, *(f"{name}: {text}" for name, text in more.items())]))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -125,6 +129,8 @@ class _Stop:
             WILL.address(int(will))
         if (descriptor := os.environ.pop(pulse.VARIABLE, None)) is not None:
             pulse.PULSE.address(int(descriptor))
+        if (descriptor := os.environ.pop(last_words.VARIABLE, None)) is not None:
+            last_words.LAST_WORDS.address(int(descriptor))
         if (lifeline := os.environ.pop(LIFELINE, None)) is None:
             loop.add_signal_handler(signal.SIGINT, self._request_drain, "SIGINT")
         else:

@@ -19,7 +19,7 @@ import structlog
 
 from idemconsumer.brokers.last_will import VARIABLE
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
-from idemconsumer.process import pulse
+from idemconsumer.process import last_words, pulse
 from idemconsumer.process.child import GRACE, LIFELINE, STOP_NOW, WORKER, Exit
 from idemconsumer.process.pulse import Watch
 
@@ -64,10 +64,10 @@ class Supervisor:
     Guaranteed: a stop reaches all children in the same moment and they share one deadline; children end with this
     process, even when it gets SIGKILL. A child that crashes comes back at once, the next time after 0.5 s, doubling to
     30 s, and at once again after a life of a minute; more than `max_restarts` crashes of one child in ten minutes end
-    everything. With `changes`, a stream of names of changed files, each one restarts all children, and a crashed child
-    waits for the next one. A child that is silent for longer than it said it would be gets SIGKILL (L56). `execute` is
-    given the last will of each child that has ended, while another takes its place; `prepare` is called in a thread
-    before, once there is a will.
+    everything, and the last line of the log says how the last one ended. With `changes`, a stream of names of changed
+    files, each one restarts all children, and a crashed child waits for the next one. A child that is silent for longer
+    than it said it would be gets SIGKILL (L56). `execute` is given the last will of each child that has ended, while
+    another takes its place; `prepare` is called in a thread before, once there is a will.
     Not guaranteed: that grandchildren end. Times are seconds.
     """
 
@@ -100,6 +100,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._changed = asyncio.Event()  # replaced by each change, so that no child can miss one
         self._code = Exit.DONE
+        self._crashed = ""  # how the worker ended for which everything ends
 
     async def run(self) -> Exit:
         """Start the children, return when all have ended for good. Takes over SIGINT and SIGTERM."""
@@ -120,6 +121,8 @@ class Supervisor:
             await asyncio.gather(reloader, *self._burials, return_exceptions=True)
             os.close(write_end)  # the children that are left drain
             os.close(self._lifeline)
+        if self._crashed:
+            log.critical("cannot run", error=self._crashed)
         return self._code
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -178,7 +181,7 @@ class Supervisor:
         while not self._stopping.is_set():
             changed = self._changed
             born = time.monotonic()
-            pid, code = await self._live(index, changed)
+            pid, code, words = await self._live(index, changed)
             lived = time.monotonic() - born
             if self._stopping.is_set():
                 # Killed by SIGTERM: it had no signal handler yet, so it had not begun.
@@ -191,6 +194,7 @@ class Supervisor:
                 log.info("worker finished", worker=index, pid=pid)
                 return
             how = {"signal": _SIGNALS.get(-code, -code)} if code < 0 else {"code": code}
+            how |= {"error": words} if words else {}
             if code != Exit.USAGE:  # then worker 0 has said why, in one line
                 log.error("worker died", worker=index, pid=pid, lived=round(lived, 3), **how)
             if self._changes is not None:
@@ -205,13 +209,15 @@ class Supervisor:
                 restarts = restarts.crashed(time.monotonic(), lived)
                 if restarts.exhausted:
                     log.error("worker crashed too often", worker=index, crashes=len(restarts.crashes))
+                    if not self._stopping.is_set():
+                        self._crashed = _last_line(index, len(restarts.crashes), lived, code, words)
                     self._stop(Exit.CRASHED)
                 else:
                     log.info("worker restarting", worker=index, after=restarts.pause)
                     await _at_most(restarts.pause, self._stopping.wait())
 
-    async def _live(self, index: int, changed: asyncio.Event) -> tuple[int, int]:
-        """Start a child and wait for its end; returns its pid and code."""
+    async def _live(self, index: int, changed: asyncio.Event) -> tuple[int, int, str]:
+        """Start a child and wait for its end; returns its pid, its code and its last words."""
         loop = asyncio.get_running_loop()
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
@@ -220,37 +226,42 @@ class Supervisor:
         loop.add_reader(reading, self._hear, reading, will)
         hearing, beating = os.pipe()
         os.set_blocking(beating, False)
-        pipes = {VARIABLE: str(writing), pulse.VARIABLE: str(beating)}
+        listening, speaking = os.pipe()
+        os.set_blocking(listening, False)
+        pipes = {VARIABLE: str(writing), pulse.VARIABLE: str(beating), last_words.VARIABLE: str(speaking)}
         watch = Watch(hearing, lambda seconds: self._end_silent(index, seconds))
         try:
             child = await asyncio.create_subprocess_exec(
                 *self._command,
                 env=self._environment | {LIFELINE: str(self._lifeline), WORKER: str(index), **pipes},
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(self._lifeline, writing, beating),
+                pass_fds=(self._lifeline, writing, beating, speaking),
                 process_group=0,  # the terminal's Ctrl-C is for the parent alone, which passes it on once
             )
         except OSError as error:
             log.error("worker could not start", worker=index, error=str(error))
             loop.remove_reader(reading)
             os.close(reading)
+            os.close(listening)
             watch.close()
-            return 0, Exit.ERROR
+            return 0, Exit.ERROR, str(error)
         finally:
-            os.close(writing)
-            os.close(beating)
+            for descriptor in (writing, beating, speaking):
+                os.close(descriptor)
         self._children[index] = child
         try:
             log.info("worker started", worker=index, pid=child.pid)
             if self._stopping.is_set() or changed.is_set():  # both signal only the children that were there
                 self._end({index: child}, 0.0)
-            return child.pid, await child.wait()
+            code = await child.wait()
+            return child.pid, code, last_words.read(listening)
         finally:
             del self._children[index]
             watch.close()
             loop.remove_reader(reading)
             _read_on(reading, will)
             os.close(reading)
+            os.close(listening)
             if self._execute is not None and will:
                 self._burials.add(asyncio.create_task(self._bury(index, self._execute(bytes(will)))))
 
@@ -287,6 +298,14 @@ def python_changes(folder: Path) -> AsyncIterator[str]:
             yield min(path for _, path in changes)
 
     return stream()
+
+
+def _last_line(worker: int, crashes: int, lived: float, code: int, words: str) -> str:
+    how = f"by {_SIGNALS.get(-code, -code)}" if code < 0 else f"with code {code}"
+    if code == -signal.SIGKILL and not words:
+        words = "killed from outside, perhaps for its memory"
+    text = f"worker {worker} died {crashes} times in ten minutes, the last time after {lived:.1f} s, {how}"
+    return f"{text}: {words}" if words else text
 
 
 def _signal(children: Iterable[asyncio.subprocess.Process], number: signal.Signals) -> None:

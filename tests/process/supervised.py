@@ -16,7 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
-from idemconsumer.process.child import WORKER, Exit, launch
+from idemconsumer.process.child import WORKER, Exit, launch, leave_as_killed
 from idemconsumer.process.pulse import PULSE
 from idemconsumer.process.supervisor import Supervisor, python_changes
 
@@ -67,6 +67,10 @@ class Directed:
         match order:
             case ["die"]:
                 os.kill(os.getpid(), signal.SIGKILL)
+            case ["raise"]:
+                raise RuntimeError("the pool is misbuilt,\non two lines")
+            case ["leave"]:
+                leave_as_killed("the event loop stands still", where="here")
             case ["exit", code]:
                 os._exit(int(code))
             case ["finish"]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -70,11 +71,11 @@ class Stage:
         if order.startswith(("ignore", "beat")) or order == "thread":
             await self.until("heard", heard + 1, pid=pid)
 
-    async def run(self, role: str = "parent", **options: object) -> Process:
+    async def run(self, role: str = "parent", *, stdout: int | None = None, **options: object) -> Process:
         defaults: dict[str, object] = {"workers": 2, "drain_timeout": 20, "max_restarts": 5}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tests.process.supervised", role, str(self.address), json.dumps(defaults | options),
-            cwd=ROOT, env=self.environment(options),
+            cwd=ROOT, env=self.environment(options), stdout=stdout,
         )  # fmt: skip
         self.processes.append(process)
         return process
@@ -146,6 +147,27 @@ async def test_a_worker_that_crashes_too_often_ends_everything_with_exit_3(stage
 
     assert await code_of(parent) == Exit.CRASHED
     assert len(await stage.until("draining", worker=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ("die", "by SIGKILL: killed from outside, perhaps for its memory"),
+        ("raise", "with code 1: RuntimeError: the pool is misbuilt, on two lines"),
+        ("leave", "with code 1: the event loop stands still, where: here"),
+        ("exit 9", "with code 9"),
+    ],
+)
+async def test_the_last_line_of_one_that_gives_up_says_why(stage: Stage, order: str, said: str) -> None:
+    parent = await stage.run(max_restarts=0, stdout=asyncio.subprocess.PIPE)
+    (first,) = await stage.until("started", worker=0)
+    await stage.until("started", worker=1)
+    await stage.order(first, order)
+    async with asyncio.timeout(PATIENCE):
+        output, _ = await parent.communicate()
+    assert parent.returncode == Exit.CRASHED
+    last = output.decode().splitlines()[-1]
+    assert re.search(rf"cannot run +error='worker 0 died 1 times in ten minutes, the last time .* s, {said}'$", last)
 
 
 async def test_workers_are_gone_when_their_parent_was_killed(stage: Stage) -> None:
