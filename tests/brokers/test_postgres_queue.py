@@ -269,14 +269,20 @@ async def test_a_queue_without_room_keeps_no_other_waiting(broker: PostgresBroke
 
 
 async def test_what_is_held_stays_hidden_from_others(
-    monkeypatch: pytest.MonkeyPatch, broker: PostgresBroker, opened: Opens
+    monkeypatch: pytest.MonkeyPatch, ledger: Ledger, broker: PostgresBroker, opened: Opens
 ) -> None:
-    monkeypatch.setattr(postgres, "VISIBILITY", 0.6)
+    monkeypatch.setattr(postgres, "VISIBILITY", 6.0)  # so that it is moved on every two seconds
     await publish(broker, b"1")
     holder, other = await opened(), await opened()
     (held,) = await taken(holder)
-    for _ in range(2):
-        assert not await other.fetch()  # each waits for a second
+    seen: set[object] = set()
+
+    async def twice() -> bool:
+        assert not await other.fetch()
+        seen.add(ledger.run("select visible_at from idemconsumer.queue")[0])
+        return len(seen) == 3
+
+    await until(twice, "it is hidden for longer")
     await holder.settle([held])
     assert not await other.fetch()
 
