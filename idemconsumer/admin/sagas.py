@@ -14,9 +14,9 @@ import psycopg
 
 from idemconsumer.admin.cancellations import Cancellation, request_cancel
 from idemconsumer.admin.dead_letters import connected, readers
+from idemconsumer.admin.deciding import Deciding
 from idemconsumer.admin.decisions import decide
 from idemconsumer.admin.saga_views import SagaDetail, SagaLine, detail
-from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.message import codecs, keys
 from idemconsumer.message.message import StoredResult
@@ -24,13 +24,11 @@ from idemconsumer.message.sources import own_source
 from idemconsumer.ports.handler import Done, NotDone
 from idemconsumer.rules.saga import ANY_VERSION
 from idemconsumer.rules.values import Signalled, State
-from idemconsumer.sql.queries import load, misconfigured
-from idemconsumer.stores.claims import PostgresClaims, transaction
-from idemconsumer.stores.pool import Pool
+from idemconsumer.sql.queries import load
+from idemconsumer.stores.claims import PostgresClaims
 from idemconsumer.stores.signals import Signal
 
 ABANDONED: Final = "abandoned"  # the rejection's code
-_LONGEST_DECISION: Final = 30.0  # seconds; it runs no handler, and waits for a lock no longer than any claim does
 _MOST_FOUND: Final = 5
 _CANCEL_TRIES: Final = 6  # of ten seconds each
 _Connection = psycopg.AsyncConnection[dict[str, Any]]
@@ -48,7 +46,7 @@ class SagaAdmin:
         self._schema = schema
         self._queries = load(schema)
         self._readers = readers(dsn)
-        self._deciders = Publishers(self._decider)
+        self._deciding_in = Deciding(dsn, schema)
 
     # ---------------------------------------------------------------------------------------------------------- queries
     async def sagas(
@@ -197,7 +195,7 @@ class SagaAdmin:
         """Cancel it, wherever it is (L50). Waits for a step that is a transaction to end, for a minute at most."""
         for attempt in range(_CANCEL_TRIES):
             try:
-                async with self._transaction() as claims:
+                async with self._deciding_in.transaction() as claims:
                     answer = await request_cancel(claims, key, undo=undo)
                     await claims.complete([], [])
                     return answer
@@ -209,7 +207,7 @@ class SagaAdmin:
     @asynccontextmanager
     async def _deciding(self, key: bytes) -> AsyncIterator[tuple[PostgresClaims, State, bytes | None]]:
         """A transaction that holds the saga's row, with the saga's phase and rejection; the caller completes it."""
-        async with self._transaction() as claims:
+        async with self._deciding_in.transaction() as claims:
             if not await claims.send("lock_saga", {"key": key}):
                 raise ConfigurationError(f"saga {key.hex()[:12]} has ended; there is nothing to decide")
             ((phase, rejection, owner, held, *_),) = await claims.send("locked_saga", {"key": key})
@@ -219,25 +217,6 @@ class SagaAdmin:
                 )
             await claims.send("forget_dead", {"key": key})
             yield claims, State(phase), rejection
-
-    @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[PostgresClaims]:
-        try:
-            async with self._deciders.one() as pool, transaction(pool, group=1) as claims:
-                await claims.begin()
-                yield claims
-        except Contention as error:  # a rival holds a lock: nothing was written, so the decision can be retried
-            raise StoreUnavailable(str(error)) from error
-        except psycopg.Error as error:
-            if (cause := misconfigured(error, self._schema)) is not None:
-                raise cause from error
-            raise
-
-    async def _decider(self) -> Pool:
-        """Of one connection, for one caller at a time."""
-        pool = Pool(self._dsn, self._schema, connections=1, longest_run=_LONGEST_DECISION)
-        await pool.open()
-        return pool
 
 
 async def _note(claims: PostgresClaims, key: bytes, what: str, detail: str | None) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
-import os
 import secrets
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -18,7 +15,7 @@ from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail, Redrive, Wh
 from idemconsumer.admin.redrives import Redrives, Run
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import letter_json, show, time_of
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable, user
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.rules.letters import Redriven
@@ -204,7 +201,7 @@ def dead_redrive(
         length, _ = await admin.count(which)
         with click.progressbar(length=length, label="redriving", file=sys.stderr) as bar:
             return await redrives.redrive(
-                which, by=by or _user(), run=name, rate=rate, dry_run=dry_run, progress=bar.update
+                which, by=by or user(), run=name, rate=rate, dry_run=dry_run, progress=bar.update
             )
 
     if not dry_run:
@@ -265,11 +262,3 @@ def _need_choice(ids: tuple[int, ...], flags: Mapping[str, Any], *, everything: 
 
 def _run_name() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
-
-
-def _user() -> str:
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):  # a container's user may have no name
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"

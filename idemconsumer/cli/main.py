@@ -24,6 +24,8 @@ VERBS: Final[Mapping[str, str]] = {
     "migrate": "schema",
     "publish": "messages",
     "dead": "dead",
+    "keys": "keys",
+    "explain": "keys",
     "skip": "skip",
     "sagas": "sagas",
     "prune": "messages",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -40,3 +43,12 @@ def print_json(value: object) -> None:
 def printable(text: str) -> str:
     """Text from elsewhere that cannot steer a terminal: what is not printable is escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
+
+
+def user() -> str:
+    """Who decides, for the trace."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

@@ -242,3 +242,87 @@ update {schema}.saga set cancel = %(undo)s where key = %(key)s
 -- name: forget_dead
 -- A person has decided, so the saga is no longer put aside.
 delete from {schema}.dead_letter where key = %(key)s
+
+-- name: known_keys
+-- Keys of which something is known, in a range of the indexes.
+select key from {schema}.record where key between %(low)s and %(high)s
+union select key from {schema}.attempt where key between %(low)s and %(high)s
+union select key from {schema}.dead_letter where key between %(low)s and %(high)s
+order by key limit %(limit)s
+
+-- name: key_list
+-- In the order of the keys, since records have no index by time.
+select encode(r.key, 'hex') as key, c.name as scope, r.state, r.changed_at
+from {schema}.record as r join {schema}.scope as c on c.id = r.scope_id
+where (%(after)s::bytea is null or r.key > %(after)s) and (%(scopes)s::integer[] is null or r.scope_id = any(%(scopes)s))
+  and (%(state)s::smallint is null or r.state = %(state)s)
+order by r.key limit %(limit)s
+
+-- name: scope_ids
+select id, name from {schema}.scope
+
+-- name: key_record
+select c.name as scope, r.state, r.changed_at, r.fingerprint is not null as compared, e.body as result,
+    r.changed_at + c.retain as until, r.changed_at + c.retain < clock_timestamp() as over
+from {schema}.record as r
+join {schema}.scope as c on c.id = r.scope_id
+left join {schema}.result as e on e.key = r.key
+where r.key = %(key)s
+
+-- name: key_attempts
+select c.name as scope, a.count, a.error, a.changed_at
+from {schema}.attempt as a join {schema}.scope as c on c.id = a.scope_id where a.key = %(key)s
+
+-- name: key_stored
+-- When the message runs that a PENDING record waits for: null, as soon as a worker takes it. Found by the key in its headers.
+select null::timestamptz as due_at from {schema}.queue
+where name = %(name)s and position(%(digits)s::bytea in headers) > 0
+union all
+select due_at from {schema}.delayed where name = %(name)s and position(%(digits)s::bytea in headers) > 0
+limit 1
+
+-- name: key_letters
+select id, handler, source, position, reason, error, attempts, arrivals, first_at, last_at, redriven_at
+from {schema}.dead_letter where key = %(key)s order by id
+
+-- name: lock_key
+-- As a claim does (J1), but waits.
+select pg_advisory_xact_lock(('x' || encode(substring(%(key)s::bytea for 8), 'hex'))::bit(64)::bigint)
+
+-- name: decided_key
+-- In a statement of its own, after the lock.
+select r.state, exists (select from {schema}.saga where key = %(key)s) as runs,
+    exists (select from {schema}.step where key = %(key)s) as stepped
+from (select %(key)s::bytea as key) as k left join {schema}.record as r on r.key = k.key
+
+-- name: forget_key
+-- Fingerprints too: of a payload that can be guessed they say whether it was this one.
+with results as (delete from {schema}.result where key = %(key)s),
+    attempts as (delete from {schema}.attempt where key = %(key)s),
+    steps as (delete from {schema}.step where key = %(key)s),
+    histories as (delete from {schema}.history where key = %(key)s),
+    signals as (delete from {schema}.signal where key = %(key)s),
+    children as (update {schema}.child set body = null, content_type = null, fingerprint = null, canonical = null
+                 where key = %(key)s),
+    started as (delete from {schema}.child where parent = %(key)s),
+    traces as (delete from {schema}.redrive where key = %(key)s),
+    records as (update {schema}.record set fingerprint = null, canonical = null where key = %(key)s),
+    letters as (delete from {schema}.dead_letter where key = %(key)s returning id)
+select count(*) from letters
+
+-- name: delete_record
+delete from {schema}.record where key = %(key)s
+
+-- name: release_key
+-- Its letters are closed, and say by whom.
+with records as (delete from {schema}.record where key = %(key)s),
+    results as (delete from {schema}.result where key = %(key)s),
+    attempts as (delete from {schema}.attempt where key = %(key)s),
+    letters as (
+        update {schema}.dead_letter set redriven_at = clock_timestamp() where key = %(key)s and redriven_at is null
+        returning id
+    ), traces as (
+        insert into {schema}.redrive (letter, key, run, by, at, queued, outcome, ended_at)
+        select id, %(key)s, 'release', %(by)s, clock_timestamp(), 0, 'released', clock_timestamp() from letters
+    )
+select count(*) from letters

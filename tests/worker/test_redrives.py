@@ -151,10 +151,14 @@ async def test_it_may_be_put_off_like_any_other(bench: Bench) -> None:
     assert [each.outcome for each in await traces(bench, letter)] == ["dead"]
 
 
-async def test_two_at_the_same_time_give_one_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("payload", [Item("a"), b"{"], ids=["keyed", "unread"])
+async def test_two_at_the_same_time_give_one_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, payload: Item | bytes
+) -> None:
     service = Service()
-    await bench.publish("q", Item("a"))
+    await bench.publish("q", payload)
     await bench.until_empty(service.app)
+    bench.do("update idemconsumer.dead_letter set body = %s, body_size = null", body(Item("a")))
     both = asyncio.Barrier(2)
     act = Redrives._redrive
 
@@ -203,9 +207,18 @@ async def test_a_record_that_is_gone_waits_for_the_ticket_too(bench: Bench) -> N
     service = Service()
     await bench.publish("q", Item("a"))
     await bench.until_empty(service.app)
+    bench.do(
+        "insert into idemconsumer.attempt (key, scope_id, count, changed_at) select key, scope_id, 1, now()"
+        " from idemconsumer.record"
+    )  # as one leaves that arrived since
     bench.do("delete from idemconsumer.record")
     await redrive(bench)
-    service.mend()
+
+    def fail_once(message: Message) -> None:
+        if message.attempt == 1:
+            raise ValueError
+
+    service.act = fail_once
     await bench.publish("q", Item("a"))
     await bench.until_empty(service.app)
     assert (bench.effects(), states(bench)) == (["a"], [State.COMPLETED])

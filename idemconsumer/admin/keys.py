@@ -1,0 +1,230 @@
+"""What the database knows of a key, and what a person decides about it (O7, O8)."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+
+from idemconsumer.admin.dead_letters import PATIENCE, Admin, DeadLetter, Redrive, connected, key_range
+from idemconsumer.admin.deciding import Deciding
+from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.admin.timeline import Event
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.message import keys
+from idemconsumer.message.sources import retry_source
+from idemconsumer.rules.coming_again import coming_again
+from idemconsumer.rules.values import State
+from idemconsumer.sql.queries import load
+from idemconsumer.stores.claims import PostgresClaims
+
+_MOST_FOUND: Final = 5
+
+
+class KeyLine(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of a key."""
+
+    key: str
+    scope: str
+    state: str
+    changed_at: datetime
+
+
+class Attempts(msgspec.Struct, frozen=True, kw_only=True):
+    """How often its message was tried without coming to an end, and the last error with its place."""
+
+    count: int
+    error: str | None
+    changed_at: datetime
+
+
+class KeyDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known of a key. `state` is None where it has no record; `until` is when that may be pruned. `due`:
+    when the stored message of a PENDING key runs, None for at once. `next` says what would happen if its message came
+    again now. `timeline` has all of it, and what its saga did, in order."""
+
+    key: str
+    scope: str | None
+    state: str | None
+    changed_at: datetime | None
+    until: datetime | None
+    result: str | None
+    due: datetime | None
+    attempts: Attempts | None
+    letters: Sequence[DeadLetter]
+    redrives: Sequence[Redrive]
+    timeline: Sequence[Event]
+    next: str
+
+
+class Keys:
+    """Of one schema. Raises like `Admin`, and ConfigurationError for a key that allows no such decision."""
+
+    def __init__(self, dsn: str, schema: str) -> None:
+        self._dsn = dsn
+        self._schema = schema
+        self._queries = load(schema)
+        self._letters = Admin(dsn, schema)
+        self._sagas = SagaAdmin(dsn, schema)
+        self._deciding = Deciding(dsn, schema)
+
+    async def find(
+        self, *, prefix: str | None = None, handler: str = "", key: str = "", tenant: str | None = None
+    ) -> bytes:
+        """The one stored key that begins with `prefix` (hex) and of which something is known, or that `handler` stores
+        for the text `key`."""
+        if prefix is not None:
+            found, what = await self._known(*key_range(prefix)), f"{prefix!r}"
+        else:
+            what = f"handler {handler!r} and this key"
+            stored = await self._letters.stored_keys(handler, key, tenant=tenant)
+            found = stored if len(stored) == 1 else [each for each in stored if await self._known(each, each)]
+        if not found:
+            raise ConfigurationError(f"nothing is known of {what}; `idemconsumer keys list` shows what is")
+        if len(found) > 1:
+            several = ", ".join(each.hex()[:16] for each in found)
+            raise ConfigurationError(f"{what} matches several keys: {several}…; write more digits, or --tenant")
+        return found[0]
+
+    async def list(
+        self,
+        *,
+        handler: str | None = None,
+        tenant: str | None = None,
+        state: State | None = None,
+        after: str | None = None,
+        limit: int = 50,
+    ) -> list[KeyLine]:
+        """Records in the order of their keys, those behind `after` (hex). Where few match, all records are read."""
+        scopes = None
+        if handler is not None or tenant is not None:
+            named = [(row["id"], keys.parts_of(row["name"])) for row in await self._rows("scope_ids", {})]
+            scopes = [
+                number
+                for number, (_, of, name) in named
+                if (handler is None or name == handler) and (tenant is None or of == tenant)
+            ]
+        given = {
+            "after": None if after is None else key_range(after)[1],
+            "scopes": scopes,
+            "state": None if state is None else int(state),
+            "limit": limit,
+        }
+        rows = await self._rows("key_list", given)
+        return [KeyLine(**row | {"state": State(row["state"]).name.lower()}) for row in rows]
+
+    async def explain(self, key: bytes) -> KeyDetail:
+        """O7. Changes nothing. Not from one snapshot: what happens meanwhile may be in one part and not in another."""
+        record = next(iter(await self._rows("key_record", {"key": key})), None)
+        tried = next(iter(await self._rows("key_attempts", {"key": key})), None)
+        letters = [DeadLetter(**row) for row in await self._rows("key_letters", {"key": key})]
+        redrives = [Redrive(**row) for row in await self._rows("dead_redrives", {"letter": None, "key": key})]
+        saga = await self._sagas.look_up(key)
+        state = None if record is None else State(record["state"])
+        scope = next((row["scope"] for row in (record, tried) if row is not None), None)
+        due = await self._due(key, scope) if state is State.PENDING and scope is not None else None
+        attempts = None
+        if tried is not None:
+            attempts = Attempts(count=tried["count"], error=tried["error"], changed_at=tried["changed_at"])
+        newest = max((letter.id for letter in letters if letter.redriven_at is None), default=None)
+        over, compared = (record["over"], record["compared"]) if record is not None else (False, False)
+        result = None if record is None or record["result"] is None else record["result"]
+        return KeyDetail(
+            key=key.hex(),
+            scope=scope,
+            state=None if state is None else state.name.lower(),
+            changed_at=None if record is None else record["changed_at"],
+            until=None if record is None or state not in (State.COMPLETED, State.FAILED) else record["until"],
+            result=None if result is None else result.decode("utf-8", "backslashreplace"),
+            due=due,
+            attempts=attempts,
+            letters=letters,
+            redrives=redrives,
+            timeline=_timeline([] if saga is None else saga.timeline, attempts, letters, redrives, due),
+            next=coming_again(state, compared=compared, over=over, letter=newest),
+        )
+
+    async def forget(self, key: bytes, *, record: bool = False) -> int:
+        """Remove what is personal: result, letters with their messages, errors, steps, history, signals, fingerprints
+        (O8). Returns how many letters that were.
+
+        The record itself stays, a hash and a state, so its message still does not run again; `record` removes that as
+        well, and the message is new. Letters without a key are not found by one.
+        """
+        async with self._deciding.transaction() as claims:
+            state = await self._decided(claims, key, "forgotten")
+            ((letters,),) = await claims.send("forget_key", {"key": key})
+            if record and state is not None:
+                await claims.send("delete_record", {"key": key})
+            await claims.complete([], [])
+            return int(letters)
+
+    async def release(self, key: bytes, *, by: str) -> None:
+        """Let its message run when it comes again: for a key that is DEAD, or FAILED. Its letters are closed."""
+        async with self._deciding.transaction() as claims:
+            state = await self._decided(claims, key, "released", steps=False)
+            if state not in (State.DEAD, State.FAILED):
+                found = "has no record" if state is None else "is COMPLETED, and would be applied twice"
+                raise ConfigurationError(f"key {key.hex()[:12]} is not released: it {found}")
+            await claims.send("release_key", {"key": key, "by": by})
+            await claims.complete([], [])
+
+    async def _decided(self, claims: PostgresClaims, key: bytes, what: str, *, steps: bool = True) -> State | None:
+        """The state of a key that nobody has in hand, which is locked as a claim locks it (J1)."""
+        await claims.send("lock_key", {"key": key})
+        ((number, runs, stepped),) = await claims.send("decided_key", {"key": key})
+        state = None if number is None else State(number)
+        if runs or (stepped and not steps):
+            raise ConfigurationError(
+                f"key {key.hex()[:12]} is not {what}: it is a saga's; `idemconsumer sagas` decides about it"
+            )
+        if state is State.PENDING:
+            raise ConfigurationError(
+                f"key {key.hex()[:12]} is not {what}: its message is stored, and runs once more; repeat this then"
+            )
+        return state
+
+    async def _due(self, key: bytes, scope: str) -> datetime | None:
+        app, _, handler = keys.parts_of(scope)
+        given = {"name": retry_source(app, handler).partition(":")[2], "digits": base64.b64encode(key)}
+        return next((row["due_at"] for row in await self._rows("key_stored", given)), None)
+
+    async def _known(self, low: bytes, high: bytes) -> Sequence[bytes]:
+        given = {"low": low, "high": high, "limit": _MOST_FOUND}
+        return [row["key"] for row in await self._rows("known_keys", given)]
+
+    async def _rows(self, name: str, given: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
+            return await (await connection.execute(self._queries[name], given)).fetchall()
+
+
+def _timeline(
+    saga: Sequence[Event],
+    attempts: Attempts | None,
+    letters: Sequence[DeadLetter],
+    redrives: Sequence[Redrive],
+    due: datetime | None,
+) -> Sequence[Event]:
+    events = [*saga]
+    if attempts is not None:
+        detail = attempts.error or "begun, or delivered again"
+        events.append(Event(at=attempts.changed_at, what="tried", attempt=attempts.count, detail=detail))
+    for letter in letters:
+        origin = f"{letter.source} {letter.position}"
+        events.append(Event(at=letter.first_at, what=f"letter {letter.id}", attempt=letter.attempts,
+                            detail=f"{letter.reason}: {letter.error}, from {origin}"))  # fmt: skip
+        if letter.arrivals > 1:
+            events.append(
+                Event(at=letter.last_at, what=f"letter {letter.id} again", detail=f"arrival {letter.arrivals}")
+            )
+    for each in redrives:
+        what = "released" if each.outcome == "released" else "redriven"
+        events.append(Event(at=each.at, what=what, owner=each.by, detail=f"letter {each.letter}, run {each.run}"))
+        if each.ended_at is not None and what == "redriven":
+            events.append(Event(at=each.ended_at, what=f"redrive {each.outcome}", detail=f"letter {each.letter}"))
+    if due is not None:
+        events.append(Event(at=due, what="next attempt"))
+    return sorted(events, key=lambda event: event.at)

@@ -1,0 +1,192 @@
+"""`keys` and `explain`: what the database knows of a key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import click
+
+from idemconsumer.admin.keys import KeyDetail, Keys
+from idemconsumer.cli.banner import table
+from idemconsumer.cli.letters import time_of
+from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable, user
+from idemconsumer.rules.values import State
+from idemconsumer.settings import load
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SHORT = 12  # digits of a key that a person reads
+
+
+def _which(command: F) -> F:
+    """KEY, or --handler and --key."""
+    for option in reversed(
+        (
+            click.argument("prefix", metavar="[KEY]", required=False),
+            click.option("--handler", help="With --key: the handler's name."),
+            click.option("--key", help="With --handler: the key's text, before hashing."),
+            click.option("--tenant", help="With --key: the tenant."),
+        )
+    ):
+        command = option(command)
+    return as_json(database(command))
+
+
+def _keys(flags: dict[str, Any]) -> Keys:
+    settings = load(dsn=flags.pop("dsn"), schema=flags.pop("schema"))
+    return Keys(need_dsn(settings), settings.schema)
+
+
+async def _find(known: Keys, given: dict[str, Any]) -> bytes:
+    prefix, handler, key, tenant = (given.pop(name) for name in ("prefix", "handler", "key", "tenant"))
+    if (prefix is None) == (handler is None and key is None) or (handler is None) != (key is None):
+        raise click.UsageError("give KEY (the first digits, as `keys list` shows them) or --handler NAME --key TEXT")
+    return await known.find(prefix=prefix, handler=handler or "", key=key or "", tenant=tenant)
+
+
+def _explained(flags: dict[str, Any]) -> KeyDetail:
+    known = _keys(flags)
+
+    async def read() -> KeyDetail:
+        return await known.explain(await _find(known, flags))
+
+    return asyncio.run(read())
+
+
+@click.command()
+@_which
+def explain(as_json: bool, **flags: Any) -> None:
+    """Tell all that is known of a key, in order, and what would happen if its message came again now."""
+    detail = _explained(flags)
+    if as_json:
+        print_json(detail)
+        return
+    _facts(detail)
+    if detail.timeline:
+        rows: list[tuple[str, ...]] = [("at", "what", "who", "attempt", "detail")]
+        for event in detail.timeline:
+            attempt = "-" if event.attempt is None else str(event.attempt)
+            cells = (event.what, event.owner or "-", attempt, event.detail or "-")
+            rows.append((time_of(event.at), *map(printable, cells)))
+        click.echo(f"\n{table(rows)}")
+    click.echo(f"\nif it came again now: {detail.next}")
+
+
+@click.group()
+def keys() -> None:
+    """Keys: look at them, forget them, release them."""
+
+
+@keys.command("show")
+@_which
+def keys_show(as_json: bool, **flags: Any) -> None:
+    """Show the record of a key, its result and what hangs on it. `explain` tells its story."""
+    detail = _explained(flags)
+    if as_json:
+        print_json(detail)
+    else:
+        _facts(detail)
+
+
+def _facts(detail: KeyDetail) -> None:
+    for name, value in _lines(detail):
+        click.echo(f"{name:<11} {printable(value)}")
+
+
+def _lines(detail: KeyDetail) -> Iterator[tuple[str, str]]:
+    yield "key", detail.key
+    if detail.scope is not None:
+        yield "scope", detail.scope
+    since = "" if detail.changed_at is None else f" since {time_of(detail.changed_at)}"
+    yield "state", f"{detail.state or 'no record'}{since}"
+    if detail.until is not None:
+        yield "kept until", time_of(detail.until)
+    if detail.due is not None:
+        yield "due", time_of(detail.due)
+    if detail.result is not None:
+        yield "result", detail.result
+    if detail.attempts is not None:
+        yield "attempts", f"{detail.attempts.count}, {detail.attempts.error or 'no error'}"
+    for letter in detail.letters:
+        closed = "" if letter.redriven_at is None else ", redriven or released"
+        yield "letter", f"{letter.id} {letter.reason}, {letter.arrivals} arrivals{closed}"
+
+
+@keys.command("list")
+@click.option("--handler", help="Only keys of this handler.")
+@click.option("--tenant", help="Only keys of this tenant.")
+@click.option("--state", type=click.Choice([state.name.lower() for state in State]), help="Only keys in this state.")
+@click.option("--after", metavar="KEY", help="Go on behind this one, as the last line says.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
+)
+@database
+@as_json
+def keys_list(
+    handler: str | None,
+    tenant: str | None,
+    state: str | None,
+    after: str | None,
+    limit: int,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """List records in the order of their keys. Where few match, this reads all of them."""
+    chosen = None if state is None else State[state.upper()]
+    lines = asyncio.run(_keys(flags).list(handler=handler, tenant=tenant, state=chosen, after=after, limit=limit))
+    if as_json:
+        print_json(lines)
+        return
+    rows: list[tuple[str, ...]] = [("key", "scope", "state", "since")]
+    rows += [(line.key[:_SHORT], printable(line.scope), line.state, time_of(line.changed_at)) for line in lines]
+    click.echo(table(rows) if lines else "no keys")
+    if len(lines) == limit:
+        click.echo(f"there may be more: --after {lines[-1].key}", err=True)
+
+
+@keys.command("forget")
+@click.option("--record", is_flag=True, help="Its record too: its message is new then, and runs if it comes again.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_which
+def keys_forget(record: bool, yes: bool, as_json: bool, **flags: Any) -> None:
+    """Remove what is personal of a key: result, dead letters, errors, steps and fingerprint.
+
+    Its record stays, a hash and a state, so that its message still does not run again. What messages without a key left
+    is not found by one: `dead list`, `dead discard`.
+    """
+    known = _keys(flags)
+    found = asyncio.run(_find(known, flags))
+    short = found.hex()[:_SHORT]
+    if not yes:
+        what = "and its record, so that its message would run again" if record else "but its record"
+        click.confirm(f"forget all of {short}, {what}?", abort=True, err=True)
+    letters = asyncio.run(known.forget(found, record=record))
+    if as_json:
+        print_json({"key": found.hex(), "letters": letters, "record": record})
+    else:
+        what = "it would run if it came again" if record else "its record stays, so it does not run again"
+        click.echo(f"forgotten: {short}, with {letters} dead letters; {what}")
+
+
+@keys.command("release")
+@click.option("--by", metavar="NAME", help="Who does this, for the trace.  [default: user@host]")
+@_which
+def keys_release(by: str | None, as_json: bool, **flags: Any) -> None:
+    """Let the message of a dead or rejected key run when it comes again.
+
+    Runs nothing by itself: `dead redrive` does, with the message that is stored. A completed key is never released.
+    """
+    known = _keys(flags)
+
+    async def release() -> bytes:
+        found = await _find(known, flags)
+        await known.release(found, by=by or user())
+        return found
+
+    found = asyncio.run(release())
+    if as_json:
+        print_json({"key": found.hex(), "released": True})
+    else:
+        click.echo(f"released: {found.hex()[:_SHORT]}; its message runs when it comes again")

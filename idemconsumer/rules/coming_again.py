@@ -1,0 +1,31 @@
+"""What would happen if a message came again now, by what is known of its key (O7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from idemconsumer.rules.values import State
+
+_SAYS: Final[Mapping[State | None, str]] = {
+    None: "it would run: there is no record of its key",
+    State.PENDING: "a duplicate: its message is stored here, and runs when that is due; this one would not run",
+    State.PROCESSING: "nothing would begin: its saga is stored here, and goes on by itself",
+    State.UNDOING: "nothing would begin: its saga is being undone",
+    State.COMPLETED: "a duplicate: it would not run, and gets the stored result",
+    State.FAILED: "a duplicate: it would not run, and gets the stored rejection",
+    State.DEAD: "it would not run: its key is dead, and the arrival would be counted",
+}
+
+
+def coming_again(state: State | None, *, compared: bool, over: bool, letter: int | None) -> str:
+    """In words (R12). `compared`: with another payload it is a conflict. `over`: the record is past its retention.
+    `letter`: the newest dead letter of the key that waits for a person."""
+    text = _SAYS[state]
+    if state is State.DEAD and letter is not None:
+        text += f"; `dead redrive {letter}` runs it once more"
+    if state is not None and compared:
+        text += "; with another payload it would be a conflict, and a dead letter"
+    if over and state in (State.COMPLETED, State.FAILED):
+        text += "; its record is past its retention, and once that is pruned, it would run"
+    return text

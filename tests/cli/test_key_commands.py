@@ -1,0 +1,77 @@
+"""Keys on the command line."""
+
+from __future__ import annotations
+
+import json
+
+import psycopg
+import pytest
+from click.testing import CliRunner, Result
+
+from idemconsumer.cli.main import main
+from idemconsumer.message import keys
+from idemconsumer.stores.migrations import migrate
+
+KEY = keys.digest("shop", None, "take", "a")
+SHORT = KEY.hex()[:12]
+
+
+@pytest.fixture
+def dsn(database: str) -> str:
+    """With one key, which is dead."""
+    migrate(database, "idemconsumer")
+    with psycopg.connect(database) as connection:
+        connection.execute("insert into idemconsumer.scope (name) values ('shop/-/take')")
+        connection.execute("select set_config('idemconsumer.open', 't', true)")
+        connection.execute(
+            "insert into idemconsumer.record (key, scope_id, state, changed_at) select %s, id, 5, now()"
+            " from idemconsumer.scope",
+            [KEY],
+        )
+        connection.execute("select idemconsumer.seal('t')")
+        connection.execute(
+            "insert into idemconsumer.dead_letter (identity, handler, scope, source, position, reason, error, key,"
+            " body, headers, attempts, first_at, last_at) values ('i', 'take', 'shop/-/take', 'postgres:q', 'q#1',"
+            " 'attempts_exhausted', %s, %s, '', '{}', 5, now(), now())",
+            ["ValueError: \x1b (shop.py:12 take)", KEY],
+        )
+    return database
+
+
+def run(dsn: str, *words: str, code: int = 0, stdin: str = "") -> Result:
+    result = CliRunner().invoke(main, words, input=stdin, env={"IDEMCONSUMER_DSN": dsn})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_a_key_is_shown_and_explained(dsn: str) -> None:
+    told = run(dsn, "explain", "--handler", "take", "--key", "a").stdout
+    assert "attempts_exhausted: ValueError: \\x1b (shop.py:12 take), from postgres:q q#1" in told
+    assert told.endswith(
+        "if it came again now: it would not run: its key is dead, and the arrival would be counted; `dead redrive 1` "
+        "runs it once more\n"
+    )
+    assert json.loads(run(dsn, "explain", SHORT, "--json").stdout)["letters"][0]["id"] == 1
+    assert "letter      1 attempts_exhausted, 1 arrivals" in run(dsn, "keys", "show", SHORT).stdout
+    assert SHORT in run(dsn, "keys", "list", "--state", "dead").stdout
+    assert [line["key"] for line in json.loads(run(dsn, "keys", "list", "--json").stdout)] == [KEY.hex()]
+    assert "there may be more: --after" in run(dsn, "keys", "list", "--limit", "1").stderr
+    assert run(dsn, "keys", "list", "--state", "failed").stdout == "no keys\n"
+    for words in (["explain"], ["keys", "show", SHORT, "--key", "a"], ["keys", "forget", "--handler", "take"]):
+        assert "give KEY" in run(dsn, *words, code=2).stderr
+
+
+def test_a_key_is_released(dsn: str) -> None:
+    assert run(dsn, "keys", "release", SHORT, "--by", "ann").stdout.startswith(f"released: {SHORT}")
+    assert "by ann: released" in run(dsn, "dead", "show", "1").stdout
+    assert "has no record" in run(dsn, "keys", "release", SHORT, code=2).stderr
+
+
+def test_a_key_is_forgotten_once_that_is_confirmed(dsn: str) -> None:
+    run(dsn, "keys", "forget", SHORT, stdin="n\n", code=1)
+    assert run(dsn, "dead", "list").stdout != "no dead letters\n"
+    said = run(dsn, "keys", "forget", SHORT, stdin="y\n").stdout
+    assert said.endswith(f"forgotten: {SHORT}, with 1 dead letters; its record stays, so it does not run again\n")
+    assert run(dsn, "dead", "list").stdout == "no dead letters\n"
+    done = json.loads(run(dsn, "keys", "forget", SHORT, "--record", "--yes", "--json").stdout)
+    assert done == {"key": KEY.hex(), "letters": 0, "record": True}
