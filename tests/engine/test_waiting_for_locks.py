@@ -42,7 +42,7 @@ async def many_at_once(tx: Tx) -> None:
 
 
 async def after_some_work(tx: Tx) -> None:
-    await asyncio.sleep(0.2)  # of its 0.3 s
+    await asyncio.sleep(0.2)
     await by_tx(tx)
 
 
@@ -95,7 +95,7 @@ async def test_a_timeout_while_a_lock_is_waited_for_is_a_collision(
     ledger: Ledger, engine: Engine, stock: psycopg.Connection, wait: Wait, what: LiteralString
 ) -> None:
     stock.execute(what)
-    group = works(waiting(wait), *range(3))
+    group = works(waiting(wait, timeout="1s" if wait is after_some_work else "300ms"), *range(3))
     async with asyncio.timeout(PATIENCE):
         for work in group:
             outcomes = [await engine.process(work) for _ in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from idemconsumer import Backoff, OutcomeKind, Reject, Retry, Saga, Step, Tx
 from idemconsumer.rules.values import State
 from idemconsumer.stores.heartbeat import Heartbeat
 from tests.support.sagas import SCHEMA, Bench, Remote, Station, hog, lost, order, put, saga, take_back
+from tests.support.waiting import PATIENCE
 
 LEASE = 2.0  # seconds
 
@@ -208,7 +210,7 @@ async def test_a_call_may_take_longer_than_its_handler_says_and_a_step_less(benc
     never = asyncio.Event()
 
     async def slow(step: Step) -> str:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(2.5)
         return "done"
 
     async def hangs(tx: Tx) -> None:
@@ -220,21 +222,21 @@ async def test_a_call_may_take_longer_than_its_handler_says_and_a_step_less(benc
     async def shorter(order: dict[str, Any], saga: Saga) -> None:
         await saga.tx("hangs", hangs, timeout="50ms")
 
-    assert (await one.deliver(saga(book, timeout="100ms"))).kind is OutcomeKind.APPLIED
+    assert (await one.deliver(saga(book, timeout="2s"))).kind is OutcomeKind.APPLIED
     assert (await one.deliver(saga(shorter, max_attempts=1), order("other"))).kind is OutcomeKind.DEAD
     assert "within its timeout of 0.05 s" in bench.letter
 
 
 async def test_an_undo_and_a_reconcile_have_the_time_of_their_step(bench: Bench, one: Station, remote: Remote) -> None:
     async def slow(step: Step, output: None) -> None:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(2.5)
         remote.calls.append(("refund", step.key))
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
         await saga.call("s", idle, undo=slow, timeout="20s")
         raise Reject("no")
 
-    assert (await one.deliver(saga(book, timeout="100ms"))).kind is OutcomeKind.FAILED
+    assert (await one.deliver(saga(book, timeout="2s"))).kind is OutcomeKind.FAILED
     assert remote.effects == ["refund"]
 
 
@@ -292,15 +294,18 @@ async def test_how_long_a_running_saga_may_stand_still_follows_its_steps(bench: 
     assert one.engine.patience() == 0
 
 
-@pytest.mark.parametrize("longer", [0.0, 60.0])
-async def test_the_lease_is_renewed_for_as_long_as_a_step_was_allowed(bench: Bench, longer: float) -> None:
+@pytest.mark.parametrize(("longer", "lease"), [(0.0, LEASE), (60.0, 3 * LEASE)])  # one is lost, the other must not be
+async def test_the_lease_is_renewed_for_as_long_as_a_step_was_allowed(
+    bench: Bench, longer: float, lease: float
+) -> None:
     """No saga has got on for longer than the handlers' `timeout` allows, and then the loop stood still for as long."""
     lost = asyncio.Event()
-    heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=LEASE, patience=0.2)
+    heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=lease, patience=0.2)
     await heartbeat.start(lost.set, lambda: 61.0, lambda: longer)
     try:
-        hog(1.2 * LEASE)
-        await asyncio.sleep(0.1)  # the loop tells what the thread has found
+        hog(1.2 * lease)
+        with suppress(TimeoutError):  # the loop tells what the thread has found
+            await asyncio.wait_for(lost.wait(), 0.1 if longer else PATIENCE)
         assert lost.is_set() is (longer == 0)
     finally:
         await heartbeat.stop()
