@@ -74,6 +74,28 @@ async def test_a_pattern_takes_topics_as_they_appear(world: World, bench: Bench)
     assert sorted(bench.effects()) == ["any 1 of eu", "any 2 of us", "any 3 of us"]
 
 
+async def test_two_workers_of_one_group_may_have_different_patterns(world: World, bench: Bench) -> None:
+    """As while a deployment that changes the pattern is under way."""
+    before, after = app_of(world), app_of(world)
+    handle(before, "any", rf"kafka:/{world.topic}\.(a|b)/")
+    handle(after, "any", rf"kafka:/{world.topic}\.(b|c|later)/")
+    for topic in "abc":
+        await world.create(f"{world.topic}.{topic}", partitions=2)
+    kafka = world.server.address
+    async with bench.running(before, kafka=kafka) as old, bench.running(after, kafka=kafka) as new:
+        for topic in "abc":
+            await send(world, Item(f"1{topic}"), Item(f"2{topic}"), topic=f"{world.topic}.{topic}")
+        await until(lambda: len(bench.effects()) == 6)
+        await world.create(f"{world.topic}.later")
+        await send(world, Item("3"), topic=f"{world.topic}.later")
+        await new.until(lambda: len(bench.effects()) == 7)
+        await old.leave()
+        await send(world, Item("3b"), topic=f"{world.topic}.b")
+        await new.until(lambda: len(bench.effects()) == 8)
+    expected = [f"any {number}{topic} of {topic}" for topic in "abc" for number in (1, 2)]
+    assert sorted(bench.effects()) == sorted([*expected, "any 3 of later", "any 3b of b"])
+
+
 async def test_a_pattern_may_match_no_topic_yet(world: World, bench: Bench, logged: LogCapture) -> None:
     app = app_of(world)
     handle(app, "any", rf"kafka:/{world.topic}\..+/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import urllib.error
 import urllib.request
 
@@ -52,6 +53,13 @@ class ElasticMQ:
 
     def kill(self) -> None:
         self._processes.kill()
+
+    def freeze(self) -> None:
+        """It says nothing more, until `thaw()`; its connections stay open."""
+        self._processes.send(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._processes.send(signal.SIGCONT)
 
     def close(self) -> None:
         self._processes.close()

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import urllib.request
@@ -88,6 +89,13 @@ class RabbitMQ:
 
     def kill(self) -> None:
         self._processes.kill()
+
+    def freeze(self) -> None:
+        """It says nothing more, until `thaw()`; its connections stay open."""
+        self._processes.send(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._processes.send(signal.SIGCONT)
 
     def close(self) -> None:
         self._processes.close()

@@ -1,0 +1,110 @@
+"""A broker that is stopped for a while, its connections open, loses nothing; the worker says so, and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import aio_pika
+import pytest
+from aiobotocore.session import get_session
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from structlog.testing import LogCapture
+
+from idemconsumer import App, Tx
+from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.kafka import client as kafka_client
+from idemconsumer.brokers.kafka import session as kafka_session
+from idemconsumer.brokers.rabbitmq import link
+from idemconsumer.brokers.sqs import client as sqs_client
+from idemconsumer.ports.broker import Outgoing
+from tests.support.logs import times
+from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivateRabbitMQ
+from tests.support.workers import Bench, Item, body, note
+
+pytestmark = [pytest.mark.kill, pytest.mark.long]
+
+EACH = 8
+
+
+class Server(Protocol):
+    @property
+    def address(self) -> str: ...
+    def freeze(self) -> None: ...
+    def thaw(self) -> None: ...
+
+
+async def goes_on(
+    bench: Bench, logged: LogCapture, server: Server, scheme: str, create: Callable[[], Awaitable[object]], *said: str
+) -> None:
+    """`said`: what is in the log once it is stopped, and once it goes on."""
+    await create()
+    app, settings = App("stopped"), {scheme: server.address}
+
+    @app.idempotent_handler(f"{scheme}:stopped", key="id")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    broker = connect(scheme, bench.settings(**settings))
+    items = [Item(f"{number:02}") for number in range(2 * EACH)]
+    try:
+        async with bench.running(app, **settings) as running:
+            await broker.publish("stopped", [Outgoing(body(item)) for item in items[:EACH]])
+            await running.until(lambda: len(bench.effects()) >= 2)
+            server.freeze()
+            try:
+                await running.until(lambda: times(logged, said[0]) > 0)
+            finally:
+                server.thaw()
+            await running.until(lambda: times(logged, said[1]) > 0)
+            await broker.publish("stopped", [Outgoing(body(item)) for item in items[EACH:]])
+            await running.until(lambda: len(bench.effects()) >= len(items))
+    finally:
+        await broker.close()
+    assert sorted(bench.effects()) == [item.id for item in items]
+    assert times(logged, said[0]) == 1
+
+
+async def test_kafka(
+    bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, private_kafka: PrivateKafka
+) -> None:
+    monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.2)
+    monkeypatch.setattr(kafka_client, "PROBE_TIMEOUT", 1.0)
+    server = private_kafka()
+
+    async def create() -> None:
+        admin = AIOKafkaAdminClient(bootstrap_servers=server.address)
+        await admin.start()
+        await admin.create_topics([NewTopic("stopped", 2, 1)])
+        await admin.close()
+
+    await goes_on(bench, logged, server, "kafka", create, "kafka unreachable", "kafka reachable")
+
+
+async def test_rabbitmq(
+    bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, private_rabbitmq: PrivateRabbitMQ
+) -> None:
+    monkeypatch.setattr(link, "HEARTBEAT", 1)
+    server = private_rabbitmq()
+
+    async def create() -> None:
+        async with await aio_pika.connect(server.address) as connection, connection.channel() as channel:
+            await channel.declare_queue("stopped", durable=True, arguments={"x-queue-type": "quorum"})
+
+    lost = "broker session lost, reconnecting"
+    await goes_on(bench, logged, server, "rabbitmq", create, lost, "consuming again")
+
+
+async def test_sqs(
+    bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, private_elasticmq: PrivateElasticMQ
+) -> None:
+    monkeypatch.setattr(sqs_client, "READ_TIMEOUT", 2.0)
+    monkeypatch.setattr(sqs_client, "CALLS", 1)
+    server = private_elasticmq()
+
+    async def create() -> None:
+        async with get_session().create_client("sqs", endpoint_url=server.address) as client:
+            await client.create_queue(QueueName="stopped", Attributes={"VisibilityTimeout": "3"})
+
+    lost = "broker session lost, reconnecting"
+    await goes_on(bench, logged, server, "sqs", create, lost, "consuming again")
