@@ -24,12 +24,18 @@ select id, handler, scope, source, position, reason, error, key, body, headers, 
 from {schema}.dead_letter where id = any(%(ids)s::bigint[]) order by id
 
 -- name: dead_groups
--- By cause. The text of the error alone says it, since workers of the version before write no more.
-select d.handler, d.reason, e.place, case when e.place is not null then {schema}.error_type(d.error) end as exception,
+-- By cause: what an error's text begins and ends with, where it is that of an exception (`describe` in engine/blame.py).
+-- The text alone says it, since workers of the version before write no more. As `error_type` and `error_place` say it, which
+-- take four times as long for a million letters: they are not inlined.
+select d.handler, d.reason, e.place, case when e.place is not null then
+        split_part(split_part(split_part(split_part(d.error, E'\n', 1), ':', 1), ' ', 1), '(', 1) end as exception,
     count(*) as letters, sum(d.arrivals)::bigint as arrivals, min(d.first_at) as first_at, max(d.last_at) as last_at,
     max(d.id) as newest
 from {schema}.dead_letter as d
-cross join lateral (select {schema}.error_place(d.error) as place) as e
+cross join lateral (
+    select case when right(d.error, 1) = ')' then left(right(d.error, strpos(reverse(d.error), '(') - 1), -1) end
+) as t (tail)
+cross join lateral (select case when t.tail ~ '^\S+:\d+ ' then t.tail end) as e (place)
 where {chosen}
 group by 1, 2, 3, 4
 order by letters desc, d.handler, d.reason, exception, place

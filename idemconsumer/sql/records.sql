@@ -276,19 +276,21 @@ on conflict (app, handler) do update set letters = excluded.letters, bodies = ex
 where (dead_retention.letters, dead_retention.bodies) is distinct from (excluded.letters, excluded.bodies)
 
 -- fragment: aged
--- Letters of handlers that bound them, but not those of sagas that wait for a person. One that was redriven is as young as
--- that.
-join {schema}.dead_retention as k on k.handler = d.handler and starts_with(d.scope, k.app || '/')
-left join {schema}.saga as g on g.key = d.key
-where g.key is null
+-- A letter of handler `k` that nobody needs: not one of a saga that waits for a person.
+d.handler = k.handler and starts_with(d.scope, k.app || '/')
+and not exists (select from {schema}.saga as g where g.key = d.key)
 
 -- name: prune_letters
+-- O5: of each handler that bounds them up to the limit, by the index on their time. One that was redriven is as young as
+-- that.
 with gone as (
     delete from {schema}.dead_letter where id in (
-        select d.id from {schema}.dead_letter as d {aged}
-          and d.last_at < clock_timestamp() - k.letters
-          and coalesce(d.redriven_at, d.last_at) < clock_timestamp() - k.letters
-        limit %(limit)s for update of d skip locked
+        select old.id from {schema}.dead_retention as k cross join lateral (
+            select d.id from {schema}.dead_letter as d
+            where d.last_at < (select clock_timestamp()) - k.letters
+              and coalesce(d.redriven_at, d.last_at) < (select clock_timestamp()) - k.letters and {aged}
+            order by d.last_at limit %(limit)s for update skip locked
+        ) as old where k.letters is not null
     )
     returning id
 ), traces as (
@@ -304,10 +306,12 @@ with emptied as (
         emptied_at = clock_timestamp(),
         error = coalesce({schema}.error_type(error) || ' (' || {schema}.error_place(error) || ')', error)
     where id in (
-        select d.id from {schema}.dead_letter as d {aged}
-          and d.emptied_at is null and d.last_at < clock_timestamp() - k.bodies
-          and coalesce(d.redriven_at, d.last_at) < clock_timestamp() - k.bodies
-        limit %(limit)s for update of d skip locked
+        select old.id from {schema}.dead_retention as k cross join lateral (
+            select d.id from {schema}.dead_letter as d
+            where d.emptied_at is null and d.last_at < (select clock_timestamp()) - k.bodies
+              and coalesce(d.redriven_at, d.last_at) < (select clock_timestamp()) - k.bodies and {aged}
+            order by d.last_at limit %(limit)s for update skip locked
+        ) as old where k.bodies is not null
     )
     returning id
 )

@@ -24,7 +24,7 @@ log = structlog.get_logger("idemconsumer")
 
 # About 6,000 records, near 0.1 s if all have results to delete. A new claim of such a key may have to wait that long.
 _BLOCKS = 64
-_LETTERS = 500  # in one transaction
+_LETTERS = 500  # of a handler, in one transaction
 # A pass reads the whole table. Resting nine times as long keeps it below a tenth of one connection's time.
 _REST = 9.0
 _PATIENCE = 600.0  # seconds: one statement reads a whole table, and nothing waits for this but the next pass
@@ -69,7 +69,7 @@ async def prune_once(dsn: str, schema: str, *, dry_run: bool = False, progress: 
         if not dry_run:
             for statement in ("empty_letters", "prune_letters"):
                 changed = _LETTERS
-                while changed == _LETTERS:
+                while changed >= _LETTERS:
                     async with connection.transaction():
                         changed = await _number(await connection.execute(queries[statement], {"limit": _LETTERS}))
             async with connection.transaction():

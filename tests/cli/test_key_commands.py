@@ -17,10 +17,10 @@ SHORT = KEY.hex()[:12]
 
 
 @pytest.fixture
-def dsn(database: str) -> str:
+def dsn(any_database: str) -> str:
     """With one key, which is dead."""
-    migrate(database, "idemconsumer")
-    with psycopg.connect(database) as connection:
+    migrate(any_database, "idemconsumer")
+    with psycopg.connect(any_database) as connection:
         connection.execute("insert into idemconsumer.scope (name) values ('shop/-/take')")
         connection.execute("select set_config('idemconsumer.open', 't', true)")
         connection.execute(
@@ -35,7 +35,7 @@ def dsn(database: str) -> str:
             " 'attempts_exhausted', %s, %s, '', '{}', 5, now(), now())",
             ["ValueError: \x1b (shop.py:12 take)", KEY],
         )
-    return database
+    return any_database
 
 
 def run(dsn: str, *words: str, code: int = 0, stdin: str = "") -> Result:

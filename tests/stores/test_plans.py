@@ -11,6 +11,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from idemconsumer.admin.dead_letters import Which
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, Ledger
@@ -320,6 +321,36 @@ def test_who_ends_a_saga_scans_no_table_of_children(shared_ledger: Ledger, mode:
                     )
                     after = connection.execute(scans).fetchone()
             assert not filled or after == before
+
+
+def test_who_chooses_among_many_letters_reads_an_index(shared_ledger: Ledger) -> None:
+    queries, many = load(SCHEMA), 50_000
+    pages: dict[str, dict[str, Any]] = {
+        "dead_list": {"before": None, "limit": 50},
+        "dead_to_redrive": {"after": many // 2, "last": many, "run": "r", "limit": 100},
+    }
+    few = (Which(handler="rare"), Which(reason="rare"), Which(prefix="ab"), Which(ids=[7, 9]), Which(since=60))
+    with psycopg.connect(shared_ledger.dsn) as connection:
+        connection.execute("truncate idemconsumer.dead_letter restart identity")
+        connection.execute(
+            "insert into idemconsumer.dead_letter (identity, handler, scope, source, position, reason, error, key,"
+            " body, headers, attempts, first_at, last_at) select sha256(n::text::bytea), 'h' || n %% 5,"
+            " 's/-/h' || n %% 5, '', '', 'r', '', sha256(n::text::bytea), '', '', 1, now(), now() - (%s - n) * interval '1 minute'"
+            " from generate_series(1, %s) n",
+            [many, many],
+        )
+        connection.execute(
+            "insert into idemconsumer.dead_retention"
+            " select 's', 'h' || n, interval '40 days', interval '40 days' from generate_series(0, 4) n"
+        )
+        connection.execute("analyze idemconsumer.dead_letter, idemconsumer.dead_retention")
+        chosen = (*few, Which(), Which(handler="h3"))
+        asked = [(name, which.params | page) for name, page in pages.items() for which in chosen]
+        for name, given in [*asked, ("prune_letters", {"limit": 500}), ("empty_letters", {"limit": 500})]:
+            explained = connection.execute(b"explain " + queries[name], given, prepare=False).fetchall()
+            plan = "\n".join(line for (line,) in explained)
+            assert "Seq Scan on dead_letter" not in plan, f"{name} {given}:\n{plan}"
+        connection.rollback()
 
 
 def ordered(query: bytes, values: Mapping[str, Any]) -> list[Any]:
