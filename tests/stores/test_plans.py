@@ -335,8 +335,8 @@ def test_who_chooses_among_many_letters_reads_an_index(shared_ledger: Ledger) ->
         connection.execute(
             "insert into idemconsumer.dead_letter (identity, handler, scope, source, position, reason, error, key,"
             " body, headers, attempts, first_at, last_at) select sha256(n::text::bytea), 'h' || n %% 5,"
-            " 's/-/h' || n %% 5, '', '', 'r', '', sha256(n::text::bytea), '', '', 1, now(), now() - (%s - n) * interval '1 minute'"
-            " from generate_series(1, %s) n",
+            " 's/-/h' || n %% 5, '', '', 'r', '', sha256(n::text::bytea), '', '', 1, now(),"
+            " now() - (%s - n) * interval '1 minute' from generate_series(1, %s) n",
             [many, many],
         )
         connection.execute(
