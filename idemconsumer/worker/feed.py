@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from functools import partial
 from itertools import groupby, islice
@@ -77,6 +77,10 @@ class Feed:
         self._at = observer.at
         self._session: Session | None = None
         self._dispatching = asyncio.Lock()
+        # By queue: the reading of its suspects, behind which all else of it waits, and no other queue. Elsewhere few
+        # sources share a session, and a rebalance of Kafka happens in a fetch, which is to come after the reading.
+        self._apart = all(each.scheme == "postgres" for each in subscriptions)
+        self._lines: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         failures = 0
@@ -125,26 +129,56 @@ class Feed:
             draining=self._draining,
             observer=self._observer,
         )
-        while True:
-            fetched = await session.fetch()
-            for _ in fetched:
-                self._at(Point.FETCHED, self._name, ())
-            async with self._dispatching:
-                for kind, deliveries in groupby(fetched, key=_kind):
-                    await self._dispatch_all(kind, deliveries, session, intake)
+        try:
+            while True:
+                fetched = await session.fetch()
+                for _ in fetched:
+                    self._at(Point.FETCHED, self._name, ())
+                async with self._dispatching:
+                    for kind, deliveries in groupby(fetched, key=_kind):
+                        await self._dispatch_in_line(kind, list(deliveries), session, intake)
+                for line in [each for each in self._lines.values() if each.done()]:
+                    line.result()  # a bug there is one of this feed
+        except SessionEnded:
+            await asyncio.gather(*self._lines.values())  # they give up what this session had
+            raise
+        finally:
+            for line in self._lines.values():
+                line.cancel()
+
+    async def _dispatch_in_line(
+        self, kind: _Kind, deliveries: Sequence[Delivery], session: Session, intake: Intake
+    ) -> None:
+        """The reading of suspects may have to wait for a rival, and then holds up its own queue alone (D13)."""
+        sources: dict[str, list[Delivery]] = {}
+        for delivery in deliveries:
+            sources.setdefault(delivery.source or delivery.message.source, []).append(delivery)
+        for source, theirs in sources.items():
+            before = self._lines.get(source)
+            if before is None and not (self._apart and kind is _Kind.SUSPECT):
+                await self._dispatch_all(kind, theirs, session, intake)
+                continue
+            dispatch = partial(self._dispatch_all, kind, theirs, session, intake)
+            line = self._lines[source] = asyncio.create_task(_behind(before, dispatch))
+            line.add_done_callback(partial(self._end_line, source))
+
+    def _end_line(self, source: str, line: asyncio.Task[None]) -> None:
+        if self._lines.get(source) is line and not line.cancelled() and line.exception() is None:
+            del self._lines[source]
 
     async def _dispatch_all(
-        self, kind: _Kind, deliveries: Iterable[Delivery], session: Session, intake: Intake
+        self, kind: _Kind, deliveries: Sequence[Delivery], session: Session, intake: Intake
     ) -> None:
         match kind:
             case _Kind.SUSPECT:
-                if given_up := await intake.admit(list(deliveries)):
+                if given_up := await intake.admit(deliveries):
                     await session.release(given_up)
             case _Kind.TAKE_OVER:
                 for delivery in deliveries:
                     await self._take_over(delivery, session, self._handler_of(delivery))
             case _Kind.NEW:
-                while part := list(islice(deliveries, _TOGETHER)):
+                left = iter(deliveries)
+                while part := list(islice(left, _TOGETHER)):
                     async with self._company.shared():
                         for delivery in part:
                             if not delivery.epoch.retiring:  # who owned it may have said that nothing of it runs (K10)
@@ -215,7 +249,8 @@ class Feed:
     async def idle(self) -> bool:
         try:
             # What waits to be read is in nobody's hand yet, and was taken out of its queue.
-            return self._session is not None and await self._session.idle() and not self._dispatching.locked()
+            idle = self._session is not None and await self._session.idle()
+            return idle and not self._dispatching.locked() and not self._lines
         except (SessionEnded, BrokerUnavailable):
             return False
 
@@ -226,7 +261,7 @@ class Feed:
     async def quiet(self) -> None:
         """Wait until what was fetched has a lane or was given back. In a drain, once the lanes have finished."""
         async with self._dispatching:
-            return
+            await asyncio.gather(*self._lines.values())
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -234,6 +269,12 @@ class Feed:
             await session.close()
         elif self.task is not None:
             self.task.cancel()  # still trying to open a session
+
+
+async def _behind(before: asyncio.Task[None] | None, dispatch: Callable[[], Awaitable[None]]) -> None:
+    if before is not None:
+        await before
+    await dispatch()
 
 
 async def pause(ended: asyncio.Event, failures: int, longest: float = 5.0) -> None:

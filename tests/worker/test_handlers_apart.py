@@ -13,7 +13,8 @@ import pytest
 
 from idemconsumer import App, Tx
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import Bounds
+from idemconsumer.ports.broker import Bounds, Delivery
+from idemconsumer.worker.intake import Intake, _GivenUp
 from tests.support.servers.made import Server
 from tests.support.workers import Bench, Item, Lasting, Running, body, connected, note
 
@@ -151,3 +152,62 @@ async def test_a_session_may_hold_enough_for_the_lanes_of_its_own_handlers(
     connected(bench, monkeypatch, memory=broker)
     async with bench.running(Slow("memory:slow", "memory:fast", concurrency=7).app, concurrency=3) as running:
         await running.until(lambda: broker.lanes == {"slow": 7, "fast": 3})
+
+
+async def test_a_suspect_that_is_being_read_holds_up_its_own_queue_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All Postgres queues of a process are one session. A rival may take long to read the same message."""
+    app, read_all, read, waiting = App("apart"), Intake._read_all, asyncio.Event(), list[Delivery]()
+
+    @app.idempotent_handler("postgres:first", key="id")
+    async def first(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    @app.idempotent_handler("postgres:second", key="id")
+    async def second(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    async def held_up(intake: Intake, part: list[Delivery], given: list[Delivery]) -> None:
+        waiting.extend(part)
+        await read.wait()
+        await read_all(intake, part, given)
+
+    monkeypatch.setattr(Intake, "_read_all", held_up)
+    bench.enqueue("first", Item("suspect"))
+    bench.do("update idemconsumer.queue set deliveries = 1")
+    async with bench.running(app) as running:
+        await running.until(lambda: len(waiting) == 1)
+        bench.enqueue("first", Item("behind it"))
+        bench.enqueue("second", *(Item(f"{n}") for n in range(3)))
+        await running.until_count(applied=3)
+        bench.enqueue("second", Item("3"))
+        await running.until_count(applied=4)
+        assert bench.effects() == ["0", "1", "2", "3"]
+        read.set()
+        await running.until_count(applied=6)
+    assert sorted(bench.effects()[4:]) == ["behind it", "suspect"]
+
+
+async def test_a_drain_gives_back_suspects_that_nobody_could_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, waiting = App("apart"), asyncio.Event()
+    for name in ("first", "second"):
+
+        @app.idempotent_handler(f"postgres:{name}", key="id", name=name)
+        async def handle(item: Item, tx: Tx) -> None:
+            await note(tx, item)
+
+    async def by_a_rival(intake: Intake, part: object, given: object) -> tuple[int, bool]:
+        waiting.set()
+        if intake._draining.is_set():
+            raise _GivenUp
+        return 0, False
+
+    monkeypatch.setattr(Intake, "_together", by_a_rival)
+    bench.enqueue("first", Item("suspect"))
+    bench.do("update idemconsumer.queue set deliveries = 1")
+    async with bench.running(app) as running:
+        await running.until(waiting.is_set)
+    assert bench.do("select deliveries, visible_at <= clock_timestamp() from idemconsumer.queue") == [(1, True)]
