@@ -138,16 +138,25 @@ where me.id = %(worker)s and coalesce(w.born, w.id) > coalesce(me.born, me.id)
 limit 1
 
 -- name: begin_sagas
--- For the keys that `claim` has just inserted.
-insert into {schema}.saga (key, scope_id, handler, state, token, worker, due, attempt, version, source, position,
-    message_id, body, headers, delivered, started_at)
-select key, (select id from {schema}.scope where name = w.scope), handler, {PROCESSING}, nextval('{schema}.saga_token'),
-    worker, clock_timestamp(), 1, version, source, position, message_id, body, headers, delivered, clock_timestamp()
-from unnest(%(key)s::bytea[], %(scope)s::text[], %(handler)s::text[], %(worker)s::bigint[], %(version)s::text[],
-    %(source)s::text[], %(position)s::text[], %(message_id)s::text[], %(body)s::bytea[], %(headers)s::bytea[],
-    %(delivered)s::bytea[])
-    as w (key, scope, handler, worker, version, source, position, message_id, body, headers, delivered)
-returning key, '', token
+-- Claims the keys, and begins a saga for each that was inserted: a row for each key, with its token, or as `claim` has it.
+with missed as materialized (
+    select * from {schema}.claim(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[],
+        %(canonicals)s::bytea[], {PROCESSING}::smallint)
+), begun as (
+    insert into {schema}.saga (key, scope_id, handler, state, token, worker, due, attempt, version, source, position,
+        message_id, body, headers, delivered, started_at)
+    select key, scope, handler, {PROCESSING}, nextval('{schema}.saga_token'), worker, clock_timestamp(), 1, version,
+        source, position, message_id, body, headers, delivered, clock_timestamp()
+    from unnest(%(key)s::bytea[], %(scope)s::integer[], %(handler)s::text[], %(worker)s::bigint[], %(version)s::text[],
+        %(source)s::text[], %(position)s::text[], %(message_id)s::text[], %(body)s::bytea[], %(headers)s::bytea[],
+        %(delivered)s::bytea[])
+        as w (key, scope, handler, worker, version, source, position, message_id, body, headers, delivered)
+    where not exists (select from missed where missed.key = w.key)
+    returning key, token
+)
+select key, found, fingerprint, body, content_type, canonical, null::bigint from missed
+union all
+select key, null, null, null, null, null, token from begun
 
 -- name: own_sagas
 select key, token from {schema}.saga where worker = %(worker)s and (%(key)s::bytea is null or key = %(key)s)
@@ -444,9 +453,10 @@ select set_config('enable_seqscan', 'off', true)
 -- Fenced like `begin_steps`, but FOR UPDATE: a saga with an open step is passed over. One that is to be cancelled does not
 -- complete (L50).
 with fenced as materialized (
-    select w.key, w.final
+    select w.key, w.final, w.result, w.content_type
     from unnest(%(key)s::bytea[], %(token)s::bigint[], %(worker)s::bigint[], %(phase)s::smallint[],
-        %(final)s::smallint[]) as w (key, token, worker, phase, final)
+        %(final)s::smallint[], %(result)s::bytea[], %(content_type)s::text[])
+        as w (key, token, worker, phase, final, result, content_type)
     cross join lateral (
         select 1 from {schema}.saga where key = w.key and token = w.token and worker = w.worker and state = w.phase
           and (cancel is null or w.final = {FAILED})
@@ -456,6 +466,9 @@ with fenced as materialized (
     update {schema}.record as r
     set state = (select final from fenced where fenced.key = r.key), changed_at = clock_timestamp()
     where r.key = any(array(select key from fenced))
+), stored as (
+    insert into {schema}.result (key, body, content_type)
+    select key, result, content_type from fenced where result is not null
 )
 delete from {schema}.saga as s where s.key = any(array(select key from fenced))
 returning s.key, '', s.attempt

@@ -9,7 +9,7 @@ from psycopg import pq
 from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGresult
 
-from idemconsumer.errors import StoreUnavailable
+from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.values import Found, Mark, Record, State
 
@@ -32,6 +32,20 @@ def outcomes(answer: PGresult, keys: Sequence[bytes]) -> list[Found]:
     if not found.keys() <= set(keys):
         raise _unclear()
     return [found.get(key, Mark.CLAIMED) for key in keys]
+
+
+def begun(answer: PGresult, keys: Sequence[bytes]) -> list[Found | int]:
+    """Of each key, from the result of `begin_sagas`: its saga's token, or what was found. Raises CommitUnknown, since
+    the answer comes with that of COMMIT."""
+    try:
+        if answer.status != ExecStatus.TUPLES_OK or answer.nfields != _COLUMNS + 1 or answer.ntuples != len(keys):
+            raise _unclear()
+        rows = [(*_missed(answer, row), answer.get_value(row, _COLUMNS)) for row in range(answer.ntuples)]
+        found: dict[bytes, Found | int] = {key: Mark.BUSY if token is None else int(token) for key, *_, token in rows}
+        found |= records((row[:_COLUMNS] for row in rows if row[1] is not None), keys)
+        return [found[key] for key in keys]
+    except (ValueError, KeyError, StoreUnavailable) as error:
+        raise CommitUnknown("the database's answer to a claim is not one, and may be committed") from error
 
 
 def records(rows: Iterable[Sequence[Any]], keys: Collection[bytes]) -> dict[bytes, Record]:

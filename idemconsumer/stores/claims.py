@@ -16,6 +16,7 @@ from typing import Any, Final
 import psycopg
 import structlog
 from psycopg import pq
+from psycopg.adapt import Transformer
 from psycopg.pq.abc import PGresult
 
 from idemconsumer.errors import (
@@ -42,6 +43,7 @@ from idemconsumer.stores.literals import bytea_array, clean, written
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.session import LOCK_TIMEOUT, Session
 from idemconsumer.stores.sqlstates import (
+    GUARD,
     NOT_DURABLE,
     broken_under_handler,
     may_be_changed,
@@ -55,8 +57,11 @@ from idemconsumer.user_code.cancellation import uninterrupted
 
 log = structlog.get_logger("idemconsumer")
 
+Statement = tuple[str, dict[str, Any]]  # of the engine's own: its name, and its parameters
+
 _GROUP_LOCK_TIMEOUT: Final = "50ms"  # G12: a group that waits for another lane's rows is better rerun smaller
 
+_RESET: Final = "a session was reset, which a function, trigger or view had changed for all messages"
 _GATE_TIMEOUT: Final = "30s"  # J22: long enough for the groups ahead, each of which is bounded
 
 
@@ -84,13 +89,20 @@ class PostgresClaims:
         self._gate = gate
         self._seal = ""
         self._lending = Lending(connection, self._kept)
+        self._lent = False  # to code of a user's
         self.committed = False
 
     # ------------------------------------------------------------------------------------------------------ the opening
-    async def begin(self) -> None:
-        """Open the transaction; `claim` does so by itself."""
-        if not self._seal:
-            await self._opened(self._opening, -1)
+    async def begin(self, *first: Statement) -> list[list[tuple[Any, ...]]]:
+        """Open the transaction, with these statements behind it: their rows. `claim` does so by itself."""
+        if self._seal and not first:
+            return []
+
+        def opening() -> bytes:
+            return b"; ".join([self._opening(), *(self._written(*each) for each in first)])
+
+        answers = await self._opened(opening, -1 - len(first))
+        return [self.rows(answer) for answer in answers[len(answers) - len(first) :]]
 
     async def begin_step(self, params: dict[str, Any]) -> int | None:
         """Open the transaction, lock the saga's row and begin its step. None: fenced; 0: the step has ended already."""
@@ -103,9 +115,13 @@ class PostgresClaims:
         begun = (await self._opened(opening, -1))[-1].get_value(0, 0)
         return None if begun is None else int(begun)
 
+    async def scope_ids(self, claims: Sequence[Claim]) -> list[int]:
+        """As `Pool.scope_ids`, before the transaction is opened."""
+        return await self._pool.scope_ids(self._connection, claims)
+
     async def claim(self, claims: Sequence[Claim], *, state: State = State.COMPLETED) -> list[Found]:
         keys = [claim.key for claim in claims]
-        scopes = await self._pool.scope_ids(self._connection, claims)
+        scopes = await self.scope_ids(claims)
         statement = self._queries["claim"] % {
             b"keys": bytea_array(keys),
             b"scopes": b"'{%s}'" % b",".join(b"%d" % scope for scope in scopes),
@@ -145,7 +161,7 @@ class PostgresClaims:
         except psycopg.Error as error:
             raise translate(connection, error, ours=True) from error
         connection.opened(answers[at])
-        log.warning("a session was reset, which a function, trigger or view had changed for all messages")
+        log.warning(_RESET)
         return answers
 
     def _opening(self) -> bytes:
@@ -166,6 +182,12 @@ class PostgresClaims:
         return written(self._queries[name], params, self._connection)
 
     # --------------------------------------------------------------------------------------------------- what is inside
+    def rows(self, answer: PGresult) -> list[tuple[Any, ...]]:
+        """What a statement of the engine's own returned (R14)."""
+        transformer = Transformer(OwnCursor(self._connection))
+        transformer.set_pgresult(answer)
+        return transformer.load_rows(0, answer.ntuples, tuple)
+
     async def send(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         """One more statement of the engine's own in this transaction, and its rows."""
         try:
@@ -181,21 +203,8 @@ class PostgresClaims:
         return int((await self.send("count_attempt", params))[0][0])
 
     async def write_letter(self, letter: DeadLetter, key: bytes | None) -> None:
-        params = {
-            "identity": letter.identity,
-            "key": key,
-            "body": letter.body,
-            "headers": encode_headers(letter.headers),
-            "attempts": letter.attempts,
-            "delivered": letter.delivered,
-            "body_size": letter.body_size,
-            "body_sha256": letter.body_sha256,
-            "content": letter.content,
-            "again": letter.again,
-            "letter": letter.letter,
-        } | {n: clean(getattr(letter, n)) for n in ("handler", "scope", "source", "position", "reason", "error")}
         await self.begin()
-        await self.send("dead_letter", params)
+        await self.send(*dead_letter(letter, key))
 
     def tx(self) -> PostgresTx:
         self.end()
@@ -203,6 +212,7 @@ class PostgresClaims:
         self._connection.patience = self._pool.longest_answer
         tx = PostgresTx(self._lending)
         self._lending.to(tx)
+        self._lent = True
         return tx
 
     def end(self) -> None:
@@ -290,13 +300,14 @@ class PostgresClaims:
         forget: Sequence[bytes],
         *,
         failed: tuple[Claim, str] | None = None,
-        last: tuple[str, dict[str, Any]] | None = None,
+        more: Sequence[Statement] = (),
+        last: Statement | None = None,
     ) -> int:
-        """See `ports.Claims`. `last` is one more statement, sent with the others, which seals."""
+        """See `ports.Claims`. `more` are sent with it, and so is `last`, which seals."""
         self.end()
         await self.restore()
         # J4: a connection that is given back busy would commit later.
-        completion = self._complete(results, forget, failed, last)
+        completion = self._complete(results, forget, failed, more, last)
         return await uninterrupted(completion, hurry=self._connection.hurry)
 
     async def _complete(
@@ -304,10 +315,11 @@ class PostgresClaims:
         results: Sequence[tuple[bytes, StoredResult]],
         forget: Sequence[bytes],
         failed: tuple[Claim, str] | None,
-        last: tuple[str, dict[str, Any]] | None,
+        more: Sequence[Statement],
+        last: Statement | None,
     ) -> int:
         connection = self._connection
-        statements = []
+        statements = [self._written(*each) for each in more]
         if failed is not None:
             claim, error = failed
             (scope,) = await self._pool.scope_ids(connection, [claim])  # known: it was claimed before it failed
@@ -325,24 +337,69 @@ class PostgresClaims:
         if self._pool.require_standby:
             statements.append(self._queries["standby"])
         seal = {"seal": self._seal, "session": connection.state}
-        name, more = last or ("seal_group" if self._group > 1 else "seal", {})
-        statements.append(self._written(name, more | seal))
+        name, params = last or ("seal_group" if self._group > 1 else "seal", {})
+        statements.append(self._written(name, params | seal))
+        answers = await self._committed(lambda: b"; ".join([*statements, b"COMMIT"]))
+        return 0 if failed is None else int(answers[len(more)].get_value(0, 0) or 0)
+
+    async def commit(self, statements: Sequence[Statement]) -> list[PGresult]:
+        """A whole transaction in one message: none of a user's code runs in it, so it is sealed as it opens. Raises as
+        `complete`.
+
+        Behind a pooler BEGIN goes first: who asks what a COMMIT waits for has to know its process (R23).
+        """
+        if self._connection.pooled:
+            await self.begin()
+        # J4: as in `complete`.
+        return await uninterrupted(self._commit(statements), hurry=self._connection.hurry)
+
+    async def _commit(self, statements: Sequence[Statement]) -> list[PGresult]:
+        connection, begun = self._connection, bool(self._seal)
+        if not begun and not connection.as_reported:
+            await self._reset()
+
+        def message() -> bytes:
+            opening = [] if begun else [self._opening()]
+            standby = [self._queries["standby"]] if self._pool.require_standby else []
+            seal = {"seal": self._seal, "session": connection.state}
+            sealing = self._written("seal_group" if connection.state else "seal", seal)
+            return b"; ".join([*opening, *standby, sealing, *(self._written(*each) for each in statements), b"COMMIT"])
+
+        answers = await self._committed(message, again=not begun)
+        if not begun:
+            connection.opened(answers[1])
+        return answers[-1 - len(statements) : -1]
+
+    async def _committed(self, message: Callable[[], bytes], *, again: bool = False) -> list[PGresult]:
+        """`message` ends with COMMIT. `again`: it begins with BEGIN, and if a changed session refuses it, it is
+        sent once more after a reset (J25)."""
+        connection = self._connection
         connection.slow_commit = self._pool.slow_commits.add
         try:
-            answers = await connection.simple(b"; ".join([*statements, b"COMMIT"]))
+            try:
+                answers = await connection.simple(message())
+            except psycopg.Error as error:
+                if not again or not (may_be_changed(connection, error) or error.sqlstate == GUARD):
+                    raise
+                await self._reset()
+                answers = await connection.simple(message())
         except psycopg.Error as error:
             if connection.closed:
                 raise CommitUnknown(f"the answer to COMMIT was lost: {error_text(error)}") from error
             if error.sqlstate == NOT_DURABLE and not await self._durable():
                 raise ConfigurationError(not_durable(error)) from error
-            raise translate(connection, error) from error
+            raise translate(connection, error, ours=not self._lent) from error
         finally:
             connection.slow_commit = None
         # Postgres answers COMMIT of a failed transaction with ROLLBACK, and no error (J9).
         if (tag := answers[-1].command_status) != b"COMMIT":
             raise GuardViolated(f"COMMIT was answered by {tag!r}: the transaction had failed before")
         self.committed = True
-        return 0 if failed is None else int(answers[0].get_value(0, 0) or 0)
+        return answers
+
+    async def _reset(self) -> None:
+        await self._pool.reset(self._connection)
+        log.warning(_RESET)
 
     async def _durable(self) -> bool:
         """Whether a commit lasts outside of the transaction that was refused: then it was its handler's doing."""
@@ -351,3 +408,21 @@ class PostgresClaims:
         if row is None:
             return False
         return row[1] in WAITING and bool(row[0]) if self._pool.require_standby else row[1] != "off"
+
+
+def dead_letter(letter: DeadLetter, key: bytes | None) -> Statement:
+    params = {
+        "identity": letter.identity,
+        "key": key,
+        "body": letter.body,
+        "headers": encode_headers(letter.headers),
+        "attempts": letter.attempts,
+        "delivered": letter.delivered,
+        "body_size": letter.body_size,
+        "body_sha256": letter.body_sha256,
+        "content": letter.content,
+        "again": letter.again,
+        "letter": letter.letter,
+    }
+    texts = ("handler", "scope", "source", "position", "reason", "error")
+    return "dead_letter", params | {name: clean(getattr(letter, name)) for name in texts}

@@ -24,8 +24,8 @@ from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.leases import Kinship, LeasedSaga, Look
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.saga import ANY_VERSION, CANCELLED, CONFLICT
-from idemconsumer.rules.values import Found, Mark, Record, State, StepKind, StepRow, StepState
-from idemconsumer.stores.claims import PostgresClaims, transaction
+from idemconsumer.rules.values import Found, Record, State, StepKind, StepRow, StepState
+from idemconsumer.stores.claims import PostgresClaims, Statement, dead_letter, transaction
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.shared_commits import (
@@ -35,6 +35,7 @@ from idemconsumer.stores.shared_commits import (
     FINISH_STEPS,
     SharedCommits,
     Write,
+    commit,
     send,
 )
 from idemconsumer.stores.shared_reads import SharedReads, step_row
@@ -76,8 +77,6 @@ class PostgresLeases:
     async def begin(self, claim: Claim, message: Message, handler: str, version: str | None) -> Found | LeasedSaga:
         worker = self._lease.worker
         row = {
-            "key": claim.key,
-            "scope": claim.scope,
             "handler": handler,
             "worker": worker,
             "version": version,
@@ -92,11 +91,8 @@ class PostgresLeases:
         answer = await self._shared.write(write)
         if answer is None:
             async with transaction(self._pool, group=1) as claims:
-                (found,) = await claims.claim([claim], state=State.PROCESSING)
-                if found is not Mark.CLAIMED:
-                    return found
-                answer = (await send(claims, [write]))[write]
-                await claims.complete([], [])
+                answer = (await commit(claims, [write]))[write]
+        assert answer is not None
         if not isinstance(answer, int):
             return answer
         return LeasedSaga(
@@ -155,8 +151,7 @@ class PostgresLeases:
 
     async def count(self, saga: LeasedSaga) -> None:
         async with self._locked(saga) as claims:
-            await claims.send("count_saga", {"key": saga.key})
-            await claims.complete([], [])
+            await claims.complete([], [], more=[("count_saga", {"key": saga.key})])
 
     async def steps(self, key: bytes, window: int = 0) -> list[StepRow]:
         return await self._reads.steps(key, window)
@@ -171,9 +166,15 @@ class PostgresLeases:
         """A transaction that begins by locking the saga's row FOR UPDATE. Raises Fenced when it is no longer ours, and
         SagaCancelled if it `ends` the saga or its phase, and is to be cancelled by now (L50)."""
         async with transaction(self._pool, group=1) as claims:
-            await claims.begin()
-            await _lock_whole(claims, saga, ends=ends)
+            (locked,) = await claims.begin(("fence_whole", _fence(saga)))
+            _see_whole(locked, saga, ends=ends)
             yield claims
+
+    async def _at_once(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """One statement that fences itself, as a whole transaction (L9): its rows."""
+        async with transaction(self._pool, group=1) as claims:
+            (answer,) = await claims.commit([(name, params)])
+            return claims.rows(answer)
 
     @asynccontextmanager
     async def step(
@@ -221,13 +222,10 @@ class PostgresLeases:
         timed_out = codecs.encode_rejection(SIGNAL_TIMEOUT, {"signal": signal})
         given = _fence(saga) | {"name": name, "seconds": seconds, "signal": signal, "overlapped": overlapped}
         given |= {"timed_out": timed_out.body, "timed_out_type": timed_out.content_type}
-        async with transaction(self._pool, group=1) as claims:
-            await claims.begin()
-            if child is None:
-                rows = await claims.send("await_step", given)
-            else:
-                rows = await claims.send("await_child", given | _conflict(child))
-            await claims.complete([], [])
+        if child is None:
+            rows = await self._at_once("await_step", given)
+        else:
+            rows = await self._at_once("await_child", given | _conflict(child))
         if not rows:
             raise Fenced(_NOT_OURS)
         ((state, overlapped, position, output, content_type, left),) = rows
@@ -236,10 +234,8 @@ class PostgresLeases:
         return step_row(name, kind, state, False, overlapped, position, 1, output, content_type, 0)
 
     async def pause(self, saga: LeasedSaga, waits: Sequence[str], at_most: float | None) -> float:
-        async with transaction(self._pool, group=1) as claims:
-            await claims.begin()
-            ((seconds,),) = await claims.send("pause_saga", _fence(saga) | {"names": list(waits), "at_most": at_most})
-            await claims.complete([], [])
+        given = _fence(saga) | {"names": list(waits), "at_most": at_most}
+        ((seconds,),) = await self._at_once("pause_saga", given)
         if seconds is None:
             raise Fenced(_NOT_OURS)
         return float(seconds)
@@ -251,26 +247,21 @@ class PostgresLeases:
     async def stop_child(self, saga: LeasedSaga, child: bytes, scope: str) -> State:
         cancelled = codecs.encode_rejection(CANCELLED, None)
         given = {"child": child, "body": cancelled.body, "content_type": cancelled.content_type, "scope": scope}
-        async with transaction(self._pool, group=1) as claims:
-            await claims.begin()
-            ((state,),) = await claims.send("stop_child", _fence(saga) | given)
-            await claims.complete([], [])
+        ((state,),) = await self._at_once("stop_child", _fence(saga) | given)
         if state is None:
             raise Fenced(_NOT_OURS)
         return State(state)
 
     async def pause_undo(self, saga: LeasedSaga, child: bytes) -> float:
-        async with transaction(self._pool, group=1) as claims:
-            await claims.begin()
-            ((seconds,),) = await claims.send("pause_undo", _fence(saga) | {"child": child})
-            await claims.complete([], [])
+        ((seconds,),) = await self._at_once("pause_undo", _fence(saga) | {"child": child})
         if seconds is None:
             raise Fenced(_NOT_OURS)
         return float(seconds)
 
     async def complete(self, saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
-        write = Write(END_SAGAS, _fence(saga) | {"final": int(state)}, result=result)
-        await self._commit(saga, write)
+        body, content_type = (None, None) if result is None else (result.body, result.content_type)
+        row = _fence(saga) | {"final": int(state), "result": body, "content_type": content_type}
+        await self._commit(saga, Write(END_SAGAS, row))
 
     async def _commit(self, saga: LeasedSaga, write: Write) -> int:
         """Commit it together with other sagas' writes, or alone if that left it out."""
@@ -278,20 +269,21 @@ class PostgresLeases:
         if answer is None:
             async with transaction(self._pool, group=1) as claims:
                 answer = await _alone(claims, saga, write)
-                await claims.complete([] if write.result is None else [(saga.key, write.result)], [])
+                await claims.complete([], [])
         assert isinstance(answer, int)
         return answer
 
     async def undo(self, saga: LeasedSaga, rejection: StoredResult, added: Sequence[str] = ()) -> LeasedSaga | None:
-        async with self._locked(saga) as claims:
-            ((open_intents,),) = await claims.send("open_intents", {"key": saga.key})
+        key = {"key": saga.key}
+        more: list[Statement] = [("add_undos", key | {"names": list(added)})] if added else []
+        more.append(("set_undoing", key | {"rejection": rejection.body}))
+        more.append(("set_record", key | {"state": int(State.UNDOING)}))
+        async with transaction(self._pool, group=1) as claims:
+            locked, ((open_intents,),) = await claims.begin(("fence_whole", _fence(saga)), ("open_intents", key))
+            _see_whole(locked, saga)
             if open_intents:
                 return None
-            if added:
-                await claims.send("add_undos", {"key": saga.key, "names": list(added)})
-            await claims.send("set_undoing", {"key": saga.key, "rejection": rejection.body})
-            await claims.send("set_record", {"key": saga.key, "state": int(State.UNDOING)})
-            await claims.complete([], [])
+            await claims.complete([], [], more=more)
         return replace(saga, state=State.UNDOING, rejection=rejection.body, attempt=1, cancel=None)
 
     async def release(
@@ -302,16 +294,14 @@ class PostgresLeases:
             params = {"key": saga.key, "delay": delay, "error": error, "back": 0 if count else 1}
             params |= {"token": saga.token, "worker": saga.worker, "stale": saga.stale}
             params |= {"heeded": saga.cancel is not None, "held": held}
-            await claims.send("release_saga", params)
-            await claims.complete([], [])
+            await claims.complete([], [], more=[("release_saga", params)])
 
     async def park(self, saga: LeasedSaga, letter: DeadLetter) -> None:
         async with self._locked(saga) as claims:
-            params = {"key": saga.key, "reason": letter.reason, "error": clean(letter.error)}
-            await claims.send("park_saga", params | {"worker": saga.worker})
-            await claims.send("set_record", {"key": saga.key, "state": int(State.DEAD)})
-            await claims.write_letter(letter, saga.key)
-            await claims.complete([], [])
+            params = {"key": saga.key, "reason": letter.reason, "error": clean(letter.error), "worker": saga.worker}
+            dead = {"key": saga.key, "state": int(State.DEAD)}
+            more = [("park_saga", params), ("set_record", dead), dead_letter(letter, saga.key)]
+            await claims.complete([], [], more=more)
 
     async def note(self, key: bytes, what: str, detail: str | None) -> None:
         detail = None if detail is None else clean(detail)
@@ -338,10 +328,9 @@ class PostgresCompletion:
         self.waits_for_lock = claims.waits_for_lock
 
     async def finish(self, result: StoredResult | None) -> None:
-        self._claims.end()
-        await self._claims.send("note", {"key": self._key, "what": "reconciled", "detail": "done"})
-        await self._claims.send("end_saga", {"key": self._key})
-        await self._claims.complete([] if result is None else [(self._key, result)], [])
+        note = {"key": self._key, "what": "reconciled", "detail": "done"}
+        results = [] if result is None else [(self._key, result)]
+        await self._claims.complete(results, [], more=[("note", note), ("end_saga", {"key": self._key})])
 
 
 class PostgresStep:
@@ -376,27 +365,23 @@ class PostgresStep:
 async def _alone(claims: PostgresClaims, saga: LeasedSaga, write: Write) -> int:
     """Write it in a transaction of its own. If it is left out, wait for the saga's row and repeat, or raise why."""
     await claims.begin()
-    answer = (await send(claims, [write])).get(write)
+    answer = await send(claims, write)
     if answer is None:
         if write.statement == END_SAGAS:
-            await _lock_whole(claims, saga)
-        else:
-            await _lock(claims, "fence", saga)
-        answer = (await send(claims, [write])).get(write)
+            _see_whole(await claims.send("fence_whole", _fence(saga)), saga)
+        elif not await claims.send("fence", _fence(saga)):
+            raise Fenced(_NOT_OURS)
+        answer = await send(claims, write)
     if answer is None:
         raise Fenced(_ENDED)
     return answer
 
 
-async def _lock(claims: PostgresClaims, lock: str, saga: LeasedSaga) -> tuple[Any, ...]:
-    if not (rows := await claims.send(lock, _fence(saga))):
+def _see_whole(locked: Sequence[tuple[Any, ...]], saga: LeasedSaga, *, ends: bool = True) -> None:
+    """What `fence_whole` returned."""
+    if not locked:
         raise Fenced(_NOT_OURS)
-    return rows[0]
-
-
-async def _lock_whole(claims: PostgresClaims, saga: LeasedSaga, *, ends: bool = True) -> None:
-    _, cancel = await _lock(claims, "fence_whole", saga)
-    if ends and cancel is not None and saga.cancel is None:
+    if ends and locked[0][1] is not None and saga.cancel is None:
         raise SagaCancelled("it is to be cancelled")
 
 

@@ -24,6 +24,8 @@ def literal(value: object, connection: Connection) -> bytes:
             return b"null"
         case bool() | int():
             return str(value).encode()
+        case float():
+            return b"'%r'::pg_catalog.float8" % value
         case bytes():
             return b"E'\\\\x%s'" % value.hex().encode()
         case str():

@@ -85,10 +85,17 @@ class Session(Connection):
         if self.pooled:
             self._told = int(answer.get_value(0, answer.nfields - 1) or 0)
         state = (answer.get_value(0, answer.nfields - 2) or b"").decode()
-        reported = [self.pgconn.parameter_status(name) for name in _REPORTED]
-        same = not self.state or (state == self.state and reported == self._reported)
-        self.state, self._reported = state, reported
+        same = self.as_reported and self.state in ("", state)
+        self.state, self._reported = state, self._reports()
         return same
+
+    @property
+    def as_reported(self) -> bool:
+        """What the server tells by itself, with each answer, is what it was."""
+        return not self.state or self._reports() == self._reported
+
+    def _reports(self) -> Sequence[bytes | None]:
+        return [self.pgconn.parameter_status(name) for name in _REPORTED]
 
     @classmethod
     async def connect(cls, conninfo: str = "", **more: Any) -> Session:

@@ -1,10 +1,10 @@
 """Group commit for sagas: writes that arrive during one shared commit go into the next one (L9).
 
 Most of a saga's commits are small and ready at once: claims, intents, outputs, completions. One transaction at a time
-takes those of all sagas of the process, with one set-based statement per kind; each row is fenced separately. No write
-waits for a group to fill: one that arrives alone is committed alone, at once. If a shared transaction leaves a write
-out, for any reason, its caller repeats the write in a transaction of its own, which waits for locks where it must and
-raises the reason. So one saga's failure never affects another.
+takes those of all sagas of the process, in one message, with one set-based statement per kind; each row is fenced
+separately. No write waits for a group to fill: one that arrives alone is committed alone, at once. If a shared
+transaction leaves a write out, for any reason, its caller repeats the write in a transaction of its own, which waits
+for locks where it must and raises the reason. So one saga's failure never affects another.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
+from psycopg.pq.abc import PGresult
 
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
-from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim
-from idemconsumer.rules.values import Mark, Record, State
-from idemconsumer.stores.claims import PostgresClaims, transaction
+from idemconsumer.rules.values import Mark, Record
+from idemconsumer.stores.answers import begun
+from idemconsumer.stores.claims import PostgresClaims, Statement, transaction
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.sharing import OTHERS, PARTY
 
@@ -30,6 +31,7 @@ BEGIN_SAGAS: Final = "begin_sagas"
 BEGIN_STEPS: Final = "begin_steps"
 FINISH_STEPS: Final = "finish_steps"
 END_SAGAS: Final = "end_sagas"
+_KINDS: Final = (BEGIN_SAGAS, BEGIN_STEPS, FINISH_STEPS, END_SAGAS)
 
 _MOST_WRITES: Final = 128  # the same as the keys of a joined group (G4)
 _MOST_BYTES: Final = 4 << 20  # of bodies and outputs: a statement is built in memory on both sides
@@ -40,37 +42,73 @@ Answer = int | Record | Mark | None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Write:
-    """One row for one of the set-based statements: a value for each of its arrays.
-
-    With a `claim` it is written only if the key can be claimed in the same transaction; `result` is stored with it.
-    """
+    """One row for one of the set-based statements: a value for each of its arrays. `claim`: of the saga that begins."""
 
     statement: str
     row: Mapping[str, Any]
     claim: Claim | None = None
-    result: StoredResult | None = None
 
     @property
     def identity(self) -> tuple[bytes, str]:
         """The saga's key and the step's name, empty for a write about the whole saga."""
-        return self.row["key"], self.row.get("name", "")
+        return self.row["key"] if self.claim is None else self.claim.key, self.row.get("name", "")
 
     @property
     def size(self) -> int:
         return sum(len(value) for value in self.row.values() if isinstance(value, bytes))
 
 
-async def send(claims: PostgresClaims, writes: Sequence[Write]) -> dict[Write, int]:
-    """Run one statement for all of `writes`, which are of one kind. Leaves out those that the fence stopped."""
-    name, row = writes[0].statement, writes[0].row
-    if len(writes) == 1:
-        rows = await claims.send(f"{name}:one", dict(row))
-    else:
-        if name == END_SAGAS:
-            await claims.send("no_scans", {})
-        rows = await claims.send(name, {column: [write.row[column] for write in writes] for column in row})
-    answers = {(key, step): int(answer) for key, step, answer in rows}
-    return {write: answers[write.identity] for write in writes if write.identity in answers}
+async def send(claims: PostgresClaims, write: Write) -> int | None:
+    """Write it in a transaction that is open. None: the fence stopped it."""
+    assert write.claim is None
+    rows = await claims.send(f"{write.statement}:one", dict(write.row))
+    return int(rows[0][2]) if rows else None
+
+
+async def commit(claims: PostgresClaims, writes: Sequence[Write]) -> dict[Write, Answer]:
+    """A whole transaction in one message, with one statement for all writes of a kind. Leaves out those that the fence
+    stopped."""
+    sent: list[tuple[Statement, list[Write]]] = []
+    for name in _KINDS:
+        if kind := [write for write in writes if write.statement == name]:
+            sent += [(each, []) for each in _before(kind)]
+            sent.append((await _statement(claims, kind), kind))
+    answers = await claims.commit([statement for statement, _ in sent])
+    written: dict[Write, Answer] = {}
+    for answer, (_, kind) in zip(answers, sent, strict=True):
+        written |= _answered(claims, answer, kind)
+    return written
+
+
+def _before(kind: Sequence[Write]) -> list[Statement]:
+    if kind[0].statement == END_SAGAS and len(kind) > 1:
+        return [("no_scans", {})]
+    pending = [write.claim.key for write in kind if write.claim is not None and write.claim.pending]
+    return [("resume", {"keys": pending})] if pending else []
+
+
+async def _statement(claims: PostgresClaims, kind: Sequence[Write]) -> Statement:
+    name, columns = kind[0].statement, {column: [write.row[column] for write in kind] for column in kind[0].row}
+    arrays: dict[str, list[Any]] = {}
+    if claimed := [write.claim for write in kind if write.claim is not None]:
+        keys, scopes = [claim.key for claim in claimed], await claims.scope_ids(claimed)
+        columns |= {"key": keys, "scope": scopes}
+        arrays = {
+            "keys": keys,
+            "scopes": scopes,
+            "fingerprints": [claim.fingerprint for claim in claimed],
+            "canonicals": [claim.canonical for claim in claimed],
+        }
+    if len(kind) == 1:
+        return f"{name}:one", {column: value for column, (value,) in columns.items()} | arrays
+    return name, columns | arrays
+
+
+def _answered(claims: PostgresClaims, answer: PGresult, kind: Sequence[Write]) -> dict[Write, Answer]:
+    if kind and kind[0].statement == BEGIN_SAGAS:
+        return dict(zip(kind, begun(answer, [write.identity[0] for write in kind]), strict=True))
+    answers = {(key, step): int(value) for key, step, value in claims.rows(answer)} if kind else {}
+    return {write: answers[write.identity] for write in kind if write.identity in answers}
 
 
 @dataclass(slots=True, eq=False)
@@ -127,8 +165,8 @@ class SharedCommits:
     async def _flush(self, group: Sequence[_Queued]) -> None:
         try:
             answers = await self._commit(sorted((queued.write for queued in group), key=lambda write: write.identity))
-        except StoreUnavailable as error:
-            _fail(group, StoreUnavailable, str(error))
+        except (StoreUnavailable, CommitUnknown) as error:
+            _fail(group, type(error), str(error))
         except Exception as error:  # noqa: BLE001 - each transaction of its own will show which write failed
             log.info("shared commit failed, writing each one alone", writes=len(group), error=type(error).__name__)
             _answer(group, {})
@@ -138,29 +176,10 @@ class SharedCommits:
         else:
             _answer(group, answers)
 
-    async def _commit(self, writes: Sequence[Write]) -> dict[Write, Answer | CommitUnknown]:
+    async def _commit(self, writes: Sequence[Write]) -> dict[Write, Answer]:
         """One transaction, always with a group's short lock_timeout, so that no row delays the others for long."""
         async with transaction(self._pool, group=max(2, len(writes))) as claims:
-            found = await self._claim(claims, [write for write in writes if write.claim is not None])
-            claimed = [write for write in writes if found.get(write, Mark.CLAIMED) is Mark.CLAIMED]
-            await claims.begin()
-            written: dict[Write, int | CommitUnknown] = {}
-            for statement in (BEGIN_SAGAS, BEGIN_STEPS, FINISH_STEPS, END_SAGAS):
-                if kind := [write for write in claimed if write.statement == statement]:
-                    written |= await send(claims, kind)
-            if written:
-                results = [(write.row["key"], write.result) for write in written if write.result is not None]
-                try:
-                    await claims.complete(results, [])
-                except CommitUnknown as error:
-                    written = dict.fromkeys(written, error)
-        return {**{write: answer for write, answer in found.items() if answer is not Mark.CLAIMED}, **written}
-
-    async def _claim(self, claims: PostgresClaims, writes: Sequence[Write]) -> dict[Write, Record | Mark]:
-        if not writes:
-            return {}
-        wanted = [write.claim for write in writes if write.claim is not None]
-        return dict(zip(writes, await claims.claim(wanted, state=State.PROCESSING), strict=True))
+            return await commit(claims, writes)
 
 
 def _next_group(queue: Iterable[_Queued]) -> list[_Queued]:
@@ -188,13 +207,9 @@ def _next_group(queue: Iterable[_Queued]) -> list[_Queued]:
     return group
 
 
-def _answer(group: Iterable[_Queued], answers: Mapping[Write, Answer | CommitUnknown]) -> None:
+def _answer(group: Iterable[_Queued], answers: Mapping[Write, Answer]) -> None:
     for queued in group:
-        answer = answers.get(queued.write)
-        if isinstance(answer, CommitUnknown):
-            _fail([queued], CommitUnknown, str(answer))
-        else:
-            queued.answer.set_result(answer)
+        queued.answer.set_result(answers.get(queued.write))
 
 
 def _fail(group: Iterable[_Queued], kind: type[StoreUnavailable | CommitUnknown], text: str) -> None:

@@ -21,8 +21,9 @@ from idemconsumer.errors import (
 from idemconsumer.redaction import error_text
 from idemconsumer.stores.connection import Connection
 
-NOT_DURABLE: Final = "IC002"  # raised by the seal (migrations/0001), and before it by `standby` (R22)
-_GUARD: Final = ("IC001", NOT_DURABLE)
+GUARD: Final = "IC001"  # raised by the guard and the seal (migrations/0001)
+NOT_DURABLE: Final = "IC002"  # raised by the seal, and before it by `standby` (R22)
+_GUARD: Final = (GUARD, NOT_DURABLE)
 _IDLE_TOO_LONG: Final = "25P03"
 _CRASHED_BESIDE: Final = "57P02"  # all sessions but the one that crashed (B13)
 _OUT_OF_LOCKS: Final = "53200"

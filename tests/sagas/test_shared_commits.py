@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, LiteralString, TypeVar
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from structlog.testing import LogCapture
 
 from idemconsumer import OutcomeKind, Saga, Step, StoreUnavailable
 from idemconsumer.engine.work import Work
@@ -28,6 +29,7 @@ from idemconsumer.stores import shared_commits
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.sharing import OTHERS
+from tests.support.logs import times
 from tests.support.sagas import SCHEMA, Bench, OpenStation, Remote, Station, locked, order, put, saga
 from tests.support.servers.proxy import Proxy
 from tests.support.waiting import until
@@ -309,7 +311,7 @@ async def test_a_lost_answer_to_commit_is_unknown_to_all_whose_writes_were_in_it
     await line.station.leases.retake(holdings[3].key, holdings[3].token)
     line.proxy.cut_at(mode=cut)
     ends = await either(*(intend(line.station, holding) for holding in holdings))
-    assert kinds(ends) == [CommitUnknown] * 3 + [Fenced]
+    assert kinds(ends) == [CommitUnknown] * 4, "also to who was fenced: the fence is in the same message"
     assert len({id(end) for end in ends}) == 4
     # Only a token of its own tells each of them what has become of it.
     retaken = [await line.station.leases.retake(holding.key, holding.token) for holding in holdings[:3]]
@@ -364,13 +366,32 @@ async def test_sagas_whose_shared_commit_was_lost_go_on_and_do_nothing_twice(
     assert bench.run("select count(*) from idemconsumer.record where state = 3") == [(3,)]
 
 
-async def test_a_connection_lost_before_commit_leaves_all_undone_and_says_so(bench: Bench, line: Line) -> None:
-    holdings = await begin_all(line.station, 3)
-    line.proxy.cut_at(b"insert into", mode="before")
-    ends = await either(*(intend(line.station, holding) for holding in holdings))
-    assert kinds(ends) == [StoreUnavailable] * 3
-    assert bench.run("select count(*) from idemconsumer.step") == [(0,)]
-    assert await intend(line.station, holdings[0]) == 1
+CHANGES: Final[list[LiteralString]] = [
+    "set role pg_read_all_data", "set search_path = other, public", "set statement_timeout = 9999",
+    "set timezone = 'Asia/Tokyo'",
+]  # fmt: skip
+
+
+async def pause(station: Station, holding: LeasedSaga) -> float:
+    return await station.leases.pause(holding, [], 60.0)
+
+
+@pytest.mark.parametrize("write", [intend, pause])
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_small_commit_is_made_in_the_session_as_it_was(
+    one: Station, logged: LogCapture, change: LiteralString, write: Callable[..., Awaitable[float]]
+) -> None:
+    """As a function of the database may leave it (J25)."""
+    show = f"show {change.split()[1]}"
+    holding = await begin(one, "k")
+    async with one.store.pool.connection() as only:  # that is open
+        before = await (await only.execute(show)).fetchone()
+        await only.execute(change)
+    assert await write(one, holding) > 0
+    async with one.store.pool.connection() as again:
+        assert again is only
+        assert await (await again.execute(show)).fetchone() == before
+    assert times(logged, "a session was reset, which a function, trigger or view had changed for all messages") == 1
 
 
 async def test_a_closed_store_says_so_to_whoever_asks_or_waits(bench: Bench, one: Station) -> None:
@@ -442,6 +463,7 @@ async def test_a_takeover_that_commits_during_the_statement_is_seen_by_its_fence
     row: dict[str, Any] = {
         "key": old.key, "token": old.token, "worker": old.worker, "phase": 1, "name": "s", "kind": 2, "state": 2,
         "has_undo": False, "placed": True, "overlapped": False, "output": None, "content_type": None, "final": 3,
+        "result": None,
     }  # fmt: skip
     if rows == "many":
         row = {column: [value] for column, value in row.items()}

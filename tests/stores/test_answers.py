@@ -11,11 +11,11 @@ from psycopg.abc import Buffer
 from psycopg.adapt import AdaptersMap, Loader
 from psycopg.rows import dict_row
 
-from idemconsumer.errors import StoreUnavailable
+from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Tx
 from idemconsumer.rules.values import Mark, Record, State
-from idemconsumer.stores.answers import outcomes
+from idemconsumer.stores.answers import begun, outcomes
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.testing.store_contract import A, B, complete
 from tests.support.ledger import SCHEMA, Ledger
@@ -114,6 +114,28 @@ async def test_what_is_no_answer_to_a_claim_is_an_error(store: PostgresStore, an
         results = await connection.simple(answer.encode())
         with pytest.raises(StoreUnavailable, match="answer to a claim"):
             outcomes(results[-1], [b"key"])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "select 'other'::bytea, null, null, null, null, null, 1",
+        "select 'key'::bytea, null, null, null, null, null, 'none'",
+        "select null, null, null, null, null, null, 1",
+        "select 'key'::bytea, 99, null, null, null, null, null",
+        "select 'key'::bytea, null, null, null, null, null",
+        "select 'key'::bytea, null, null, null, null, null, 1 from generate_series(1, 2)",
+        "select 'key'::bytea, null, null, null, null, null, 1 where false",
+        "set local lock_timeout = 0",
+    ],
+)
+async def test_what_is_no_answer_to_the_claim_of_a_saga_is_an_error(
+    store: PostgresStore, answer: LiteralString
+) -> None:
+    async with store.pool.connection() as connection:
+        results = await connection.simple(answer.encode())
+        with pytest.raises(CommitUnknown, match="answer to a claim"):
+            begun(results[-1], [b"key"])
 
 
 async def test_a_record_that_was_not_asked_for_is_no_answer(store: PostgresStore) -> None:

@@ -27,13 +27,14 @@ def params(name: str) -> Mapping[str, Any]:
     step: dict[str, Any] = {**holder, "name": "s", "kind": 2, "state": 1, "has_undo": False}
     rows: dict[str, dict[str, Any]] = {
         "begin_sagas": {
-            "key": keys[0], "scope": "s", "handler": "h", "worker": 1, "version": None, "source": "s", "position": "p",
+            "key": keys[0], "scope": 1, "handler": "h", "worker": 1, "version": None, "source": "s", "position": "p",
             "message_id": None, "body": b"{}", "headers": b"{}", "delivered": b"{}",
         },
         "begin_steps": {**step, "placed": True},
         "finish_steps": {**step, "overlapped": False, "output": b"{}", "content_type": "json"},
-        "end_sagas": {**holder, "final": 3},
+        "end_sagas": {**holder, "final": 3, "result": b"{}", "content_type": "json"},
     }  # fmt: skip
+    claims = {"scopes": [1] * GROUP, "fingerprints": [None] * GROUP, "canonicals": [None] * GROUP}
     saga = {"key": keys[0], "worker": 1}
     taking = {
         "worker": 1, "handlers": ["h", "i"], "versions": ["", ""], "scopes": "s", "app": "s", "grace": 600.0,
@@ -44,13 +45,7 @@ def params(name: str) -> Mapping[str, Any]:
     each: dict[str, Mapping[str, Any]] = {
         "open": opening,
         "seal": {"seal": "t"},
-        "claim": {
-            **many,
-            "scopes": [1] * GROUP,
-            "fingerprints": [None] * GROUP,
-            "canonicals": [None] * GROUP,
-            "state": 3,
-        },
+        "claim": {**many, **claims, "state": 3},
         "store_results": {**many, "bodies": [b"{}"] * GROUP, "types": ["json"] * GROUP},
         "forget_attempts": many,
         "take": {"names": ["q"], "limits": [10], "bytes": 1_000_000, "visibility": 10.0},
@@ -86,7 +81,7 @@ def params(name: str) -> Mapping[str, Any]:
             for name, row in rows.items()
         },
     }
-    return each[name]
+    return {**each[name], **(many | claims if name.startswith("begin_sagas") else {})}
 
 
 HOT = [

@@ -123,6 +123,42 @@ async def test_commits_that_wait_for_a_standby_say_so_once_and_are_not_given_up(
     assert (ledger.effects, times(logged, HANGS)) == (["a", "b"], 1)
 
 
+async def small(store: PostgresStore, key: bytes) -> None:
+    """A commit that is one message with its transaction."""
+    async with store.transaction(group=1) as claims:
+        claims._connection.patience = 1.0
+        await claims.commit([("count_attempt", {"key": key, "scope": 1, "error": "why"})])
+
+
+@pytest.fixture
+def store(engine: Engine) -> PostgresStore:
+    assert isinstance(engine._store, PostgresStore)
+    return engine._store
+
+
+async def test_one_that_is_a_message_with_its_transaction_is_not_given_up_either(
+    ledger: Ledger, store: PostgresStore, asked: list[int]
+) -> None:
+    commits = [asyncio.create_task(small(store, key)) for key in (b"a", b"b")]  # one of a new connection
+    await until(lambda: hanging(ledger) == 2)
+    await until(lambda: asked.count(2) > 20, "their deadlines are ten questions away")
+    assert not any(commit.done() for commit in commits)
+    release(ledger)
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.gather(*commits)
+
+
+async def test_one_that_is_a_message_with_its_transaction_is_not_cut_off_by_a_cancellation(
+    ledger: Ledger, store: PostgresStore
+) -> None:
+    commit = asyncio.create_task(small(store, b"a"))
+    await until(lambda: hanging(ledger) == 1)
+    commit.cancel()
+    await asyncio.wait([commit], timeout=PATIENCE)
+    assert commit.cancelled()
+    assert hanging(ledger) == 1
+
+
 async def test_one_that_is_left_for_a_drain_is_busy_and_then_a_duplicate(ledger: Ledger, engine: Engine) -> None:
     run = asyncio.create_task(engine.run(works(pay, "a")))
     await until(lambda: hanging(ledger) == 1)

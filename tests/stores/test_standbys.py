@@ -170,6 +170,9 @@ async def test_nothing_is_sealed_once_no_standby_is_required_by_the_server(
         await engine.run(works(pay, 2))
     with pytest.raises(ConfigurationError, match="require_synchronous_standby is set"):
         await store.count_dead(b"")
+    with pytest.raises(ConfigurationError, match="require_synchronous_standby is set"):
+        async with store.transaction(group=1) as claims:
+            await claims.commit([("count_dead", {"key": b""})])
     assert (ledger.effects, ledger.attempts, ledger.letters) == (["1"], [], [])
 
 
