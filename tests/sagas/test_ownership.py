@@ -107,7 +107,7 @@ async def test_the_same_message_under_another_fingerprint_rule_is_no_conflict_on
 
 
 # --------------------------------------------------------------------------------------------------------- in our hands
-@pytest.mark.parametrize("seam", ["look_for_sagas", "take_sagas"])
+@pytest.mark.parametrize("seam", ["look_for_sagas_alone", "take_sagas"])
 async def test_a_saga_that_begins_while_the_source_looks_is_not_taken_from_its_own_run(
     bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch, seam: str
 ) -> None:
