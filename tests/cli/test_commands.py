@@ -28,7 +28,7 @@ from idemconsumer.message.message import Message
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import files, migrate
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE, eventually
 
 SHOP = """
 import asyncio
@@ -145,7 +145,7 @@ def test_an_interrupt_lets_the_running_handler_finish_and_commit(shop: Shop) -> 
     worker.send_signal(signal.SIGINT)
     (shop.folder / "go on").touch()
 
-    assert worker.wait(20) == Exit.DONE
+    assert worker.wait(PATIENCE) == Exit.DONE
     assert shop.taken() == ["a"]
 
 
@@ -162,7 +162,7 @@ def test_a_second_interrupt_rolls_back_what_runs(shop: Shop, workers: str) -> No
             break
     worker.send_signal(signal.SIGINT)
 
-    assert worker.wait(20) == Exit.CUT_OFF
+    assert worker.wait(PATIENCE) == Exit.CUT_OFF
     assert shop.taken() == []
 
 
@@ -173,8 +173,18 @@ def test_a_drain_beyond_its_deadline_rolls_back_what_runs(shop: Shop) -> None:
 
     worker.send_signal(signal.SIGTERM)
 
-    assert worker.wait(20) == Exit.CUT_OFF
+    assert worker.wait(PATIENCE) == Exit.CUT_OFF
     assert shop.taken() == []
+
+
+@pytest.mark.parametrize(("pid", "code"), [(1, 128 + signal.SIGTERM), (2, -signal.SIGTERM)])
+def test_a_signal_ends_a_container_that_is_still_starting(pid: int, code: int) -> None:
+    """The kernel drops what its first process has no handler for; another process dies of it."""
+    starting = (
+        f"import os, signal; real = os.getpid(); os.getpid = lambda: {pid}; import idemconsumer.cli; "
+        "os.kill(real, signal.SIGTERM); signal.pause()"
+    )
+    assert subprocess.run([sys.executable, "-c", starting], check=False).returncode == code
 
 
 def test_only_the_chosen_handlers_run(shop: Shop) -> None:
@@ -207,7 +217,7 @@ def test_dev_brings_a_migrated_database_and_leaves_at_an_interrupt(empty: Shop) 
 
     dev.send_signal(signal.SIGINT)
 
-    assert dev.wait(30) == Exit.DONE
+    assert dev.wait(PATIENCE) == Exit.DONE
     shown = r"throwaway database: IDEMCONSUMER_DSN='(postgresql://postgres@127.0.0.1:\d+/postgres\?passfile=(.*))'\n"
     assert (address := re.fullmatch(shown, said[0]))
     assert not Path(address[2]).exists(), "the password goes with the database"
