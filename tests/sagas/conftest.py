@@ -9,6 +9,7 @@ import pytest
 
 from idemconsumer.ports.observer import Observer
 from idemconsumer.stores.joined import PostgresStore
+from tests.support.families import Family
 from tests.support.points import Points
 from tests.support.sagas import SCHEMA, Bench, OpenStation, Remote, Station
 from tests.support.servers.made import PostgresServer
@@ -62,3 +63,11 @@ async def one(open_station: OpenStation, points: Points) -> Station:
 @pytest.fixture
 async def two(open_station: OpenStation) -> Station:
     return await open_station()
+
+
+@pytest.fixture
+async def family(bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Family]:
+    monkeypatch.setenv("IDEMCONSUMER_DSN", bench.dsn)
+    family = Family(bench, one)
+    yield family
+    await family.app.close()
