@@ -456,10 +456,10 @@ async def test_a_step_begins_under_a_lease_that_covers_it_or_just_after_a_renewa
 async def test_no_step_begins_while_the_heartbeats_connection_is_silent(proxied: str, proxy: Proxy) -> None:
     """It is covered no longer, and the renewal that it needs gets no answer: then the lease is over."""
     lost = asyncio.Event()
-    async with beating(proxied, LEASE, lost) as heartbeat:
+    async with beating(proxied, STEADY, lost) as heartbeat:
         proxy.freeze()
-        heartbeat._good -= 0.2 * LEASE
-        waiting = [asyncio.create_task(heartbeat.good(timeout)) for timeout in (0.65 * LEASE, 3600.0)]
+        heartbeat._good -= 0.2 * STEADY
+        waiting = [asyncio.create_task(heartbeat.good(timeout)) for timeout in (0.65 * STEADY, 3600.0)]
         await asyncio.wait_for(lost.wait(), PATIENCE)
         assert not any(each.done() for each in waiting)
         proxy.thaw()

@@ -16,7 +16,7 @@ from idemconsumer.user_code.time_limit import TimeLimit
 from tests.support.sagas import Bench, OpenStation, Remote, Station, hog, locked, lost, put, saga
 from tests.support.waiting import until
 
-LEASE = 0.2
+LEASE = 0.5
 Slow = Callable[[Tx], Awaitable[object]]
 
 
@@ -82,7 +82,7 @@ async def test_a_step_that_takes_longer_than_the_lease_runs_out_of_attempts(
     handler = saga(book, max_attempts=2)
     *_, last = await bounded.to_the_end(handler, await bounded.deliver(handler))
     assert (last.kind, last.reason, runs, bench.effects) == (OutcomeKind.DEAD, "attempts_exhausted", 2, [])
-    assert "step 'slow': TimeoutError: did not end within 0.2 s" in bench.letter
+    assert "step 'slow': TimeoutError: did not end within 0.5 s" in bench.letter
     assert "raise `lease`" in bench.letter
 
 
@@ -101,7 +101,7 @@ async def test_an_undo_that_takes_longer_than_the_lease_runs_out_of_attempts(
     handler = saga(book, max_attempts=2)
     *_, last = await bounded.to_the_end(handler, await bounded.deliver(handler))
     assert (last.reason, bench.effects) == ("undo_failed", ["a"])
-    assert "undo of 'a': TimeoutError: did not end within 0.2 s" in bench.letter
+    assert "undo of 'a': TimeoutError: did not end within 0.5 s" in bench.letter
 
 
 @every_slow
@@ -120,7 +120,7 @@ async def test_a_question_that_takes_longer_than_the_lease_is_left_to_a_person(
     await lost(bench, one, handler)
     *_, last = await bounded.to_the_end(handler, await bounded.resume(handler))
     assert (last.reason, bench.effects) == ("unknown_effect", [])
-    assert "reconcile: TimeoutError: did not end within 0.2 s" in bench.letter
+    assert "reconcile: TimeoutError: did not end within 0.5 s" in bench.letter
 
 
 async def test_a_transaction_that_the_server_ended_for_being_idle_is_the_failure_of_its_step(
@@ -192,7 +192,7 @@ async def test_what_was_cut_off_and_swallows_it_is_late_whatever_our_clock_says(
     monkeypatch.setattr("idemconsumer.user_code.time_limit.time", SimpleNamespace(monotonic=lambda: 0.0))
     limit = TimeLimit(30.0, LEASE)
     await call_user_code(swallows(), limit)
-    with pytest.raises(TimeoutError, match=r"did not end within 0\.2 s"):
+    with pytest.raises(TimeoutError, match=r"did not end within 0\.5 s"):
         limit.check()
 
 
