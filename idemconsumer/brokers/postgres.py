@@ -45,16 +45,20 @@ _DUE_AT_ONCE: Final = 200  # messages of a queue that one statement moves over
 
 async def enqueue(connection: Connection, schema: str, name: str, messages: Sequence[Outgoing]) -> None:
     """Insert into the queue on this connection, in whatever transaction is open there (P6)."""
-    queries = load(schema)
     # A pipeline in a transaction that stays open disarms its idle time-out; publish(tx=) sends one message.
     async with connection.pipeline() if len(messages) > 1 else contextlib.nullcontext():
-        for message in messages:
-            headers = encode_headers(message.headers).decode()
-            given = {"name": name, "body": message.body, "key": message.key, "headers": headers}
-            if message.delay:
-                await OwnCursor(connection).execute(queries["enqueue_later"], given | {"delay": message.delay})
-            else:
-                await OwnCursor(connection).execute(queries["enqueue"], given)
+        await _insert(connection, schema, name, messages)
+
+
+async def _insert(connection: Connection, schema: str, name: str, messages: Sequence[Outgoing]) -> None:
+    queries = load(schema)
+    for message in messages:
+        headers = encode_headers(message.headers).decode()
+        given = {"name": name, "body": message.body, "key": message.key, "headers": headers}
+        if message.delay:
+            await OwnCursor(connection).execute(queries["enqueue_later"], given | {"delay": message.delay})
+        else:
+            await OwnCursor(connection).execute(queries["enqueue"], given)
 
 
 class PostgresBroker:
@@ -143,8 +147,10 @@ class PostgresBroker:
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         try:
-            async with self._publishers.one() as connection, connection.transaction():
-                await enqueue(connection, self._schema, name, messages)
+            async with self._publishers.one() as connection, connection.pipeline():
+                await OwnCursor(connection).execute(load(self._schema)["begin"])
+                await _insert(connection, self._schema, name, messages)
+                await OwnCursor(connection).execute("COMMIT")
         except psycopg.Error as error:
             if (cause := misconfigured(error, self._schema)) is not None:
                 raise cause from error

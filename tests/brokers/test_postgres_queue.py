@@ -13,7 +13,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.brokers import listening, postgres
 from idemconsumer.brokers.postgres import PostgresBroker, PostgresSession
-from idemconsumer.errors import SessionEnded
+from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
@@ -329,3 +329,15 @@ async def test_an_opening_that_is_cut_off_closes_the_connection_that_it_makes(
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert closed.is_set()
+
+
+async def test_what_cannot_be_published_leaves_nothing_of_its_batch(ledger: Ledger, broker: PostgresBroker) -> None:
+    """Though all of it is sent before the first answer."""
+    refused = Outgoing(b"2", delay=1e14)
+    for batch in ([Outgoing(b"1"), refused], [refused, Outgoing(b"1")], [refused]):
+        with pytest.raises(BrokerUnavailable, match="could not publish"):
+            await broker.publish("emails", batch)
+    assert waiting(ledger) == 0
+    missing = PostgresBroker(Settings(dsn=ledger.dsn, schema="missing"))
+    with pytest.raises(ConfigurationError, match="migrate up"):
+        await missing.publish("emails", [Outgoing(b"1")])
