@@ -134,6 +134,16 @@ class OfTheEngine(BaseException):
     """Raised by the engine where a user's function runs: it ends that, and is never the function's failure (B18)."""
 
 
+class RunEagerly(OfTheEngine):
+    """A statement that was sent ahead has failed: one of the handler's run number `run` in its transaction, or None if
+    that is not certain. Without an `error` somebody asked for a count that is not known yet. All is run again (J27)."""
+
+    def __init__(self, run: int | None = None, error: Exception | None = None) -> None:
+        super().__init__(run, error)
+        self.run = run
+        self.error = error
+
+
 class Fenced(Interrupted):
     """The saga has another owner, or is in another phase. The run that gets this writes nothing and settles nothing."""
 

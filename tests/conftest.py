@@ -23,6 +23,7 @@ from structlog.testing import LogCapture
 from idemconsumer.embedded import postgres
 from idemconsumer.embedded.binaries import EmbeddedUnavailable
 from idemconsumer.embedded.postgres import EmbeddedPostgres
+from idemconsumer.rules import habits
 from tests.support.servers.elasticmq import CREDENTIALS, ElasticMQ
 from tests.support.servers.kafka import Kafka
 from tests.support.servers.made import (
@@ -258,3 +259,9 @@ def folder() -> Iterator[Path]:
     with TemporaryDirectory(prefix="test.") as made:
         Path(made).chmod(0o755)
         yield Path(made)
+
+
+@pytest.fixture(params=["waits", "ahead"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each statement is waited for, or it is sent ahead from the first time on (J26)."""
+    monkeypatch.setattr(habits, "_RUNS", 0 if request.param == "ahead" else 1_000_000)

@@ -49,6 +49,8 @@ async def act(order: dict[str, Any], tx: Tx, message: Message) -> str | None:
     match order.get("act"):
         case "fails":
             raise Failed
+        case "is wrong":
+            await tx.send("select 1 / %s", (0,))
         case "refuses":
             raise Reject("no")
         case "later":
@@ -61,7 +63,12 @@ async def act(order: dict[str, Any], tx: Tx, message: Message) -> str | None:
     return None
 
 
+async def looks(order: dict[str, Any], tx: Tx) -> None:
+    assert (await tx.execute("insert into witness (id) values (%s)", (str(order["id"]),))).rowcount == 1
+
+
 ACTS = idempotent_handler(SOURCE, key="id", name="acts")(act)
+LOOKS = idempotent_handler(SOURCE, key="id", name="looks")(looks)
 ONCE = idempotent_handler(SOURCE, key="id", name="once", max_attempts=1)(act)
 TENANTS = idempotent_handler(SOURCE, key="id", name="tenants", tenant="id")(act)
 DEFERRED = idempotent_handler(SOURCE, key="id", name="deferred", on_busy="defer")(act)
@@ -136,6 +143,12 @@ async def new_messages(world: World, n: int) -> Act:
     return lambda: world.run(ids, "applied " * n)
 
 
+@path("n new messages of a handler that looks at each answer")
+async def looked_at(world: World, n: int) -> Act:
+    ids = world.new(n)
+    return lambda: world.run(ids, "applied " * n, handler=LOOKS)
+
+
 @path("n new messages, whose results are stored")
 async def results(world: World, n: int) -> Act:
     ids = world.new(n)
@@ -164,6 +177,8 @@ async def outbox(world: World, n: int) -> Act:
 
 @path("a message of a scope that this process meets for the first time")
 async def first_of_scope(world: World, n: int) -> Act:
+    for _ in range(3):
+        await world.run(world.new(), "applied", handler=TENANTS)
     ids = world.new()
     return lambda: world.run(ids, "applied", handler=TENANTS)
 
@@ -196,6 +211,20 @@ async def failing_behind(world: World, n: int) -> Act:
 
     async def run() -> None:
         assert kinds(await world.engine.run(group)) == ["applied"] * n + ["retrying"]
+
+    return run
+
+
+@path("a new message, and behind it one whose statement fails")
+async def wrong_behind(world: World, n: int) -> Act:
+    bound = ACTS.plan.bind("shop")
+    (before,), (behind,) = world.new(), world.new()
+    group = [work(bound, message(before)), work(bound, message(behind, act="is wrong"))]
+    await world.run(world.new(), "applied")
+
+    async def run() -> None:
+        assert kinds(await world.engine.run(group)) == ["applied"]
+        assert kinds(await world.engine.run(group[1:])) == ["retrying"]
 
     return run
 

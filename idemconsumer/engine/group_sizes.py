@@ -8,7 +8,7 @@ import structlog
 
 from idemconsumer.errors import Contention
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.rules.group_size import GroupSize
+from idemconsumer.rules.group_size import GroupSize, Least
 
 log = structlog.get_logger("idemconsumer")
 
@@ -20,6 +20,7 @@ class GroupSizes:
         self._lanes = lanes
         self._most_locks = most_locks
         self._sizes: dict[str, GroupSize] = {}
+        self._commit = Least()
 
     def of(self, handler: BoundHandler) -> GroupSize:
         if (size := self._sizes.get(handler.name)) is None:
@@ -27,6 +28,11 @@ class GroupSizes:
             size = GroupSize.start(given, lanes=self._lanes, most_locks=self._most_locks)
             self._sizes[handler.name] = size
         return size
+
+    def beyond_commit(self, seconds: float) -> float:
+        """What of the last exchange of a group was not its COMMIT, but statements that were sent ahead (J26)."""
+        self._commit = self._commit.seen(seconds)
+        return seconds - self._commit.least
 
     def committed(self, handler: BoundHandler, messages: int, seconds: float, now: float) -> None:
         """`seconds`: how long the handlers of its `messages` took together."""

@@ -62,6 +62,8 @@ class Groups:
                     behind.in_doubt, behind = True, None
                 # Only a new claim can tell: it finds the record, inserts it, or is busy while the old one lives (J4).
                 log.warning("commit unknown, claiming again", handler=handler.name, error=str(unknown))
+                for work in group:  # the statement of one of them may be what the connection was lost over
+                    work.eager = True
                 if lost:  # the group itself may be why: idle for so long that the server ended its transaction
                     self._sizes.lost(handler)
                     group = group[: max(1, len(group) // 2)]

@@ -11,13 +11,14 @@ from idemconsumer.engine.endings import Endings, FailedBehind, final
 from idemconsumer.engine.group_sizes import GroupSizes
 from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.work import Suspicion, Work
-from idemconsumer.errors import Contention, StoreUnavailable
+from idemconsumer.errors import ConnectionLost, Contention, RunEagerly, StoreUnavailable
 from idemconsumer.handlers.batch import Items
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claims, JoinedStore
+from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Verdict
 from idemconsumer.user_code.call import call_in_transaction, without_exit
@@ -49,6 +50,7 @@ class Transactions:
         self._sizes = sizes
         self._endings = endings
         self._lost_connections = lost_connections
+        self._habits: dict[str, Habits] = {}
 
     async def commit(
         self, group: Sequence[Work], *, defer: bool, behind: FailedBehind | None, look: bool
@@ -80,22 +82,26 @@ class Transactions:
             self._at(Point.CLAIMED, name, keys)
             new = [i for i, work in enumerate(group) if leaders[work.key] is work and verdicts[work.key] is Verdict.RUN]
             began = now()
-            if handler.batch:
-                results = await self._handle_batch(claims, group, new, look=look) if new else {}
-            else:
-                for index in new:
-                    key, result = group[index].key, await self._handle(claims, index, group[index], look=look)
-                    self._at(Point.HANDLED, name, (key,))
-                    if result is not None:
-                        results[key] = result
-                    if claims.lasting and index != new[-1]:
-                        raise Cut(index + 1)
-            seconds = now() - began
-            self._at(Point.SEALING, name, keys)
-            begun = [work.key for work in group if work.attempts or work.suspicion is Suspicion.MARKED]
-            ended = [key for key in begun if verdicts[key] is not Verdict.BUSY]
-            failed = None if behind is None else (behind.claim, behind.error)
-            attempts = await claims.complete(list(results.items()), ended, failed=failed)
+            try:
+                if handler.batch:
+                    results = await self._handle_batch(claims, group, new, look=look) if new else {}
+                else:
+                    for index in new:
+                        key, result = group[index].key, await self._handle(claims, index, group[index], look=look)
+                        self._at(Point.HANDLED, name, (key,))
+                        if result is not None:
+                            results[key] = result
+                        if claims.lasting and index != new[-1]:
+                            raise Cut(index + 1)
+                handled = now()
+                self._at(Point.SEALING, name, keys)
+                begun = [work.key for work in group if work.attempts or work.suspicion is Suspicion.MARKED]
+                ended = [key for key in begun if verdicts[key] is not Verdict.BUSY]
+                failed = None if behind is None else (behind.claim, behind.error)
+                attempts = await claims.complete(list(results.items()), ended, failed=failed)
+                seconds = handled - began + self._sizes.beyond_commit(now() - handled)
+            except RunEagerly as unforeseen:
+                raise _eagerly(group, new, unforeseen, claims) from unforeseen
         if behind is not None:
             behind.attempts = attempts
         self._at(Point.COMMITTED, name, keys)
@@ -157,7 +163,7 @@ class Transactions:
 
         try:
             limit = TimeLimit(handler.options.timeout)
-            run = _started(claims, work, items)
+            run = self._started(claims, work, items)
             return await call_in_transaction(
                 claims, isolated(without_exit(run)) if work.suspected else run, limit, accept
             )
@@ -169,12 +175,36 @@ class Transactions:
                 raise
             raise failed from error
 
+    def _started(self, claims: Claims, work: Work, items: Items | None) -> Awaitable[Any]:
+        """The run of a handler. It alone holds its Tx: what still holds that afterwards is the handler's own (J19)."""
+        handler = work.handler
+        tx = claims.tx(self._habits_of(work)) if handler.needs_tx else None
+        return handler.run(_call(work), tx, work.attempt) if items is None else handler.run_batch(items, tx)
 
-def _started(claims: Claims, work: Work, items: Items | None) -> Awaitable[Any]:
-    """The run of a handler. It alone holds its Tx: what still holds that afterwards is the handler's own (J19)."""
-    handler = work.handler
-    tx = claims.tx() if handler.needs_tx else None
-    return handler.run(_call(work), tx, work.attempt) if items is None else handler.run_batch(items, tx)
+    def _habits_of(self, work: Work) -> Habits | None:
+        """None: all statements of its run are waited for."""
+        if work.eager or work.suspected or not work.handler.options.pipeline:
+            return None
+        return self._habits.setdefault(work.handler.name, Habits())
+
+
+def _eagerly(group: Sequence[Work], new: Sequence[int], unforeseen: RunEagerly, claims: Claims) -> Exception:
+    """What follows when a statement that was sent ahead has failed, or its answer is asked for too late (J27).
+
+    It decides nothing: the run that waits for each answer does. A lost connection may be anybody's, and an item of a
+    batch is not known.
+    """
+    if unforeseen.error is None:
+        return Cut(len(group))
+    cause = claims.diagnose(unforeseen.error)
+    if isinstance(cause, Contention) and len(group) > 1:
+        return cause
+    whose = None if unforeseen.run is None or group[0].handler.batch else new[unforeseen.run]
+    for work in group if whose is None or isinstance(cause, StoreUnavailable) else [group[whose]]:
+        work.eager = True
+    if isinstance(cause, ConnectionLost):  # with another connection it shows whose it was
+        return Cut(len(group))
+    return cause if isinstance(cause, StoreUnavailable) else Cut(whose or len(group))
 
 
 def _call(work: Work) -> Call:

@@ -52,6 +52,7 @@ class Work:
     `own_id` is its position at its broker or its message id, the same for each delivery of it and of no other message;
     None where there is neither. `first`: it was never delivered before. `pending`: its record waits for it, and
     `row` is its delivery from our own queue (D19). `letter`: the dead letter that it was redriven from.
+    `eager`: its statements are waited for, since a run that did not wait has told too little (J27).
     `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
     """
 
@@ -70,6 +71,7 @@ class Work:
     letter: int | None = None
     _nonce: bytes = b""
     abandoned: Callable[[], bool] = bool
+    eager: bool = False
 
     @classmethod
     def of(

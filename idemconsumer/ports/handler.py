@@ -19,11 +19,12 @@ Duration: TypeAlias = str | float | timedelta
 
 
 class Rows(Protocol[R]):
-    """The rows of one statement, all received already: reading them never waits for the server."""
+    """The rows of one statement. Reading them waits for the server only the first time after it was sent ahead."""
 
     @property
     def rowcount(self) -> int:
-        """How many rows the statement returned or changed; -1 where Postgres does not report it."""
+        """How many rows the statement returned or changed; -1 where Postgres does not report it. If it was sent ahead
+        and is not answered yet, this cannot wait: the run ends here, and begins anew with a statement that waits."""
         ...
 
     async def first(self) -> R | None:
@@ -48,17 +49,26 @@ class Tx(Protocol):
 
     @overload
     async def execute(self, query: LiteralString, params: Params = ...) -> Rows[tuple[Any, ...]]:
-        """Run one statement with psycopg's placeholders (`%s`, `%(name)s`); all its rows are received on return.
+        """Run one statement with psycopg's placeholders (`%s`, `%(name)s`).
 
         Raises the psycopg.Error of the database; swallowing one fails the transaction. Raises HandlerFault for
         COMMIT, ROLLBACK and the like, for what outlives the transaction (SET without LOCAL), in another event loop,
         and after the handler has ended.
+
+        A statement at whose rows the handler never looked is sent without waiting for its answer, in the same order as
+        ever. If one fails, the message is run once more with statements that wait, so its error is raised here all the
+        same; what the handler does outside of the database is done again then. `pipeline=False` makes all of them wait.
         """
         ...
 
     @overload
     async def execute(self, query: LiteralString, params: Params = ..., *, into: type[T]) -> Rows[T]:
         """As above, with each row as an `into`."""
+        ...
+
+    async def send(self, query: LiteralString, params: Params = ...) -> None:
+        """As `execute`, of a statement whose rows are never looked at: the answer is not waited for from the first time
+        on."""
         ...
 
     @property

@@ -12,6 +12,7 @@ import msgspec
 
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.handler import Tx
+from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Found, Record
 
 
@@ -81,8 +82,11 @@ class DeadLetter:
 class OpenTransaction(Protocol):
     """An open transaction in which a user's function may run; only the store can seal and commit it."""
 
-    def tx(self) -> Tx:
-        """A Tx for one handler. Asking for the next one ends this one."""
+    def tx(self, habits: Habits | None = None) -> Tx:
+        """A Tx for one handler. Asking for the next one ends this one.
+
+        With `habits` statements may be sent ahead (J26). Then what the handler calls, and every method here but
+        `diagnose`, may raise RunEagerly."""
         ...
 
     def check(self, *, look: bool = False) -> None:
@@ -93,6 +97,10 @@ class OpenTransaction(Protocol):
 
     async def restore(self) -> None:
         """After `check`: undo what the handler may have done to the session beyond this transaction."""
+        ...
+
+    async def settled(self) -> None:
+        """The function has failed. Raises RunEagerly if a statement that was sent ahead has failed before that."""
         ...
 
     async def waits_for_lock(self) -> bool:

@@ -45,6 +45,16 @@ def open_groups(limit: int, lanes: int, busy: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Least:
+    """The least of what was measured lately, in seconds: it rises by a hundredth with each larger one."""
+
+    least: float = math.inf
+
+    def seen(self, seconds: float) -> Least:
+        return Least(min(seconds, self.least * 1.01))
+
+
+@dataclass(frozen=True, slots=True)
 class Gate:
     """Whether the groups of a contended handler take turns, and for how long the next time."""
 

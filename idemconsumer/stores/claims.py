@@ -34,6 +34,7 @@ from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.redaction import error_text
+from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Found, State
 from idemconsumer.sql.answering import PATIENCE
 from idemconsumer.sql.connecting import OwnCursor
@@ -206,11 +207,11 @@ class PostgresClaims:
         await self.begin()
         await self.send(*dead_letter(letter, key))
 
-    def tx(self) -> PostgresTx:
+    def tx(self, habits: Habits | None = None) -> PostgresTx:
         self.end()
         # R20: from here to COMMIT a statement, or a deferred trigger, may take as long as a handler.
         self._connection.patience = self._pool.longest_answer
-        tx = PostgresTx(self._lending)
+        tx = PostgresTx(self._lending, habits)
         self._lending.to(tx)
         self._lent = True
         return tx
@@ -261,12 +262,17 @@ class PostgresClaims:
         return self._written(name, marks | {"lock_timeout": self._lock_timeout})
 
     def check(self, *, look: bool = False) -> None:
+        ahead = self._connection.ahead
+        if ahead.signal is not None:
+            raise ahead.signal  # the function swallowed it
         # After `restore`, which is the engine's, the end of the session would be nobody's.
         if look or self._lending.changed or self._lending.passing:
             self._connection.look()
         if self._connection.closed:
             raise StoreUnavailable("the connection broke while the handler ran")
         status = self._connection.info.transaction_status
+        if ahead.on:  # what was sent ahead has not ended the transaction, and whether it failed shows later (J26)
+            status = pq.TransactionStatus.INTRANS
         if status == pq.TransactionStatus.ACTIVE:
             self._lending.check()  # names the task
         if status == pq.TransactionStatus.INERROR:
@@ -277,6 +283,13 @@ class PostgresClaims:
         if status != pq.TransactionStatus.INTRANS:
             raise GuardViolated("the handler ended the transaction it ran in, or left a statement running")
         self._lending.check()
+
+    async def settled(self) -> None:
+        connection = self._connection
+        if connection.ahead.on and not connection.lock.locked():
+            await connection.answered()
+        if connection.ahead.signal is not None:
+            raise connection.ahead.signal
 
     async def waits_for_lock(self) -> bool:
         return await self._pool.waits_for_lock(self._connection)
@@ -339,7 +352,7 @@ class PostgresClaims:
         seal = {"seal": self._seal, "session": connection.state}
         name, params = last or ("seal_group" if self._group > 1 else "seal", {})
         statements.append(self._written(name, params | seal))
-        answers = await self._committed(lambda: b"; ".join([*statements, b"COMMIT"]))
+        answers = await self._committed(lambda: [*statements, b"COMMIT"])
         return 0 if failed is None else int(answers[len(more)].get_value(0, 0) or 0)
 
     async def commit(self, statements: Sequence[Statement]) -> list[PGresult]:
@@ -358,31 +371,31 @@ class PostgresClaims:
         if not begun and not connection.as_reported:
             await self._reset()
 
-        def message() -> bytes:
+        def message() -> list[bytes]:
             opening = [] if begun else [self._opening()]
             standby = [self._queries["standby"]] if self._pool.require_standby else []
             seal = {"seal": self._seal, "session": connection.state}
             sealing = self._written("seal_group" if connection.state else "seal", seal)
-            return b"; ".join([*opening, *standby, sealing, *(self._written(*each) for each in statements), b"COMMIT"])
+            return [*opening, *standby, sealing, *(self._written(*each) for each in statements), b"COMMIT"]
 
         answers = await self._committed(message, again=not begun)
         if not begun:
             connection.opened(answers[1])
         return answers[-1 - len(statements) : -1]
 
-    async def _committed(self, message: Callable[[], bytes], *, again: bool = False) -> list[PGresult]:
+    async def _committed(self, message: Callable[[], list[bytes]], *, again: bool = False) -> list[PGresult]:
         """`message` ends with COMMIT. `again`: it begins with BEGIN, and if a changed session refuses it, it is
         sent once more after a reset (J25)."""
         connection = self._connection
         connection.slow_commit = self._pool.slow_commits.add
         try:
             try:
-                answers = await connection.simple(message())
+                answers = await connection.last(message())
             except psycopg.Error as error:
                 if not again or not (may_be_changed(connection, error) or error.sqlstate == GUARD):
                     raise
                 await self._reset()
-                answers = await connection.simple(message())
+                answers = await connection.last(message())
         except psycopg.Error as error:
             if connection.closed:
                 raise CommitUnknown(f"the answer to COMMIT was lost: {error_text(error)}") from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import select
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -24,7 +24,9 @@ from psycopg.pq import ConnStatus, ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
+from idemconsumer.errors import RunEagerly
 from idemconsumer.sql.answering import INTERVAL, AnsweringConnection, Exchange, cut, silence
+from idemconsumer.stores.ahead import Ahead, Sent
 from idemconsumer.stores.prepared import PreparedStatements
 from idemconsumer.user_code.cancellation import from_cancellation
 
@@ -54,6 +56,7 @@ class Connection(AnsweringConnection[Any]):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self.ahead = Ahead(self.pgconn)
         self.statements = PreparedStatements(self)
         self.add_notice_handler(self._noticed)
 
@@ -68,6 +71,44 @@ class Connection(AnsweringConnection[Any]):
             return await self.wait(self._simple(statements))
         finally:
             self.lock.release()
+
+    async def last(self, statements: Sequence[bytes]) -> list[PGresult]:
+        """As `simple`, each by itself; in one flight with what was sent ahead, and behind it."""
+        if not self.ahead.on:
+            return await self.simple(b"; ".join(statements))
+        ours = [Sent() for _ in statements]
+
+        def send() -> None:
+            for sent, statement in zip(ours, statements, strict=True):
+                self.ahead.send(sent, statement)
+
+        await self._turn()
+        try:
+            await self._exchange(self.ahead.answers(send))
+        finally:
+            self.lock.release()
+        self.ahead.check()
+        results = [sent.result for sent in ours if sent.result is not None]
+        assert len(results) == len(ours)
+        return results
+
+    async def answered(self, own: Sent | None = None) -> None:
+        """Wait for the answers to all that was sent ahead. Raises RunEagerly; the error of `own` as it is."""
+        await self._turn()
+        try:
+            await self._answered(own)
+        finally:
+            self.lock.release()
+
+    async def _answered(self, own: Sent | None = None) -> None:
+        if self.ahead.on:
+            try:
+                await self._exchange(self.ahead.answers())
+            except psycopg.Error as error:
+                if self.ahead.abandoned:
+                    raise
+                raise self.ahead.end_run(RunEagerly(None, error)) from error
+            self.ahead.check(own)
 
     async def rollback(self) -> None:
         """See `psycopg.AsyncConnection.rollback`."""
@@ -107,9 +148,14 @@ class Connection(AnsweringConnection[Any]):
         return results
 
     async def wait(self, gen: Exchange[RV], interval: float = INTERVAL, timeout: float | None = None) -> RV:
-        """See `psycopg.AsyncConnection.wait`."""
+        """See `psycopg.AsyncConnection.wait`. What was sent ahead is answered first."""
         if self.barred:
             raise psycopg.OperationalError("the connection is about to be closed")
+        if self.ahead.on:
+            await self._answered()
+        return await self._exchange(gen, interval, timeout)
+
+    async def _exchange(self, gen: Exchange[RV], interval: float = INTERVAL, timeout: float | None = None) -> RV:
         if timeout is not None:
             self.unwatch()
             return await super().wait(gen, interval, timeout)

@@ -325,6 +325,7 @@ class PostgresCompletion:
         self.check = claims.check
         self.restore = claims.restore
         self.diagnose = claims.diagnose
+        self.settled = claims.settled
         self.waits_for_lock = claims.waits_for_lock
 
     async def finish(self, result: StoredResult | None) -> None:
@@ -345,6 +346,7 @@ class PostgresStep:
         self.check = claims.check
         self.restore = claims.restore
         self.diagnose = claims.diagnose
+        self.settled = claims.settled
         self.waits_for_lock = claims.waits_for_lock
 
     async def start_child(self, claim: Claim) -> list[Record]:

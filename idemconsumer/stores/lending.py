@@ -44,8 +44,10 @@ class Lending:
 
     def __init__(self, connection: Session, write: Callable[[str], bytes]) -> None:
         self.connection = connection
+        connection.ahead.begin()
         self.loop = asyncio.get_running_loop()
         self.changed = self.passing = self.lasting = False
+        self.runs = 0  # of handlers that had a tx
         self._spoiled: str | None = None
         self._write = write
         self._run = begin_run()
@@ -56,6 +58,7 @@ class Lending:
     def to(self, tx: Any) -> None:
         """`tx` is what the next handler is given."""
         self._tx = ref(tx)
+        self.runs += 1
 
     def lend(self) -> LentConnection:
         self._take_back = _settings(self.connection)
@@ -89,7 +92,7 @@ class Lending:
         if (self._tx is None or self._tx() is None) and self._lent is None:
             return
         tx, lent = _alive(self._tx), _alive(self._lent)
-        piping = self.connection.pgconn.pipeline_status != pq.PipelineStatus.OFF
+        piping = self.connection.pgconn.pipeline_status != pq.PipelineStatus.OFF and not self.connection.ahead.on
         if tx is None and lent is None and not (self.connection.lock.locked() or piping):
             return
         sending = (tx is not None and tx.sending) or (lent is not None and lent.waiting)
@@ -126,6 +129,7 @@ class Lending:
         tx, lent = _alive(self._tx), _alive(self._lent)
         self.end()
         connection = self.connection
+        await self._forget_what_was_sent()
 
         def working() -> bool:
             return (tx is not None and tx.sending > 0) or (lent is not None and lent.waiting > 0)
@@ -141,6 +145,15 @@ class Lending:
                     await self._roll_back()
         finally:
             await connection.close()
+
+    async def _forget_what_was_sent(self) -> None:
+        """What was sent ahead may wait for a lock, and is rolled back only after that."""
+        connection = self.connection
+        connection.ahead.abandon()
+        if connection.ahead.on and not connection.closed and not connection.lock.locked():
+            with suppress(psycopg.Error, TimeoutError):
+                async with asyncio.timeout(_CANCEL_EVERY):  # then the server is told to cancel it
+                    await connection.answered()
 
     async def _roll_back(self) -> None:
         self.connection.patience = min(self.connection.patience, PATIENCE)  # R20: no longer the handler's

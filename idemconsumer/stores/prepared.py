@@ -2,9 +2,9 @@
 
 For each run, psycopg's cursor converts the statement again, chooses how rows are made and keeps the result. That is as
 much work as the exchange with the server, and a third of a worker's cost per message. Here a statement that psycopg has
-prepared, and that returns no rows, is sent by its name, with parameters converted as in its first run. The name is
-looked up in psycopg each time, since psycopg drops all names after a rollback (J12). For that, this file alone reads
-psycopg's private attributes.
+prepared, and that returns no rows, is sent by its name, with parameters converted as in its first run; and any one may
+be sent ahead (J26). The name is looked up in psycopg each time, since psycopg drops all names after a rollback (J12).
+For that, this file alone reads psycopg's private attributes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from typing import Any, Final, TypeAlias
 import psycopg
 from psycopg import generators
 from psycopg._preparing import Prepare
+from psycopg._queries import PostgresQuery
+from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus, PipelineStatus
 from psycopg.pq.abc import PGresult
+
+from idemconsumer.stores.ahead import Ahead, Sent
 
 Params: TypeAlias = Sequence[Any] | Mapping[str, Any]
 
@@ -30,6 +34,7 @@ class PreparedStatements:
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
         self._connection = connection
         self._converted: dict[str, Any] = {}  # the most recently used comes last
+        self._ahead: dict[tuple[str, bool], PostgresQuery] = {}
 
     def dropped(self) -> None:
         """DEALLOCATE ALL was sent."""
@@ -61,6 +66,30 @@ class PreparedStatements:
             connection._prepared.maybe_add_to_cache(converted, ready, name)  # keeps it from being evicted next
             result = await connection.wait(self._sent(name, converted))
         return -1 if result.command_tuples is None else result.command_tuples
+
+    def send(self, ahead: Ahead, sent: Sent, query: str, params: Params | None) -> None:
+        """Send it ahead. Nobody else may be at work on the connection. Raises what psycopg does for wrong `params`."""
+        known = query, params is None
+        if (converted := self._ahead.get(known)) is None:
+            if len(self._ahead) >= _MOST:
+                del self._ahead[next(iter(self._ahead))]
+            converted = PostgresQuery(Transformer(self._connection))
+            converted.convert(query, params)
+            self._ahead[known] = converted
+        else:
+            converted.dump(params)
+        names = self._connection._prepared
+        ready, name = names.get(converted)
+        if names.maybe_add_to_cache(converted, ready, name) is not None:
+            names._rotate()
+        ahead.send(sent, converted.query, converted, prepare=ready is Prepare.SHOULD, name=name)
+
+    def rows(self, result: PGresult, row_factory: Any) -> psycopg.AsyncCursor[Any]:
+        """A cursor that has read this answer."""
+        cursor = self._connection.cursor(row_factory=row_factory)
+        cursor._tx = Transformer(cursor)
+        cursor._set_results([result])
+        return cursor
 
     def learn(self, cursor: psycopg.AsyncCursor[Any], query: object, params: Params | None) -> None:
         """Remember a statement that a cursor has run, so that `run` can send it the next time."""

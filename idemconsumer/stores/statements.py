@@ -262,6 +262,11 @@ class _Judgements(dict[str, Special | None]):
 special: Final[Callable[[str], Special | None]] = _Judgements().__getitem__
 
 
+def is_plain(query: str) -> bool:
+    """Whether it reads or writes rows, and no more, as far as its first word tells."""
+    return _PLAIN.match(query) is not None
+
+
 def text_of(query: Any, connection: AsyncConnection[Any]) -> str:
     """The text of whatever psycopg takes for a statement; for what is not known, one whose effect is not seen."""
     if isinstance(query, str):

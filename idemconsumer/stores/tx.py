@@ -1,22 +1,29 @@
-"""Tx and Rows over one psycopg connection."""
+"""Tx over one psycopg connection."""
 
 from __future__ import annotations
 
-from asyncio import get_running_loop
+from asyncio import get_running_loop, sleep
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import psycopg
+from psycopg.pq import ExecStatus
+from psycopg.pq.abc import PGresult
 from psycopg.rows import class_row, dict_row, scalar_row, tuple_row
 
-from idemconsumer.errors import ConfigurationError, HandlerFault
+from idemconsumer.errors import ConfigurationError, HandlerFault, RunEagerly
 from idemconsumer.ports.handler import Params, Tx
+from idemconsumer.rules.habits import Habits
+from idemconsumer.stores.ahead import Sent
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.lending import Lending
 from idemconsumer.stores.lent import OVER, LentConnection, check_loop
 from idemconsumer.stores.prepared import PreparedStatements
-from idemconsumer.stores.statements import Effect, special, text_of
+from idemconsumer.stores.rows import NoRows, PostgresRows, SentRows
+from idemconsumer.stores.statements import Effect, is_plain, special, text_of
+
+AnyRows: TypeAlias = PostgresRows | NoRows | SentRows
 
 
 @lru_cache(maxsize=256)
@@ -30,61 +37,24 @@ def _factory(into: Any) -> Callable[[Any], Any]:
     return scalar_row
 
 
-class PostgresRows:
-    """Rows that the client already holds."""
-
-    __slots__ = ("_cursor",)
-
-    def __init__(self, cursor: psycopg.AsyncCursor[Any]) -> None:
-        self._cursor = cursor
-
-    @property
-    def rowcount(self) -> int:
-        return self._cursor.rowcount
-
-    async def first(self) -> Any:
-        return await self._cursor.fetchone() if self._cursor.description else None
-
-    async def one(self) -> Any:
-        rows = await self.all()
-        if len(rows) != 1:
-            raise LookupError(f"one row expected, {len(rows)} found")
-        return rows[0]
-
-    async def all(self) -> list[Any]:
-        return await self._cursor.fetchall() if self._cursor.description else []
-
-
-class NoRows:
-    """The result of a statement that returns no rows."""
-
-    __slots__ = ("rowcount",)
-
-    def __init__(self, rowcount: int) -> None:
-        self.rowcount = rowcount
-
-    async def first(self) -> None:
-        return None
-
-    async def one(self) -> Any:
-        raise LookupError("one row expected, 0 found")
-
-    async def all(self) -> list[Any]:
-        return []
-
-
 class PostgresTx:
-    """The claim's transaction for one handler; refuses use once that handler has returned."""
+    """The claim's transaction for one handler; refuses use once that handler has returned. With `habits` it sends ahead
+    what the handler does not look at (J26)."""
 
-    __slots__ = ("__weakref__", "_connection", "_lending", "_lent", "_loop", "_over", "_statements", "sending")
+    __slots__ = (
+        *("__weakref__", "_connection", "_habits", "_lending", "_lent", "_loop", "_over", "_run", "_statements"),
+        "sending",
+    )
 
-    def __init__(self, lending: Lending) -> None:
+    def __init__(self, lending: Lending, habits: Habits | None = None) -> None:
         self._lending = lending
         self._connection: Connection | LentConnection = lending.connection
         self._statements = lending.connection.statements
         self._lent: LentConnection | None = None
         self._loop = lending.loop
         self._over = False
+        self._habits = habits
+        self._run = lending.runs
         self.sending = 0  # statements under way
 
     def end(self) -> None:
@@ -97,6 +67,7 @@ class PostgresTx:
             self._lending.changed = True  # it is not known what will be done to it
             self._connection = self._lent = self._lending.lend()
             self._statements = PreparedStatements(self._lent)  # its types may be other than the session's
+            self._habits = None
         return self._lent
 
     def borrow(self) -> psycopg.AsyncConnection[Any]:
@@ -115,9 +86,16 @@ class PostgresTx:
         if not self._over:
             self._lending.spoil(reason)
 
-    async def execute(self, query: Any, params: Params | None = None, *, into: Any = None) -> PostgresRows | NoRows:
+    async def execute(self, query: Any, params: Params | None = None, *, into: Any = None) -> AnyRows:
+        return await self._execute(query, params, into)
+
+    async def send(self, query: Any, params: Params | None = None) -> None:
+        await self._execute(query, params, None, explicit=True)
+
+    async def _execute(self, query: Any, params: Params | None, into: Any, *, explicit: bool = False) -> AnyRows:
         if self._over or get_running_loop() is not self._loop:
             self.check()
+        habits = self._habits if type(query) is str else None
         if (known := special(query if type(query) is str else text_of(query, self._connection))) is not None:
             if known.effect is Effect.REFUSED:
                 raise HandlerFault(known.reason)
@@ -125,24 +103,73 @@ class PostgresTx:
             self._lending.passing |= known.effect is Effect.PASSING
             if (sent := self._lending.rewritten(query)) is not query:
                 query, params = sent, params or None
+            habits = None
         connection, statements = self._connection, self._statements
         self.sending += 1
         try:
+            if habits is not None:
+                ahead, sends = self._lending.connection.ahead, explicit or habits.sends(query)
+                if (sends or ahead.on) and not connection.lock.locked():
+                    return await self._send(query, params, into, habits, sends=sends)
             if into is not None:
                 cursor = connection.cursor(row_factory=_factory(into))
-                return PostgresRows(await cursor.execute(query, params))
-            if (written := await statements.run(query, params)) is not None:
-                return NoRows(written)
-            cursor = connection.cursor()
-            await cursor.execute(query, params)
-            statements.learn(cursor, query, params)
-            return PostgresRows(cursor) if cursor.description is not None else NoRows(cursor.rowcount)
+                rows: AnyRows = PostgresRows(await cursor.execute(query, params), query, habits)
+            elif (written := await statements.run(query, params)) is not None:
+                rows = NoRows(written, query, habits)
+            else:
+                cursor = connection.cursor()
+                await cursor.execute(query, params)
+                statements.learn(cursor, query, params)
+                if cursor.description is not None:
+                    rows = PostgresRows(cursor, query, habits)
+                else:
+                    rows = NoRows(cursor.rowcount, query, habits)
+            if habits is not None and is_plain(query):
+                habits.ran(query)
+            return rows
         except psycopg.Error as error:
             if self._over:
                 raise HandlerFault(OVER.format("tx")) from error
             raise
         finally:
             self.sending -= 1
+
+    async def _send(self, query: str, params: Params | None, into: Any, habits: Habits, *, sends: bool) -> AnyRows:
+        """In one flight with what was sent before. Waits for the answer unless it `sends` ahead."""
+        connection = self._lending.connection
+        ahead = connection.ahead
+        if ahead.full:
+            await connection.answered()
+        sent = Sent(self._run, query, habits)
+        connection.statements.send(ahead, sent, query, params)
+
+        def read(result: PGresult) -> NoRows | PostgresRows:
+            if into is None and result.status == ExecStatus.COMMAND_OK:
+                return NoRows(-1 if result.command_tuples is None else result.command_tuples, query, habits)
+            return PostgresRows(connection.statements.rows(result, _factory(into)), query, habits)
+
+        if not sends:
+            await connection.answered(own=sent)
+            assert sent.result is not None
+            if is_plain(query):
+                habits.ran(query)
+            return read(sent.result)
+        if ahead.pushed:
+            await sleep(0)  # else a large group would stop the loop
+        else:
+            self._loop.call_soon(ahead.push)  # once the handler waits for something else
+        return SentRows(sent, query, habits, answered=self._answered, unanswered=self._unanswered, read=read)
+
+    async def _answered(self) -> None:
+        self.check()
+        self.sending += 1
+        try:
+            await self._lending.connection.answered()
+        finally:
+            self.sending -= 1
+
+    def _unanswered(self) -> BaseException:
+        return HandlerFault(OVER.format("tx")) if self._over else self._lending.connection.ahead.end_run(RunEagerly())
 
 
 def connection_of(tx: Tx | psycopg.AsyncConnection[Any]) -> psycopg.AsyncConnection[Any]:

@@ -105,6 +105,7 @@ async def call_in_transaction(
         limit.check()
         accepted = accept(value)
     except Exception as error:
+        await opened.settled()  # J27
         cause = limit.blame(opened.diagnose(error))
         if limit.locked_out and limit.caused(cause):
             raise Contention("its time was over while it waited for a lock") from error

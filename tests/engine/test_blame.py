@@ -31,6 +31,8 @@ from tests.support.collisions import a_lock_is_taken, collide
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, to_the_end, works, write
 from tests.support.waiting import PATIENCE, eventually
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 Act = Callable[[str, Tx], Awaitable[None]]
 
 

@@ -20,6 +20,8 @@ from tests.support.ledger import SOURCE, Ledger, kinds, message, to_the_end, wor
 from tests.support.points import Points
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 @idempotent_handler(SOURCE, key="id", group_size=8)
 async def pay(order: dict[str, Any], tx: Tx) -> str:
@@ -285,7 +287,7 @@ async def test_two_groups_that_deadlock_both_come_through_without_an_attempt(
     meeting = asyncio.Barrier(2)
     points = Points()
 
-    @idempotent_handler(SOURCE, key="id", group_size=8)
+    @idempotent_handler(SOURCE, key="id", group_size=8, pipeline=False)  # they meet once both have a row
     async def hit(order: dict[str, Any], tx: Tx) -> None:
         await tx.execute("update hot set hits = hits + 1 where id = %s", (order["row"],))
         await write(tx, order["id"])

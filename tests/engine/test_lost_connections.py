@@ -27,6 +27,8 @@ from tests.support.servers.made import PrivatePostgres
 from tests.support.servers.postgres import fresh_database
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 Act = Callable[[Tx], Awaitable[object]]
 
 
@@ -132,7 +134,7 @@ async def test_from_the_third_on_it_is_on_record_before_it_runs_and_runs_alone(l
         on_record.append(ledger.attempts)
         await ends_its_session(tx)
 
-    losing = Losing(act, max_attempts=3)
+    losing = Losing(act, max_attempts=3, pipeline=False)
     outcomes = await Lane(engine).to_the_end(works(losing.handler, "a", "bad", "b"))
     assert kinds(outcomes) == ["applied", "dead", "applied"]
     assert on_record == [[], [], [], [1], [2], [3]]
@@ -238,7 +240,7 @@ async def test_one_that_a_handler_has_processed_inside_itself_ends_too(
     """It runs alone, as a part of that handler: neither waits for the other (B16)."""
     monkeypatch.setenv("IDEMCONSUMER_DSN", ledger.dsn)
     app, inner = App("shop"), list[str]()
-    losing = Losing(ends_its_session)
+    losing = Losing(ends_its_session, pipeline=False)
     app.include(losing.handler)
 
     @app.idempotent_handler("memory:outer", key="id", max_attempts=20)

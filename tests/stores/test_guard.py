@@ -16,6 +16,8 @@ from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 Attack = Callable[[Tx], Awaitable[object]]
 
 
@@ -257,7 +259,7 @@ async def test_a_part_may_be_undone_by_a_savepoint(
     bound = pay.plan.bind("shop")
 
     with under(honest):
-        outcomes = await engine.run([work(bound, message(id)) for id in ids])
+        outcomes = await to_the_end(engine, [work(bound, message(id)) for id in ids])
 
     assert kinds(outcomes) == ["applied"] * size
     assert shared_ledger.effects == sorted(ids)

@@ -20,6 +20,8 @@ from tests.support.ledger import SCHEMA, SOURCE, Ledger, OpenStore, kinds, work,
 from tests.support.servers.proxy import Proxy, Trap
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 Cut = Literal["before", "after"]
 
 before_and_after = pytest.mark.parametrize("cut", ["before", "after"])
@@ -222,18 +224,20 @@ async def test_a_message_whose_counted_attempt_is_unknown_is_applied_once(
 async def test_a_connection_that_is_cut_while_the_handler_runs_costs_no_attempt(
     ledger: Ledger, engine: Engine, proxy: Proxy
 ) -> None:
+    global running
+    running = asyncio.Event()
     first, second = await asyncio.gather(*(handled(engine, proxy, cut) for cut in (True, False)))
     assert (first, second) == ("unavailable", "applied")
     assert (ledger.effects, ledger.attempts, ledger.letters) == (["held"], [], [])
 
 
-running: asyncio.Queue[str] = asyncio.Queue()
+running: asyncio.Event
 
 
 async def handled(engine: Engine, proxy: Proxy, cut: bool) -> str:
     """The first one loses its connections in mid-flight, the second one waits for that and comes after it."""
     if not cut:
-        await running.get()
+        await running.wait()
         proxy.cut()
         await proxy.restore()
     try:
@@ -242,10 +246,10 @@ async def handled(engine: Engine, proxy: Proxy, cut: bool) -> str:
         return "unavailable"
 
 
-@idempotent_handler(SOURCE, key="id", name="pay")
+@idempotent_handler(SOURCE, key="id", name="pay", pipeline=False)
 async def held(order: dict[str, Any], tx: Tx) -> None:
     await tx.execute("insert into witness (id) values (%s)", (order["id"],))
-    running.put_nowait("now")
+    running.set()
     await tx.execute("select pg_sleep(20)")
 
 

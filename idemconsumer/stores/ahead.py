@@ -1,0 +1,146 @@
+"""Statements that were sent and are not waited for (J26): libpq's pipeline mode, on the connection of a transaction.
+
+psycopg's own pipeline asks the server for a Flush behind its Sync, at which the server stops counting idle time (J11).
+Here nothing but Syncs is sent, so a worker that freezes between two statements is cut off as ever. All answers are read
+by whoever has to wait for one of them: while it reads, it goes on sending, since a server whose answers nobody reads
+reads no statements either.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from psycopg import generators
+from psycopg.errors import error_from_result
+from psycopg.pq import ConnStatus, ExecStatus
+from psycopg.pq.abc import PGconn, PGresult
+from psycopg.waiting import Ready, Wait
+
+from idemconsumer.errors import RunEagerly
+from idemconsumer.rules.habits import Habits
+from idemconsumer.sql.answering import Exchange
+
+_TOGETHER: Final = 16  # statements behind which there is a Sync, so that the server answers while more are made
+_BYTES: Final = 32_768
+
+
+class Sent:
+    """A statement on its way; `result` once it is answered. `run` is the number of the handler's run that sent it, None
+    for one of the engine's."""
+
+    __slots__ = ("_habits", "_query", "result", "run")
+
+    def __init__(self, run: int | None = None, query: str = "", habits: Habits | None = None) -> None:
+        self.run = run
+        self.result: PGresult | None = None
+        self._query = query
+        self._habits = habits
+
+    def failed(self) -> None:
+        if self._habits is not None:
+            self._habits.failed(self._query)
+
+
+class Ahead:
+    """What is on its way on one connection, in the order in which it was sent.
+
+    `on`: there are answers to be read. `full`: the server does not keep up, so that they are read before more is sent.
+    `signal`: a run was told to end, which user code may have swallowed.
+    """
+
+    def __init__(self, pgconn: PGconn) -> None:
+        self._pgconn = pgconn
+        self._expected: deque[Sent | None] = deque()  # None: a Sync
+        self._unsynced = self._bytes = 0
+        self._failed: tuple[Sent, PGresult] | None = None
+        self.abandoned = False
+        self.on = self.full = False
+        self.signal: RunEagerly | None = None
+
+    def begin(self) -> None:
+        """Another transaction."""
+        self._failed = self.signal = None
+        self.abandoned = False
+
+    def send(
+        self, sent: Sent, query: bytes, converted: Any = None, *, prepare: bool = False, name: bytes = b""
+    ) -> None:
+        """Send one statement: as it stands, by its `name`, or once it has been prepared under that."""
+        pgconn = self._pgconn
+        if not self.on:
+            pgconn.enter_pipeline_mode()
+            self.on = True
+        if prepare:
+            pgconn.send_prepare(name, query, converted.types)
+            self._expected.append(sent)
+        if converted is None:
+            pgconn.send_query_params(query, None)
+        elif name:
+            pgconn.send_query_prepared(name, converted.params, param_formats=converted.formats)
+        else:
+            pgconn.send_query_params(query, converted.params, converted.types, converted.formats)
+        self._expected.append(sent)
+        self._unsynced += 1
+        self._bytes += len(query) if converted is None else _size(converted.params)
+        if self._unsynced >= _TOGETHER or self._bytes >= _BYTES:
+            self.push()
+
+    @property
+    def pushed(self) -> bool:
+        """Whether the last statement has a Sync behind it."""
+        return self._unsynced == 0
+
+    def push(self) -> None:
+        """Hand to the socket what it takes, with a Sync behind it."""
+        if not self._unsynced or self._pgconn.status != ConnStatus.OK:
+            return
+        self._pgconn.pipeline_sync()
+        self._expected.append(None)
+        self._unsynced = self._bytes = 0
+        self.full = bool(self._pgconn.flush())
+
+    def answers(self, last: Callable[[], None] | None = None) -> Exchange[None]:
+        """Send the `last` ones, read all answers, and be ready for what is not sent ahead."""
+        pgconn, expected = self._pgconn, self._expected
+        if last is not None:
+            last()
+        self.push()
+        while pgconn.flush():
+            if (yield Wait.RW) & Ready.R:
+                pgconn.consume_input()
+        while expected:
+            results = yield from generators.fetch_many(pgconn)
+            if (sent := expected.popleft()) is None:
+                continue
+            sent.result = result = results[-1]
+            if result.status == ExecStatus.FATAL_ERROR and self._failed is None:
+                self._failed = sent, result
+        pgconn.exit_pipeline_mode()
+        self.on = self.full = False
+
+    def check(self, own: Sent | None = None) -> None:
+        """Raise what has failed: of `own`, or of a statement of the engine's, the error itself; else RunEagerly."""
+        if self._failed is None or self.abandoned:
+            return
+        sent, result = self._failed
+        error = error_from_result(result)
+        if sent is own or sent.run is None:
+            self._failed = None
+            raise error
+        sent.failed()
+        raise self.end_run(RunEagerly(sent.run, error))
+
+    def end_run(self, signal: RunEagerly) -> RunEagerly:
+        """To be raised; the first one counts."""
+        self.signal = self.signal or signal
+        return self.signal
+
+    def abandon(self) -> None:
+        """The transaction is rolled back: the answers do not matter."""
+        self.abandoned = True
+
+
+def _size(params: Sequence[Any] | None) -> int:
+    return 0 if params is None else sum(map(len, filter(None, params)))
