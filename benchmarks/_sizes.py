@@ -8,5 +8,10 @@ SIZE = "adaptive"
 OURS = f"group {SIZE}"
 
 
+WAITING = "waiting"  # adaptive, and each statement is waited for
+
+
 def sized(group: str) -> Options:
+    if group == WAITING:
+        return {"pipeline": False}
     return {} if group == SIZE else {"group_size": int(group)}

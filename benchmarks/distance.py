@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from benchmarks import end_to_end
+from benchmarks._brokers import KafkaTopic
 from benchmarks._child import Child, child
 from benchmarks._crew import LANES, Crew, crew, fill_stock
 from benchmarks._loads import Load
 from benchmarks._measure import Result, Subject, Table, Target, side_by_side
-from benchmarks._sizes import OURS
+from benchmarks._sizes import OURS, WAITING
 from benchmarks._stage import Stage
+from benchmarks.end_to_end import BEST, Reach
 from benchmarks.rivals.applying import AUTOCOMMIT
 from benchmarks.rivals.store import PIPELINED
+from benchmarks.sagas import beside_dbos
 
 _TRIPS = (0.0, 0.5, 1.0, 2.0)  # ms that the proxy adds; 0: no proxy
 _GOALS = {0.5: 10.0, 1.0: 18.0}  # of ours to bare
 _ARTICLES = 20_000  # taken in turn, so that no two messages meet at one
+_WAITING = f"group {WAITING}"
 _MOST = 1_000_000  # deliveries; each run is over earlier
-
-Reach = Callable[[str], str]  # the address of a database -> where it is reached
 
 
 async def distance(stage: Stage) -> Result:
@@ -38,16 +41,43 @@ async def distance(stage: Stage) -> Result:
         for trip in _TRIPS:
             far, facts = await _away(stage, proxy, trip)
             limits = [Target(OURS, "bare", _GOALS.get(trip)), Target(OURS, PIPELINED, 0.7 if trip else None)]
-            names = ["bare", AUTOCOMMIT, "by hand", OURS, PIPELINED]
-            targets = [*limits, Target(OURS, AUTOCOMMIT), Target(OURS, "by hand")]
+            names = ["bare", AUTOCOMMIT, "by hand", _WAITING, OURS, PIPELINED]
+            waiting = Target(OURS, _WAITING, None if trip else 1.0)
+            targets = [*limits, waiting, Target(OURS, AUTOCOMMIT), Target(OURS, "by hand")]
             tables.append(await _table(stage, team, f"{trip:g} ms away", names, targets, far, facts=facts))
         for trip in (0.0, 1.0):
             far, facts = await _away(stage, proxy, trip)
-            for does, names in (("two", ["bare", "by hand", OURS, PIPELINED]), ("read", ["bare", "by hand", OURS])):
+            for does, names in (
+                ("two", ["bare", "by hand", _WAITING, OURS, PIPELINED]),
+                ("read", ["bare", "by hand", _WAITING, OURS]),
+            ):
                 title = f"{trip:g} ms away, {'an insert and an update' if does == 'two' else 'a read, then an insert'}"
                 targets = [Target(OURS, to) for to in names if to != OURS]
                 tables.append(await _table(stage, team, title, names, targets, far, does=does, facts=facts))
+        tables.append(await _kafka(stage, proxy, 0.5, 6.0))
+        far, facts = await _away(stage, proxy, 1.0)
+        tables += await beside_dbos(stage, "1 ms away, sagas of three steps", far, facts=facts)
     return Result("distance", tables)
+
+
+async def _kafka(stage: Stage, proxy: Child, trip: float, goal: float) -> Table:
+    """From a filled topic to the row, the database alone being far away."""
+    far, facts = await _away(stage, proxy, trip)
+    topic, count = KafkaTopic(stage), 5_000 if stage.quick else 40_000
+    consumers = {end_to_end.OURS: end_to_end.Consumer.ours(), BEST: end_to_end.Consumer.module("hand", "best")}
+
+    def subject(consumer: end_to_end.Consumer) -> Subject:
+        async def measured(number: int) -> float:
+            return (await end_to_end.consume(stage, topic, consumer, count, most=20.0, reach=far)).rate
+
+        return measured
+
+    subjects = {name: subject(consumer) for name, consumer in consumers.items()}
+    targets, rounds = [Target(end_to_end.OURS, BEST, goal)], 1 if stage.quick else 3
+    title = f"{trip:g} ms away, end to end: kafka"
+    return await side_by_side(
+        title, subjects, targets, rounds=rounds, say=stage.say, facts={"messages": count, **facts}
+    )
 
 
 async def _proxy_itself(stage: Stage, team: Crew, proxy: Child) -> Table:

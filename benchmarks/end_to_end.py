@@ -34,6 +34,7 @@ from benchmarks._stage import Stage
 from tests.support.pids import children
 
 OURS = "idemconsumer"
+Reach = Callable[[str], str]  # the address of a database -> where it is reached
 _WARM = 0.1  # the share of a run before its rate is read
 _COUNTS = {"kafka": (10_000, 60_000), "sqs": (1_500, 10_000)}
 _POLL_SECONDS = 0.25
@@ -76,6 +77,7 @@ _ASIDE: list[tuple[str, Callable[[Run], float], float]] = [
     ("MB resident", lambda run: run.memory / 1e6, 150.0),
 ]
 
+BEST = "best by hand"
 _BY_HAND = {
     "best by hand": Consumer.module("hand", "best"),
     "plain by hand": Consumer.module("hand", "plain"),
@@ -166,15 +168,18 @@ async def _two_workers(stage: Stage, part: str, broker: Filling) -> Table:
     return await side_by_side(f"Two workers: {part}", subjects, targets, rounds=2, say=stage.say, facts=facts)
 
 
-async def consume(stage: Stage, broker: Filling, consumer: Consumer, count: int, *, most: float) -> Run:
-    """One run of one consumer, of at most so many seconds after its first message.
+async def consume(
+    stage: Stage, broker: Filling, consumer: Consumer, count: int, *, most: float, reach: Reach = lambda dsn: dsn
+) -> Run:
+    """One run of one consumer, of at most so many seconds after its first message. `reach` makes the address where it
+    finds the database.
 
     Raises RuntimeError when it ends by itself, applies a message twice, or fewer than it has to.
     """
     what = " ".join(consumer.command)
     with stage.database() as dsn:
         broker = consumer.queue or broker
-        environment = {**await broker.fill(dsn, count), "BENCH_DSN": dsn, "IDEMCONSUMER_DSN": dsn}
+        environment = {**await broker.fill(dsn, count), "BENCH_DSN": reach(dsn), "IDEMCONSUMER_DSN": reach(dsn)}
         async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
             (began,) = await row(connection, "select clock_timestamp()")
             async with process({**environment, **consumer.environment}, consumer.command) as running:

@@ -23,7 +23,7 @@ import psycopg
 from benchmarks._child import resident, serve
 from benchmarks._loads import Load
 from benchmarks._loop import run
-from benchmarks._sizes import SIZE, sized
+from benchmarks._sizes import SIZE, WAITING, sized
 from benchmarks.rivals.applying import (
     AUTOCOMMIT,
     HANDS,
@@ -91,10 +91,9 @@ def made(fn: Any, group: str) -> Handler[..., Any]:
 HANDLERS = {
     handler.name: handler
     for handler in (
-        *(made(plain, group) for group in ("1", "32", "128", SIZE)),
+        *(made(plain, group) for group in ("1", "32", "128", SIZE, WAITING)),
         made(result, SIZE),
-        made(two, SIZE),
-        made(read, SIZE),
+        *(made(fn, group) for fn in (two, read) for group in (SIZE, WAITING)),
         made(trouble, SIZE),
     )
 }
