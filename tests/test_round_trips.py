@@ -16,7 +16,8 @@ from psycopg import AsyncConnection
 from psycopg.pq import ExecStatus
 
 from idemconsumer import Message, Reject, Retry, Saga, Tx, idempotent_handler
-from idemconsumer.brokers.postgres import PostgresBroker, PostgresSession, enqueue
+from idemconsumer.app.enqueuing import enqueue_in
+from idemconsumer.brokers.postgres import PostgresBroker, PostgresSession
 from idemconsumer.engine.engine import Engine
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.message.message import Subscription
@@ -27,7 +28,6 @@ from idemconsumer.rules.values import Mark, Outcome
 from idemconsumer.settings import Settings
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.tx import PostgresTx
 from tests.support import ROOT
 from tests.support.flights import Cost, Wire
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, work
@@ -58,8 +58,7 @@ async def act(order: dict[str, Any], tx: Tx, message: Message) -> str | None:
         case "answers":
             return "done"
         case "publishes":
-            assert isinstance(tx, PostgresTx)
-            await enqueue(tx.borrow(), SCHEMA, "emails", [Outgoing(b"1")])
+            await enqueue_in(tx, SCHEMA, "emails", Outgoing(b"1"))
     return None
 
 

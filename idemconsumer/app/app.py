@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import product
 from typing import Any, ParamSpec, TypeVar, Unpack
 
+from idemconsumer.app.enqueuing import enqueue_in
 from idemconsumer.app.inline import InlineRunner
 from idemconsumer.app.sagas import AppStarter, SagaCalls
 from idemconsumer.brokers.connecting import check_delay, connect
 from idemconsumer.brokers.connecting import destination as parse_destination
-from idemconsumer.brokers.postgres import enqueue
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.decorator import Decorate, Handler, asks_for_key, idempotent_handler
 from idemconsumer.handlers.durations import parse_duration
@@ -29,7 +29,6 @@ from idemconsumer.ports.observer import Observer
 from idemconsumer.rules.schedules import CatchUp, Schedule, checked_schedule
 from idemconsumer.rules.values import Outcome
 from idemconsumer.settings import Settings, load
-from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resource, Resources, read_resource
 from idemconsumer.worker.worker import Worker
 
@@ -353,7 +352,7 @@ class App(SagaCalls):
                 raise ConfigurationError(
                     f"publish to {destination!r} with tx=: only a postgres: queue can share the handler's transaction"
                 )
-            await enqueue(connection_of(tx), settings.schema, name, [message])
+            await enqueue_in(tx, settings.schema, name, message)
             return
         await self._broker(scheme, settings).publish(name, [message])
 

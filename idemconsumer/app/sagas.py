@@ -11,8 +11,8 @@ from psycopg import AsyncConnection
 from idemconsumer.admin.cancellations import Cancellation
 from idemconsumer.admin.saga_status import SagaStatus, status
 from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.app.enqueuing import enqueue_in
 from idemconsumer.app.inline import InlineRunner
-from idemconsumer.brokers.postgres import enqueue
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import TENANT, BoundHandler, given_key
@@ -79,7 +79,7 @@ class SagaCalls(ABC):
         outgoing = Outgoing(message.body, {} if tenant is None else {TENANT: tenant}, message.message_id)
         queue = bound.own_source.partition(":")[2]
         if tx is not None:
-            await enqueue(connection_of(tx), settings.schema, queue, [outgoing])
+            await enqueue_in(tx, settings.schema, queue, outgoing)
         else:
             await self._broker("postgres", settings).publish(queue, [outgoing])
 

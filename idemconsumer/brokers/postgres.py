@@ -51,14 +51,17 @@ async def enqueue(connection: Connection, schema: str, name: str, messages: Sequ
 
 
 async def _insert(connection: Connection, schema: str, name: str, messages: Sequence[Outgoing]) -> None:
-    queries = load(schema)
     for message in messages:
-        headers = encode_headers(message.headers).decode()
-        given = {"name": name, "body": message.body, "key": message.key, "headers": headers}
-        if message.delay:
-            await OwnCursor(connection).execute(queries["enqueue_later"], given | {"delay": message.delay})
-        else:
-            await OwnCursor(connection).execute(queries["enqueue"], given)
+        await OwnCursor(connection).execute(*enqueuing(schema, name, message))
+
+
+def enqueuing(schema: str, name: str, message: Outgoing) -> tuple[bytes, dict[str, Any]]:
+    """The statement that inserts it, and its parameters."""
+    headers = encode_headers(message.headers).decode()
+    given = {"name": name, "body": message.body, "key": message.key, "headers": headers}
+    if message.delay:
+        return load(schema)["enqueue_later"], given | {"delay": message.delay}
+    return load(schema)["enqueue"], given
 
 
 class PostgresBroker:

@@ -75,6 +75,14 @@ class PostgresTx:
         self.check()
         return self._connection
 
+    async def send_along(self, query: str, params: Params) -> bool:
+        """Send a statement of the engine's own ahead. False: this run waits for each; it is to be run by `borrow`."""
+        self.check()
+        if self._habits is None or self._connection.lock.locked():
+            return False
+        await self._send(query, params, None, self._habits, sends=True)
+        return True
+
     def check(self) -> None:
         """Raise HandlerFault unless it may be used, here and now."""
         if self._over:
