@@ -288,6 +288,7 @@ class PostgresClaims:
         connection = self._connection
         if connection.ahead.on and not connection.lock.locked():
             await connection.answered()
+        connection.ahead.check()  # a wait that was cancelled has read the answers, and raised none of them
         if connection.ahead.signal is not None:
             raise connection.ahead.signal
 

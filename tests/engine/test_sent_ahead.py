@@ -271,6 +271,24 @@ async def test_a_savepoint_waits(ledger: Ledger, engine: Engine) -> None:
     assert written(ledger) == ["taken"]
 
 
+@pytest.mark.usefixtures("at_once")
+async def test_what_was_read_by_a_wait_that_was_cut_off_decides_nothing(ledger: Ledger, engine: Engine) -> None:
+    """The second message waits for the statement of the first one, and is out of time for that."""
+
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def waits(order: dict[str, Any], tx: Tx) -> None:
+        runs[order["id"]] += 1
+        if order["id"] == "slow":
+            await tx.send("select pg_sleep(1)")
+            return
+        async with asyncio.timeout(0.2):
+            await (await tx.execute("select 1")).one()
+
+    assert await decided(engine, works(waits, "slow", "quick")) == ["applied"] * 2
+    assert ledger.attempts == []
+    assert max(runs.values()) == 2
+
+
 # ----------------------------------------------------------------------------------------------------- bounds and ends
 @pytest.mark.usefixtures("at_once")
 async def test_who_only_sends_while_nobody_reads_does_not_stop_both(ledger: Ledger, engine: Engine) -> None:
