@@ -103,7 +103,7 @@ class PostgresTx:
     async def _execute(self, query: Any, params: Params | None, into: Any, *, explicit: bool = False) -> AnyRows:
         if self._over or get_running_loop() is not self._loop:
             self.check()
-        habits = self._habits if type(query) is str else None
+        habits = self._habits if type(query) is str and is_plain(query) else None
         if (known := special(query if type(query) is str else text_of(query, self._connection))) is not None:
             if known.effect is Effect.REFUSED:
                 raise HandlerFault(known.reason)
@@ -132,7 +132,7 @@ class PostgresTx:
                     rows = PostgresRows(cursor, query, habits)
                 else:
                     rows = NoRows(cursor.rowcount, query, habits)
-            if habits is not None and is_plain(query):
+            if habits is not None:
                 habits.ran(query)
             return rows
         except psycopg.Error as error:
@@ -159,8 +159,7 @@ class PostgresTx:
         if not sends:
             await connection.answered(own=sent)
             assert sent.result is not None
-            if is_plain(query):
-                habits.ran(query)
+            habits.ran(query)
             return read(sent.result)
         if ahead.pushed:
             await sleep(0)  # else a large group would stop the loop

@@ -289,6 +289,20 @@ async def test_what_was_read_by_a_wait_that_was_cut_off_decides_nothing(ledger: 
     assert max(runs.values()) == 2
 
 
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("copy", ["copy only_once to stdout", "copy only_once from stdin"])
+async def test_what_needs_more_than_an_answer_is_not_sent_ahead(ledger: Ledger, engine: Engine, copy: str) -> None:
+    """libpq leaves no pipeline in which there is a COPY: it would be committed, and nobody would know."""
+
+    @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=1)
+    async def copies(order: dict[str, Any], tx: Tx) -> None:
+        await tx.execute(INSERT, (order["id"],))
+        await tx.send(copy)
+
+    assert await decided(engine, works(copies, "a")) == ["dead"]
+    assert written(ledger) == []
+
+
 # ----------------------------------------------------------------------------------------------------- bounds and ends
 @pytest.mark.usefixtures("at_once")
 async def test_who_only_sends_while_nobody_reads_does_not_stop_both(ledger: Ledger, engine: Engine) -> None:
