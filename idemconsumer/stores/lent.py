@@ -9,8 +9,8 @@ belongs to the session: libpq's connection, the lock, the names of prepared stat
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, TypeVar, cast
 
 import psycopg
@@ -57,6 +57,7 @@ class LentConnection(psycopg.AsyncConnection[Any]):
         self._share_notices(of_lender)
         self.lock = lender.lock
         self.cursor_factory = LentCursor
+        self.server_cursor_factory = LentServerCursor
         self.rewrite = rewrite
         self.waiting = 0  # exchanges under way
         self._lender = lender
@@ -96,6 +97,12 @@ class LentConnection(psycopg.AsyncConnection[Any]):
             raise
         finally:
             self.waiting -= 1
+
+    async def answered(self) -> None:
+        """Wait for what was sent ahead (J26): psycopg refuses some things in a pipeline, and looks before it waits."""
+        if self._lender.ahead.on:
+            async with self.lock:
+                await self.wait(_nothing())
 
     @property
     def pgconn(self) -> PGconn:
@@ -165,6 +172,11 @@ class _LentPipeline(psycopg.AsyncPipeline):
         return f"<a pipeline of {self._conn!r}>"
 
 
+def _nothing() -> Exchange[None]:
+    return
+    yield
+
+
 class LentCursor(psycopg.AsyncCursor[Any]):
     """Sends what the engine has to say otherwise (`Effect`) in the engine's words."""
 
@@ -172,4 +184,18 @@ class LentCursor(psycopg.AsyncCursor[Any]):
         """See `psycopg.AsyncCursor.execute`."""
         if not params and (sent := cast(LentConnection, self._conn).rewrite(query)) is not query:
             query, params = sent, None  # SQLAlchemy gives no parameters as an empty dict
+        return await super().execute(query, params, **more)
+
+    async def stream(self, query: Any, params: Any = None, **more: Any) -> AsyncIterator[Any]:
+        """See `psycopg.AsyncCursor.stream`."""
+        await cast(LentConnection, self._conn).answered()
+        async with aclosing(cast(AsyncGenerator[Any, None], super().stream(query, params, **more))) as rows:
+            async for row in rows:
+                yield row
+
+
+class LentServerCursor(psycopg.AsyncServerCursor[Any]):
+    async def execute(self, query: Any, params: Any = None, **more: Any) -> LentServerCursor:
+        """See `psycopg.AsyncServerCursor.execute`."""
+        await cast(LentConnection, self._conn).answered()
         return await super().execute(query, params, **more)

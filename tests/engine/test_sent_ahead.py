@@ -303,6 +303,22 @@ async def test_what_needs_more_than_an_answer_is_not_sent_ahead(ledger: Ledger, 
     assert written(ledger) == []
 
 
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("how", ["cursor", "stream"])
+async def test_what_psycopg_refuses_in_a_pipeline_works_behind_what_was_sent(engine: Engine, how: str) -> None:
+    @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=1)
+    async def reads(order: dict[str, Any], tx: Tx) -> list[str]:
+        await tx.execute(INSERT, (order["id"],))
+        if how == "stream":
+            return [row[0] async for row in tx.connection.cursor().stream("select id from only_once")]
+        async with tx.connection.cursor("on_the_server") as cursor:
+            await cursor.execute("select id from only_once")
+            return [row[0] for row in await cursor.fetchall()]
+
+    outcomes = await engine.run(works(reads, "a", "b"))
+    assert [outcome.result for outcome in outcomes] == [b'["a"]', b'["a","b"]']
+
+
 # ----------------------------------------------------------------------------------------------------- bounds and ends
 @pytest.mark.usefixtures("at_once")
 async def test_who_only_sends_while_nobody_reads_does_not_stop_both(ledger: Ledger, engine: Engine) -> None:
