@@ -79,6 +79,8 @@ class PreparedStatements:
         else:
             converted.dump(params)
         names = self._connection._prepared
+        while names._to_flush:  # psycopg's cursors see to it, and there may be none
+            ahead.send(Sent(), b"DEALLOCATE " + (names._to_flush.popleft() or b"ALL"))
         ready, name = names.get(converted)
         if names.maybe_add_to_cache(converted, ready, name) is not None:
             names._rotate()

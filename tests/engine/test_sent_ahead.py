@@ -319,6 +319,23 @@ async def test_what_psycopg_refuses_in_a_pipeline_works_behind_what_was_sent(eng
     assert [outcome.result for outcome in outcomes] == [b'["a"]', b'["a","b"]']
 
 
+@pytest.mark.usefixtures("at_once")
+async def test_texts_that_are_not_used_any_more_are_not_kept_by_the_server(ledger: Ledger) -> None:
+    store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
+
+    @idempotent_handler(SOURCE, key="id")
+    async def sends(order: dict[str, Any], tx: Tx) -> int:
+        for number in range(120):
+            for _ in range(7):
+                await tx.send(f"select {number}, %s::text", ("a",))
+        return await (await tx.execute("select count(*) from pg_prepared_statements", into=int)).one()
+
+    (outcome,) = await Engine(store).run(works(sends, "a"))
+    assert outcome.result is not None
+    assert 90 <= int(outcome.result) <= 101
+    await store.close()
+
+
 # ----------------------------------------------------------------------------------------------------- bounds and ends
 @pytest.mark.usefixtures("at_once")
 async def test_who_only_sends_while_nobody_reads_does_not_stop_both(ledger: Ledger, engine: Engine) -> None:
