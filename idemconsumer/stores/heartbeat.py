@@ -58,6 +58,7 @@ class Heartbeat:
     ) -> None:
         """`runs`: the handlers of sagas that this process runs, for others to read (L28)."""
         self.worker = 0
+        self._abandoned: int | None = None
         self._born: int | None = None
         self._runs = json.dumps([{"app": each.app, "handler": each.handler, "version": each.version} for each in runs])
         self._dsn = dsn
@@ -107,11 +108,10 @@ class Heartbeat:
 
     async def _tick(self) -> None:
         """Also watches the deadline, since the thread may hang in a renewal that gets no answer."""
-        reported: float | None = None  # the renewal after which the loss was reported
         while True:
             self._ticked = _now()
-            if self._left() <= 0 and reported != self._good:
-                reported = self._good
+            if self._left() <= 0 and not self._given_up:
+                self._abandoned = self.worker
                 self._lost()
             await asyncio.sleep(self._lease / 20)
 
@@ -127,6 +127,11 @@ class Heartbeat:
                     await self._renewed.wait()
             if self.worker != worker:
                 raise Fenced("the lease of this worker was lost")
+
+    @property
+    def _given_up(self) -> bool:
+        """Its sagas were told that it is lost. A renewal that comes through afterwards would keep them from others."""
+        return self._abandoned == self.worker
 
     def _left(self) -> float:
         """Seconds until the sagas have to be cancelled."""
@@ -152,7 +157,7 @@ class Heartbeat:
                     log.debug("lease not renewed", error=error_text(error))
                     _close(connection)
                     connection = None
-            if self._left() <= 0:
+            if self._left() <= 0 or self._given_up:
                 _close(connection)
                 connection = None
                 self._lose()

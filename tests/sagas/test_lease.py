@@ -254,6 +254,33 @@ async def test_a_renewal_that_a_silent_connection_swallowed_is_followed_by_a_new
         await heartbeat.stop()
 
 
+async def test_a_lease_whose_sagas_were_interrupted_is_not_renewed_after_all(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They belong to it, and as long as it is valid nobody takes them."""
+    told, lost = threading.Event(), asyncio.Event()
+    heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=3.0, patience=30.0)
+    renew = heartbeat._renew
+
+    def late(connection: Any) -> None:
+        told.wait()
+        renew(connection)
+
+    def both() -> None:
+        told.set()
+        lost.set()
+
+    monkeypatch.setattr(heartbeat, "_renew", late)
+    await heartbeat.start(both)
+    old = heartbeat.worker
+    try:
+        await lost.wait()
+        await until(lambda: heartbeat.worker != old, "another lease is there")
+    finally:
+        told.set()
+        await heartbeat.stop()
+
+
 async def test_the_lease_ends_when_the_loop_stands_still_for_longer_than_a_run_may_take(bench: Bench) -> None:
     lost = asyncio.Event()
     heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=LEASE, patience=0.5 * LEASE)
