@@ -106,13 +106,16 @@ async def test_a_delivery_follows_the_one_of_its_key_that_is_in_flight_and_never
 
 async def test_different_keys_run_beside_each_other(bench: Bench) -> None:
     app = App("lanes")
-    inside, most = 0, 0
+    inside, most, together = 0, 0, asyncio.Event()
 
     @app.idempotent_handler("memory:q", key="id")
     async def handle(item: Item, tx: Tx) -> None:
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
+        if inside == 4:
+            together.set()
+        await together.wait()
         await tx.execute("select pg_sleep(0.02)")
         inside -= 1
 
