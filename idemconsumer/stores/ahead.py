@@ -9,7 +9,7 @@ reads no statements either.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from psycopg import generators
@@ -101,22 +101,25 @@ class Ahead:
         self._unsynced = self._bytes = 0
         self.full = bool(self._pgconn.flush())
 
-    def answers(self, last: Callable[[], None] | None = None) -> Exchange[None]:
+    def answers(self, last: Sequence[tuple[Sent, bytes]] = ()) -> Exchange[None]:
         """Send the `last` ones, read all answers, and be ready for what is not sent ahead."""
         pgconn, expected = self._pgconn, self._expected
-        if last is not None:
-            last()
+        self.push()
+        for sent, statement in last:  # without a Sync between them: behind one that fails the server does no more
+            pgconn.send_query_params(statement, None)
+            expected.append(sent)
+            self._unsynced += 1
         self.push()
         while pgconn.flush():
             if (yield Wait.RW) & Ready.R:
                 pgconn.consume_input()
         while expected:
             results = yield from generators.fetch_many(pgconn)
-            if (sent := expected.popleft()) is None:
+            if (answered := expected.popleft()) is None:
                 continue
-            sent.result = result = results[-1]
+            answered.result = result = results[-1]
             if result.status == ExecStatus.FATAL_ERROR and self._failed is None:
-                self._failed = sent, result
+                self._failed = answered, result
         pgconn.exit_pipeline_mode()
         self.on = self.full = False
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg import generators
-from psycopg.errors import CrashShutdown, error_from_result
+from psycopg.errors import CrashShutdown, QueryCanceled, error_from_result
 from psycopg.pq import ConnStatus, ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
@@ -74,21 +74,16 @@ class Connection(AnsweringConnection[Any]):
 
     async def last(self, statements: Sequence[bytes]) -> list[PGresult]:
         """As `simple`, each by itself; in one flight with what was sent ahead, and behind it."""
-        if not self.ahead.on:
-            return await self.simple(b"; ".join(statements))
-        ours = [Sent() for _ in statements]
-
-        def send() -> None:
-            for sent, statement in zip(ours, statements, strict=True):
-                self.ahead.send(sent, statement)
-
+        ours = [(Sent(), statement) for statement in statements]
         await self._turn()
         try:
-            await self._exchange(self.ahead.answers(send))
+            if not self.ahead.on:
+                return await self.wait(self._simple(b"; ".join(statements)))
+            await self._exchange(self.ahead.answers(ours))
         finally:
             self.lock.release()
         self.ahead.check()
-        results = [sent.result for sent in ours if sent.result is not None]
+        results = [sent.result for sent, _ in ours if sent.result is not None]
         assert len(results) == len(ours)
         return results
 
@@ -314,7 +309,12 @@ class _Cancelled(Generator[Wait, Ready | int, Any]):
         if not self._raised:
             self._raised = True
             raise asyncio.CancelledError
-        return self._answer.send(value)
+        try:
+            return self._answer.send(value)
+        except psycopg.Error as error:
+            if error.sqlstate is None:
+                raise
+            raise QueryCanceled(str(error)) from error  # psycopg closes a connection whose answer is any other error
 
     def throw(self, *error: Any) -> Wait:
         return self._answer.throw(*error)

@@ -80,7 +80,11 @@ class PostgresTx:
         self.check()
         if self._habits is None or self._connection.lock.locked():
             return False
-        await self._send(query, params, None, self._habits, sends=True)
+        self.sending += 1
+        try:
+            await self._send(query, params, None, self._habits, sends=True)
+        finally:
+            self.sending -= 1
         return True
 
     def check(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, LiteralString
 
 import psycopg
@@ -259,6 +260,24 @@ async def test_a_handler_that_blocks_the_loop_past_its_timeout_is_late_even_if_i
     await store.close()
     assert ledger.letters == [("attempts_exhausted", 1)]
     assert "did not end within its timeout" in ledger.run("select error from idemconsumer.dead_letter")[0][0]
+
+
+async def test_a_statement_that_is_cancelled_in_a_failed_transaction_was_answered(
+    ledger: Ledger, engine: Engine
+) -> None:
+    """As in a TaskGroup, one of whose statements has failed. No silent server, which would be nobody's fault."""
+
+    @idempotent_handler(SOURCE, key="id", max_attempts=1)
+    async def siblings(order: dict[str, Any], tx: Tx) -> None:
+        with suppress(psycopg.Error):
+            await tx.execute("select 1 / 0")
+        sibling = asyncio.create_task(tx.execute("select 1"))
+        await asyncio.sleep(0)  # it is sent
+        sibling.cancel()
+        await asyncio.gather(sibling, return_exceptions=True)
+
+    assert kinds(await to_the_end(engine, works(siblings, 1))) == ["dead"]
+    assert ledger.letters == [("attempts_exhausted", 1)]
 
 
 # ------------------------------------------------------------------------------------------- what a handler may answer
