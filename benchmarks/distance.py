@@ -25,7 +25,6 @@ from benchmarks._stage import Stage
 from benchmarks.end_to_end import BEST, Reach
 from benchmarks.rivals.applying import AUTOCOMMIT
 from benchmarks.rivals.store import PIPELINED
-from benchmarks.sagas import beside_dbos
 
 _TRIPS = (0.0, 0.5, 1.0, 2.0)  # ms that the proxy adds; 0: no proxy
 _GOALS = {0.5: 10.0, 1.0: 18.0}  # of ours to bare
@@ -55,8 +54,6 @@ async def distance(stage: Stage) -> Result:
                 targets = [Target(OURS, to) for to in names if to != OURS]
                 tables.append(await _table(stage, team, title, names, targets, far, does=does, facts=facts))
         tables.append(await _kafka(stage, proxy, 0.5, 6.0))
-        far, facts = await _away(stage, proxy, 1.0)
-        tables += await beside_dbos(stage, "1 ms away, sagas of three steps", far, facts=facts)
     return Result("distance", tables)
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
-from typing import Final
 
 from benchmarks._child import Child, child
 from benchmarks._measure import Figure, Result, Spread, Table, Target, side_by_side
@@ -19,7 +17,6 @@ from benchmarks._stage import Meter, Stage
 AT_ONCE = 64
 CONNECTIONS = 32
 OURS, THEIRS = "idemconsumer", "DBOS"
-_NONE: Final[Mapping[str, object]] = {}
 
 
 class Side:
@@ -55,19 +52,13 @@ class Side:
 
 
 async def sagas(stage: Stage) -> Result:
-    return Result("sagas", await beside_dbos(stage, "Sagas of three steps", lambda dsn: dsn, more=not stage.quick))
-
-
-async def beside_dbos(
-    stage: Stage, title: str, reach: Callable[[str], str], *, more: bool = False, facts: Mapping[str, object] = _NONE
-) -> list[Table]:
-    """`reach` makes the address at which both find their databases. With `more` what it costs, and DBOS's ways."""
     count, waves, rounds = (400, 3, 3) if stage.quick else (3_000, 6, 3)
+    tables = []
     with stage.database() as our_dsn, stage.database() as their_dsn:
         environment = {
-            "IDEMCONSUMER_DSN": reach(our_dsn),
+            "IDEMCONSUMER_DSN": our_dsn,
             "IDEMCONSUMER_CONCURRENCY": str(CONNECTIONS),
-            "BENCH_DSN": reach(their_dsn),
+            "BENCH_DSN": their_dsn,
         }
         async with (
             child("benchmarks.rivals.saga_ours", environment=environment) as our_process,
@@ -77,23 +68,23 @@ async def beside_dbos(
             theirs = Side(their_process, max(count // 8, waves * AT_ONCE), way="threads")
             await ours.warm()
             await theirs.warm()
-            tables = [
+            tables.append(
                 await side_by_side(
-                    title,
+                    "Sagas of three steps",
                     {OURS: ours.rate, THEIRS: theirs.rate},
                     [Target(OURS, THEIRS, 15.0)],
                     rounds=rounds,
                     say=stage.say,
                     unit="sagas/s",
-                    plot=more,
-                    facts={"at once": AT_ONCE, "connections": CONNECTIONS, **facts},
+                    plot=True,
+                    facts={"at once": AT_ONCE, "connections": CONNECTIONS},
                 )
-            ]
-            if more:
+            )
+            if not stage.quick:
                 costs = [*await ours.costs(OURS, our_dsn), *await theirs.costs(THEIRS, their_dsn)]
                 tables.append(Table("What a saga costs the database", costs))
                 tables.append(await _ways(stage, their_process))
-    return tables
+    return Result("sagas", tables)
 
 
 async def _ways(stage: Stage, process: Child) -> Table:
