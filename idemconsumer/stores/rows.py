@@ -13,19 +13,26 @@ from idemconsumer.rules.habits import Habits
 from idemconsumer.stores.ahead import Sent
 
 
-class NoRows:
-    """The result of a statement that returns no rows."""
+class _Answer:
+    __slots__ = ("_habits", "_query")
 
-    __slots__ = ("_habits", "_query", "_rowcount")
-
-    def __init__(self, rowcount: int, query: str = "", habits: Habits | None = None) -> None:
-        self._rowcount = rowcount
+    def __init__(self, query: str, habits: Habits | None) -> None:
         self._query = query
         self._habits = habits
 
     def _look(self) -> None:
         if self._habits is not None:
             self._habits.looked(self._query)
+
+
+class NoRows(_Answer):
+    """The result of a statement that returns no rows."""
+
+    __slots__ = ("_rowcount",)
+
+    def __init__(self, rowcount: int, query: str, habits: Habits | None) -> None:
+        super().__init__(query, habits)
+        self._rowcount = rowcount
 
     @property
     def rowcount(self) -> int:
@@ -44,19 +51,14 @@ class NoRows:
         return []
 
 
-class PostgresRows:
+class PostgresRows(_Answer):
     """Rows that the client already holds."""
 
-    __slots__ = ("_cursor", "_habits", "_query")
+    __slots__ = ("_cursor",)
 
-    def __init__(self, cursor: psycopg.AsyncCursor[Any], query: str = "", habits: Habits | None = None) -> None:
+    def __init__(self, cursor: psycopg.AsyncCursor[Any], query: str, habits: Habits | None) -> None:
+        super().__init__(query, habits)
         self._cursor = cursor
-        self._query = query
-        self._habits = habits
-
-    def _look(self) -> None:
-        if self._habits is not None:
-            self._habits.looked(self._query)
 
     @property
     def rowcount(self) -> int:
