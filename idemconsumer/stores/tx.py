@@ -152,6 +152,7 @@ class PostgresTx:
         ahead = connection.ahead
         if ahead.full:
             await connection.answered()
+            self.check()
         sent = Sent(self._run, query, habits)
         connection.statements.send(ahead, sent, query, params)
 

@@ -212,6 +212,27 @@ async def test_who_catches_the_error_of_a_statement_catches_it_where_it_always_d
 
 
 @pytest.mark.usefixtures("at_once")
+async def test_a_duplicate_and_a_held_key_in_between_do_not_shift_the_blame(
+    ledger: Ledger, engine: Engine, store: PostgresStore
+) -> None:
+    @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=1, on_busy="defer")
+    async def inserts(order: dict[str, Any], tx: Tx) -> None:
+        runs[order["id"]] += 1
+        await tx.execute(INSERT, (order["id"],))
+
+    assert await decided(engine, works(inserts, "old")) == ["applied"]
+    ledger.run("insert into only_once (id) values ('bad')")
+    (held,) = works(inserts, "held")
+    async with store.transaction(group=1) as rival:
+        await rival.claim([held.claim])
+        assert await decided(engine, works(inserts, "old", "held", "a", "bad", "b")) == [
+            *("duplicate", "busy", "applied", "dead", "applied")
+        ]
+    assert written(ledger) == ["a", "b", "bad", "old"]
+    assert (runs["held"], max(runs.values())) == (0, 2)
+
+
+@pytest.mark.usefixtures("at_once")
 async def test_nobody_sees_the_error_of_another_message_however_it_looks(ledger: Ledger, engine: Engine) -> None:
     seen: list[BaseException] = []
 
@@ -351,6 +372,20 @@ async def test_who_only_sends_while_nobody_reads_does_not_stop_both(ledger: Ledg
     async with asyncio.timeout(PATIENCE):
         assert kinds(await engine.run(works(asks, "a"))) == ["applied"]
     assert ledger.states == [State.COMPLETED]
+
+
+async def test_tasks_that_send_at_a_time_to_a_server_that_does_not_keep_up_wait_for_each_other(
+    ledger: Ledger, engine: Engine
+) -> None:
+    big = "x" * 25_000_000
+
+    @idempotent_handler(SOURCE, key="id")
+    async def asks(order: dict[str, Any], tx: Tx) -> None:
+        await tx.send("select pg_sleep(0.2)")  # meanwhile the server reads nothing
+        await asyncio.gather(*(tx.send("select length(%s)", (big,)) for _ in range(5)))
+
+    async with asyncio.timeout(20):  # and not the 40 s after which a server counts as silent
+        assert kinds(await engine.run(works(asks, "a"))) == ["applied"]
 
 
 @pytest.mark.usefixtures("at_once")
