@@ -18,7 +18,7 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: help demo test test-long check format bench bench-quick bench-report clean
+.PHONY: help demo orders test test-long check format bench bench-quick bench-report lock sbom clean
 
 help: ## this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -26,11 +26,14 @@ help: ## this list
 demo: $(VENV)/.demo ## duplicates and killed workers, each payment applied once; ARGS="..." goes to the command
 	@$(BIN)/idemconsumer demo $(ARGS)
 
+orders: $(VENV)/.dev ## orders from a POST to another service's reply over Kafka, every process killed; ARGS=100 for fewer
+	@$(BIN)/python -m examples.orders.storm $(ARGS)
+
 test: $(VENV)/.dev ## the tests, on real servers; ARGS="tests/test_embedded.py -x" narrows them
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: $(VENV)/.dev ## the longest storms, which `make test` has in a short version; about fifteen minutes
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long $(ARGS)
+	@KILL_ROUND_TRIP=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long --timeout 3600 $(ARGS)
 
 check: $(VENV)/.dev ## style, types and import layers
 	@$(BIN)/ruff check .
@@ -50,6 +53,17 @@ bench-quick: $(BENCH_VENV)/.bench ## the core of it with small loads, in under t
 
 bench-report: $(BENCH_VENV)/.bench ## put the results of `make bench` into docs/benchmarks.md
 	@$(BENCH_VENV)/bin/python -m benchmarks.report
+
+lock: ## the versions of all that development needs, into requirements-dev.lock; needs uv
+	@uv pip compile --quiet --universal --python-version 3.11 --extra dev --upgrade \
+		--no-header --no-annotate --no-emit-index-url pyproject.toml -o requirements-dev.lock
+
+sbom: ## what is in an installation with all brokers, into dist/sbom.json (CycloneDX); needs uv
+	@mkdir -p dist build && rm -rf build/sbom && uv venv --quiet build/sbom
+	@uv pip install --quiet --python build/sbom/bin/python '.[kafka,msk,rabbitmq,sqs,sqlalchemy,speed]'
+	@uvx --quiet --from cyclonedx-bom cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		--of JSON -o dist/sbom.json build/sbom/bin/python
+	@echo dist/sbom.json
 
 clean: ## remove what was made here; downloaded servers stay in ~/.cache/idemconsumer
 	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -19,10 +19,15 @@ import msgspec
 from benchmarks import (
     distance,
     end_to_end,
+    front_door,
+    kept_keys,
     latency,
     long_runs,
     long_sagas,
     neighbours,
+    observing,
+    outbox,
+    pruning,
     report,
     sagas,
     store_path,
@@ -47,10 +52,15 @@ PARTS: dict[str, tuple[Part, float]] = {
     "sqs": (end_to_end.sqs, 4),
     "fairness": (neighbours.fairness, 5),
     "take_over": (neighbours.take_over, 4),
+    "http": (front_door.front_door, 3),
     "sagas": (sagas.sagas, 4),
     "long_sagas": (long_sagas.long_sagas, 4),
     "million": (long_runs.million, 3),
     "records": (long_runs.records, 15),
+    "kept_keys": (kept_keys.kept_keys, 40),
+    "pruning": (pruning.pruning, 6),
+    "observing": (observing.observing, 7),
+    "outbox": (outbox.outbox, 6),
 }
 QUICK = ["store_path", "kafka", "sagas"]
 RESULTS = Path(__file__).parent / "results"
@@ -62,9 +72,14 @@ PACKAGES = [
     "aiobotocore",
     "faststream",
     "confluent-kafka",
+    "asyncpg",
     "dbos",
     "pgqueuer",
     "procrastinate",
+    "fastapi",
+    "uvicorn",
+    "asgi-idempotency-header",
+    "idemkit",
 ]
 
 

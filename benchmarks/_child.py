@@ -76,6 +76,15 @@ def resident(pid: int) -> int:
         return 0
 
 
+def busy(pid: int) -> float:
+    """Seconds of CPU that a process has taken; none when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+
+
 async def serve(answer: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
     """The child's side: say that it is ready, then answer each question until there are no more."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, LiteralString, Protocol, TypeVar
 from urllib.parse import quote
@@ -15,6 +15,7 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
+from benchmarks._redis import Redis
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.stores.migrations import migrate
 from tests.support.servers import elasticmq, kafka
@@ -39,10 +40,12 @@ JOB = "create table job (id bigint generated always as identity primary key, bod
 # Rows that many messages update.
 STOCK = "create table stock (sku int primary key, qty int not null) with (fillfactor = 50)"
 
+
 _VERSIONS: dict[type, Callable[[Any], str]] = {
     Kafka: lambda _: kafka.VERSION,
     RabbitMQ: lambda server: str(server.ctl("version").strip()),
     ElasticMQ: lambda _: elasticmq.VERSION,
+    Redis: lambda server: str(server.version),
 }
 
 S = TypeVar("S", bound="_Closable")
@@ -54,13 +57,16 @@ class _Closable(Protocol):
 
 
 class Stage:
-    """Closed with `with`; every server is one of our own, unless IDEMCONSUMER_DSN names another Postgres."""
+    """Closed with `with`; every server is one of our own, unless IDEMCONSUMER_DSN names another Postgres. With
+    `settings`, Postgres is one of our own in any case, and has these too."""
 
-    def __init__(self, *, quick: bool) -> None:
+    def __init__(self, *, quick: bool, settings: Mapping[str, str] | None = None) -> None:
         self.quick = quick
+        self._settings = {"max_connections": "200", "max_wal_size": "4GB", "shared_buffers": "512MB"}
+        self._settings |= settings or {}
         self._stack = ExitStack()
         self._servers: dict[type, Any] = {}
-        self._dsn = os.environ.get("IDEMCONSUMER_DSN")
+        self._dsn = os.environ.get("IDEMCONSUMER_DSN") if settings is None else None
         self._template: str | None = None
         self._began = time.monotonic()
 
@@ -81,6 +87,10 @@ class Stage:
     @property
     def rabbitmq(self) -> str:
         return str(self._server(RabbitMQ).address)
+
+    @property
+    def redis(self) -> str:
+        return str(self._server(Redis).address)
 
     @property
     def sqs(self) -> str:
@@ -113,8 +123,7 @@ class Stage:
         """The address of the server's own database; fsync and synchronous_commit are on."""
         if self._dsn is None:
             self.say("starting Postgres")
-            settings = {"max_connections": "200", "max_wal_size": "4GB", "shared_buffers": "512MB"}
-            self._dsn = self._stack.enter_context(EmbeddedPostgres(settings=settings)).dsn
+            self._dsn = self._stack.enter_context(EmbeddedPostgres(settings=self._settings)).dsn
         return self._dsn
 
     @contextmanager
@@ -126,7 +135,7 @@ class Stage:
         self._admin("create database {} template {}", name, self._template)
         self._admin("checkpoint")  # so that nobody pays for what was written before
         try:
-            yield _address(self.postgres, name)
+            yield url(self.postgres, dbname=name)
         finally:
             self._admin("drop database {} with (force)", name)
 
@@ -134,7 +143,7 @@ class Stage:
         name = f"bench_template_{secrets.token_hex(4)}"
         self._admin("create database {}", name)
         self._stack.callback(lambda: self._admin("drop database {} with (force)", name))
-        dsn = _address(self.postgres, name)
+        dsn = url(self.postgres, dbname=name)
         migrate(dsn, SCHEMA)
         with psycopg.connect(dsn, autocommit=True) as connection:
             for table in (PAYMENT, SEEN, CLAIM, JOB, STOCK):
@@ -146,11 +155,12 @@ class Stage:
             connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
 
 
-def _address(dsn: str, database: str) -> str:
-    """Another database of that server, as a URL, which SQLAlchemy needs."""
-    parts = {name: quote(str(value), safe="") for name, value in conninfo_to_dict(dsn).items()}
+def url(dsn: str, **changed: object) -> str:
+    """That address with other parts, as a URL, which SQLAlchemy needs."""
+    given = {"port": 5432, **conninfo_to_dict(dsn), **changed}
+    parts = {name: quote(str(value), safe="") for name, value in given.items()}
     user = ":".join(parts[name] for name in ("user", "password") if name in parts)
-    return f"postgresql://{user}@{parts['host']}:{parts.get('port', 5432)}/{database}"
+    return f"postgresql://{user}@{parts['host']}:{parts['port']}/{parts.get('dbname', '')}"
 
 
 class Meter:

@@ -45,7 +45,12 @@ class Delaying:
                 self._write(*self._due.popleft())
 
     def _accept(self) -> None:
-        client, server = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._target))
+        client = self._listener.accept()[0]
+        try:
+            server = socket.create_connection(("127.0.0.1", self._target))
+        except OSError:  # it is down, and the client sees what it would see without us: a connection that ends
+            client.close()
+            return
         for each, other in ((client, server), (server, client)):
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             each.setblocking(False)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import psycopg
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import conninfo_to_dict
 
 from benchmarks import end_to_end
 from benchmarks._brokers import KafkaTopic
@@ -21,10 +21,11 @@ from benchmarks._crew import LANES, Crew, crew, fill_stock
 from benchmarks._loads import Load
 from benchmarks._measure import Result, Subject, Table, Target, side_by_side
 from benchmarks._sizes import OURS, WAITING
-from benchmarks._stage import Stage
+from benchmarks._stage import Stage, url
 from benchmarks.end_to_end import BEST, Reach
 from benchmarks.rivals.applying import AUTOCOMMIT
 from benchmarks.rivals.store import PIPELINED
+from benchmarks.sagas import beside_dbos
 
 _TRIPS = (0.0, 0.5, 1.0, 2.0)  # ms that the proxy adds; 0: no proxy
 _GOALS = {0.5: 10.0, 1.0: 18.0}  # of ours to bare
@@ -54,6 +55,7 @@ async def distance(stage: Stage) -> Result:
                 targets = [Target(OURS, to) for to in names if to != OURS]
                 tables.append(await _table(stage, team, title, names, targets, far, does=does, facts=facts))
         tables.append(await _kafka(stage, proxy, 0.5, 6.0))
+        tables.append(await _sagas(stage, proxy, 1.0))
     return Result("distance", tables)
 
 
@@ -75,6 +77,11 @@ async def _kafka(stage: Stage, proxy: Child, trip: float, goal: float) -> Table:
     return await side_by_side(
         title, subjects, targets, rounds=rounds, say=stage.say, facts={"messages": count, **facts}
     )
+
+
+async def _sagas(stage: Stage, proxy: Child, trip: float) -> Table:
+    far, facts = await _away(stage, proxy, trip)
+    return await beside_dbos(stage, f"{trip:g} ms away, sagas of three steps", far, {"round trip": facts["round trip"]})
 
 
 async def _proxy_itself(stage: Stage, team: Crew, proxy: Child) -> Table:
@@ -126,7 +133,7 @@ async def _away(stage: Stage, proxy: Child, trip: float) -> tuple[Reach, dict[st
 
 async def _through(proxy: Child, dsn: str, round_trip: float) -> Reach:
     port = await proxy.ask(port=int(str(conninfo_to_dict(dsn).get("port") or 5432)), round_trip=round_trip)
-    return lambda address: make_conninfo(address, host="127.0.0.1", port=port)
+    return lambda address: url(address, host="127.0.0.1", port=port)
 
 
 def _direct(address: str) -> str:

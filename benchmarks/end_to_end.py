@@ -27,7 +27,7 @@ from benchmarks._brokers import (
     RabbitQueue,
     SqsQueue,
 )
-from benchmarks._child import ROOT, ended, resident
+from benchmarks._child import ROOT, busy, ended, resident
 from benchmarks._measure import Figure, Result, Spread, Subject, Table, Target, side_by_side
 from benchmarks._sizes import SIZE
 from benchmarks._stage import Stage
@@ -62,13 +62,15 @@ class Consumer(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What was seen of one consumer: messages a second, seconds from its start to the first one, bytes of memory, and
-    how many messages it had applied when its time was over."""
+    """What was seen of one consumer: messages a second, seconds from its start to the first one, bytes of memory, how
+    many messages it had applied when its time was over, and its seconds of CPU a message, without those of its start.
+    """
 
     rate: float
     first: float
     memory: int
     applied: int
+    busy: float
 
 
 # What is seen of a run beside its rate, and what it should be of ours at most.
@@ -183,17 +185,18 @@ async def consume(
         async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
             (began,) = await row(connection, "select clock_timestamp()")
             async with process({**environment, **consumer.environment}, consumer.command) as running:
-                whole = await _all_applied(connection, running, what, count, most)
+                whole, warm, start = await _all_applied(connection, running, what, count, most)
                 until_now = not whole or await _late(broker, what, most)
                 params = {"began": began, "warm": _WARM, "until_now": until_now}
                 applied, first, rate = await row(connection, _RATE, params)
-                memory = max(map(resident, [running.pid, *children(running.pid)]))
+                pids = [running.pid, *children(running.pid)]
+                memory, used = max(map(resident, pids)), sum(map(busy, pids)) - start
             total, distinct = await row(connection, "select count(*), count(distinct id) from payment")
     if total > distinct:
         raise RuntimeError(f"{what} applied {total - distinct} of {total} messages twice")
     if rate is None or (consumer.whole and applied < count):
         raise RuntimeError(f"{what} applied {applied} of {count} messages in {most:g} s")
-    return Run(float(rate), float(first), memory, applied)
+    return Run(float(rate), float(first), memory, applied, used / max(1, applied - warm))
 
 
 _RATE: LiteralString = """
@@ -216,22 +219,26 @@ async def row(
 
 async def _all_applied(
     connection: psycopg.AsyncConnection[Any], process: Process, what: str, count: int, most: float
-) -> bool:
-    """Wait for all of them, or until the time after the first one is over."""
+) -> tuple[bool, int, float]:
+    """Wait for all of them, or until the time after the first one is over, which is False; and how many there were, and
+    what CPU the process had taken, when it was warm."""
     clock = asyncio.get_running_loop().time
     deadline = clock() + 3 * most
     started = False
+    warm, start = 0, 0.0
     while clock() < deadline:
         (seen,) = await row(connection, "select count(*) from payment")
         if seen >= count:
-            return True
+            return True, warm, start
         if process.returncode is not None:
             ending = f"ended with exit code {process.returncode} after {seen} of {count} messages"
             raise RuntimeError(f"{what} {ending}; its errors are above")
         if seen and not started:
             started, deadline = True, clock() + most
+        if not warm and seen >= count * _WARM:
+            warm, start = seen, sum(map(busy, [process.pid, *children(process.pid)]))
         await asyncio.sleep(_POLL_SECONDS)
-    return False
+    return False, warm, start
 
 
 async def _late(broker: Filling, what: str, most: float) -> bool:

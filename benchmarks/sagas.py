@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 from benchmarks._child import Child, child
 from benchmarks._measure import Figure, Result, Spread, Table, Target, side_by_side
 from benchmarks._stage import Meter, Stage
+from benchmarks.end_to_end import Reach
 
 AT_ONCE = 64
 CONNECTIONS = 32
@@ -51,14 +55,23 @@ class Side:
         return float(seconds)
 
 
-async def sagas(stage: Stage) -> Result:
-    count, waves, rounds = (400, 3, 3) if stage.quick else (3_000, 6, 3)
-    tables = []
+class Sides(NamedTuple):
+    ours: Side
+    theirs: Side
+    theirs_process: Child
+    our_dsn: str
+    their_dsn: str
+
+
+@asynccontextmanager
+async def _sides(stage: Stage, reach: Reach = lambda dsn: dsn) -> AsyncIterator[Sides]:
+    """Both, warm. `reach`: where they find their databases."""
+    count, waves = (400, 3) if stage.quick else (3_000, 6)
     with stage.database() as our_dsn, stage.database() as their_dsn:
         environment = {
-            "IDEMCONSUMER_DSN": our_dsn,
+            "IDEMCONSUMER_DSN": reach(our_dsn),
             "IDEMCONSUMER_CONCURRENCY": str(CONNECTIONS),
-            "BENCH_DSN": their_dsn,
+            "BENCH_DSN": reach(their_dsn),
         }
         async with (
             child("benchmarks.rivals.saga_ours", environment=environment) as our_process,
@@ -68,23 +81,47 @@ async def sagas(stage: Stage) -> Result:
             theirs = Side(their_process, max(count // 8, waves * AT_ONCE), way="threads")
             await ours.warm()
             await theirs.warm()
-            tables.append(
-                await side_by_side(
-                    "Sagas of three steps",
-                    {OURS: ours.rate, THEIRS: theirs.rate},
-                    [Target(OURS, THEIRS, 15.0)],
-                    rounds=rounds,
-                    say=stage.say,
-                    unit="sagas/s",
-                    plot=True,
-                    facts={"at once": AT_ONCE, "connections": CONNECTIONS},
-                )
-            )
-            if not stage.quick:
-                costs = [*await ours.costs(OURS, our_dsn), *await theirs.costs(THEIRS, their_dsn)]
-                tables.append(Table("What a saga costs the database", costs))
-                tables.append(await _ways(stage, their_process))
+            yield Sides(ours, theirs, their_process, our_dsn, their_dsn)
+
+
+async def sagas(stage: Stage) -> Result:
+    async with _sides(stage) as sides:
+        tables = [await _compared(stage, sides, "Sagas of three steps", goal=15.0, plot=True)]
+        if not stage.quick:
+            costs = [
+                *await sides.ours.costs(OURS, sides.our_dsn),
+                *await sides.theirs.costs(THEIRS, sides.their_dsn),
+            ]
+            tables.append(Table("What a saga costs the database", costs))
+            tables.append(await _ways(stage, sides.theirs_process))
     return Result("sagas", tables)
+
+
+async def beside_dbos(stage: Stage, title: str, reach: Reach, facts: Mapping[str, object]) -> Table:
+    """The same two with their database elsewhere."""
+    async with _sides(stage, reach) as sides:
+        return await _compared(stage, sides, title, facts=facts)
+
+
+async def _compared(
+    stage: Stage,
+    sides: Sides,
+    title: str,
+    *,
+    goal: float | None = None,
+    plot: bool = False,
+    facts: Mapping[str, object] | None = None,
+) -> Table:
+    return await side_by_side(
+        title,
+        {OURS: sides.ours.rate, THEIRS: sides.theirs.rate},
+        [Target(OURS, THEIRS, goal)],
+        rounds=3,
+        say=stage.say,
+        unit="sagas/s",
+        plot=plot,
+        facts={**(facts or {}), "at once": AT_ONCE, "connections": CONNECTIONS},
+    )
 
 
 async def _ways(stage: Stage, process: Child) -> Table:

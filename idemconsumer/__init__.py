@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from idemconsumer.admin.cancellations import Cancellation
     from idemconsumer.admin.saga_status import SagaStatus, SagaStep
+    from idemconsumer.app.accepting import Accepted
     from idemconsumer.app.app import App
     from idemconsumer.errors import (
         BadMessage,
@@ -23,14 +24,16 @@ if TYPE_CHECKING:
     )
     from idemconsumer.handlers.decorator import Handler, idempotent_handler
     from idemconsumer.message.keys import Key
-    from idemconsumer.message.message import Message
+    from idemconsumer.message.message import Message, Result
     from idemconsumer.ports.handler import Batch, Child, Done, NotDone, Rows, Saga, Step, Tx, Unknown
+    from idemconsumer.rules.accepting import Progress
     from idemconsumer.rules.backoff import Backoff
     from idemconsumer.rules.values import Outcome, OutcomeKind, Signalled
 else:
     _HOMES = {
         "admin.cancellations": ["Cancellation"],
         "admin.saga_status": ["SagaStatus", "SagaStep"],
+        "app.accepting": ["Accepted"],
         "app.app": ["App"],
         "errors": [
             "BadMessage",
@@ -44,9 +47,10 @@ else:
             "StoreUnavailable",
         ],
         "handlers.decorator": ["Handler", "idempotent_handler"],
+        "rules.accepting": ["Progress"],
         "rules.backoff": ["Backoff"],
         "message.keys": ["Key"],
-        "message.message": ["Message"],
+        "message.message": ["Message", "Result"],
         "ports.handler": ["Batch", "Child", "Done", "NotDone", "Rows", "Saga", "Step", "Tx", "Unknown"],
         "rules.values": ["Outcome", "OutcomeKind", "Signalled"],
     }
@@ -63,6 +67,7 @@ else:
 
 
 __all__ = [
+    "Accepted",
     "App",
     "Backoff",
     "BadMessage",
@@ -80,7 +85,9 @@ __all__ = [
     "NotDone",
     "Outcome",
     "OutcomeKind",
+    "Progress",
     "Reject",
+    "Result",
     "Retry",
     "Rows",
     "Saga",

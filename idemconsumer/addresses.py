@@ -15,18 +15,24 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from idemconsumer.errors import ConfigurationError
 
 _REFUSED: Final = ("invalid ", "could not match ", "weak sslmode")  # libpq gives nothing but its text
+_LISTENING: Final = re.compile(r"(?:(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):)?(?P<port>[0-9]{1,5})")
 _ENCODED: Final = "with @ : / ? # in a user or password percent-encoded, as %40 %3A %2F %3F %23"
 
 
 def rabbitmq_urls(text: str, label: str = "settings: `rabbitmq`") -> list[SplitResult]:
     """One URL for each host of `amqp://user:password@host:5672[,host:5672]/vhost`. Raises as `read_url` does."""
-    example = "amqp://user:password@host:5672[,host:5672]/vhost, or amqps:// for TLS"
+    return _each_host(
+        text, label, ("amqp", "amqps"), "amqp://user:password@host:5672[,host:5672]/vhost, or amqps:// for TLS"
+    )
+
+
+def _each_host(text: str, label: str, schemes: Collection[str], example: str) -> list[SplitResult]:
+    """The parts of `scheme://user:password@host[,host]/path`, once for each host."""
     before, slashes, rest = text.partition("://")
     end = min(index for index in (*map(rest.find, "/?#"), len(rest)) if index >= 0)
     user, at, hosts = rest[:end].rpartition("@")
     return [
-        read_url(f"{before}{slashes}{user}{at}{host}{rest[end:]}", label, ("amqp", "amqps"), example)
-        for host in hosts.split(",")
+        read_url(f"{before}{slashes}{user}{at}{host}{rest[end:]}", label, schemes, example) for host in hosts.split(",")
     ]
 
 
@@ -45,6 +51,25 @@ def token_url(text: str, label: str = "settings: `kafka_oauth_token_url`") -> Sp
     return read_url(text, label, ("http", "https"), "https://host/path, and the secret into another setting")
 
 
+def redis_urls(text: str, label: str = "settings: `redis`") -> list[SplitResult]:
+    """One URL for each host; several are the Sentinels, or some nodes of the cluster. Raises as `read_url` does."""
+    example = (
+        "redis://user:password@host:6379/0, sentinel://user:password@host:26379[,host:26379]/service/0 or "
+        "cluster://user:password@host:6379[,host:6379], with rediss, sentinels or clusters for TLS"
+    )
+    urls = _each_host(text, label, ("redis", "rediss", "sentinel", "sentinels", "cluster", "clusters"), example)
+    several = len(urls) > 1
+    watched = urls[0].scheme.startswith("sentinel")
+    if (several and urls[0].scheme.startswith("redis")) or (watched and not urls[0].path.strip("/")):
+        raise ConfigurationError(f"{label} is not an address; write {example}, {_ENCODED}")
+    return urls
+
+
+def is_cluster(text: str) -> bool:
+    """Whether an address of Redis is a cluster's."""
+    return text.startswith("cluster")
+
+
 def kafka_hosts(text: str, label: str = "settings: `kafka`") -> list[str]:
     """The hosts of `host:port[,host:port]`. Raises as `read_url` does."""
     hosts = [_host(address.strip()) for address in text.split(",")]
@@ -52,6 +77,14 @@ def kafka_hosts(text: str, label: str = "settings: `kafka`") -> list[str]:
         instead = "write host:9092[,host:9092], and credentials into IDEMCONSUMER_KAFKA_SASL_USERNAME and _PASSWORD"
         raise ConfigurationError(f"{label} is not a list of addresses; {instead}")
     return hosts
+
+
+def listening_at(given: int | str, label: str = "settings: `ops_port`") -> tuple[str, int]:
+    """Host and port of `[HOST:]PORT`; without a host it is every address of this machine. ConfigurationError."""
+    found = _LISTENING.fullmatch(str(given))
+    if found is None or not 0 < int(found["port"]) < 65_536:
+        raise ConfigurationError(f"{label} is not a port; write one such as 9100, or HOST:PORT")
+    return (found["host"] or "0.0.0.0").strip("[]"), int(found["port"])
 
 
 def read_url(text: str, label: str, schemes: Collection[str], example: str) -> SplitResult:

@@ -63,7 +63,7 @@ class BadMessage(IdemConsumerError):
 class Retry(IdemConsumerError):
     """Raised by a handler: roll back and run me again after `after`: seconds, a duration like "5s", or the backoff.
 
-    It costs an attempt. `message` is for people: it is stored as the error of the attempt, and not logged (R13).
+    It costs an attempt. `message` is for people: it is stored as the error of the attempt, and logged as one (R13).
     """
 
     def __init__(self, message: str = "", *, after: str | float | timedelta | None = None) -> None:
@@ -72,12 +72,18 @@ class Retry(IdemConsumerError):
 
 
 class Reject(IdemConsumerError):
-    """Raised by a handler: final refusal. Effects roll back; `code` and `body` are stored for duplicates."""
+    """Raised by a handler: final refusal. Effects roll back; `code` and `body` are stored for duplicates.
 
-    def __init__(self, code: str, body: object = None) -> None:
+    `status` is the HTTP status, from 400 to 599, for who asks for what `app.accept` has taken; it is stored with them.
+    """
+
+    def __init__(self, code: str, body: object = None, *, status: int | None = None) -> None:
+        if status is not None and status not in range(400, 600):
+            raise ValueError(f"status={status!r}: write an HTTP status that says no, such as 409 or 422")
         super().__init__(code)
         self.code = code
         self.body = body
+        self.status = status
 
 
 SIGNAL_TIMEOUT: str = "signal_timeout"
@@ -100,6 +106,10 @@ class Unavailable(IdemConsumerError):
 
 class StoreUnavailable(Unavailable):
     """The database cannot be reached, or the connection broke before COMMIT was sent."""
+
+
+class LockNotGiven(StoreUnavailable):
+    """Others kept a lock that a migration needs for longer than was to be waited. Nothing of it is applied."""
 
 
 class ServerSilent(StoreUnavailable):

@@ -1,6 +1,6 @@
 """What may be shown of an address and of an error, in logs, on the terminal, in dead letters and in histories.
 
-Never shown: passwords in addresses, and what Postgres quotes of rows and statements (R13).
+Never shown: passwords in addresses, and what Postgres quotes of rows and statements (R13). Its DETAIL is, if asked for.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import psycopg
 
 _HIDDEN: Final = "***"
+_MOST_TRACE: Final = 16_000  # characters
 # Up to the last @ and not the first /: a password that should have been percent-encoded may contain anything. The word
 # `password` stands in our own hints.
 _PASSWORD: Final = re.compile(r"(?<=://)([^\s:@]*:)(?!password@)\S*@")
@@ -22,6 +24,21 @@ _QUERY: Final = re.compile(
     r"([?&;][\w.~%-]*(?:passw|pwd|secret|token|credential|sig|key)[\w.~%-]*=)[^&\s\"'#]+", re.IGNORECASE
 )
 _KEYWORD: Final = re.compile(r"(?<![?&;\w])((?:ssl)?password\s*=\s*)('(?:[^'\\]|\\.)*'|\S+)", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class Shown:
+    """What this process shows of errors, by its settings. `text`: what they say, in logs; `detail`: the DETAIL of those
+    of Postgres, wherever their text is shown."""
+
+    text: bool = True
+    detail: bool = False
+
+    def obey(self, *, text: bool, detail: bool) -> None:
+        self.text, self.detail = text, detail
+
+
+SHOWN: Final = Shown()
 
 _CAUSED: Final = "\nThe above exception was the direct cause of the following exception:\n"
 _DURING: Final = "\nDuring handling of the above exception, another exception occurred:\n"
@@ -39,8 +56,8 @@ def error_text(error: BaseException) -> str:
     """What an error says, redacted, without its type.
 
     Of an error of the database, in one line: its primary message, SQLSTATE and the names of table, column and
-    constraint. Its DETAIL, CONTEXT and position quote values of rows and statements. An error that quotes one, as
-    SQLAlchemy's do, is cut off there.
+    constraint. Its CONTEXT and position quote values of rows and statements, and so does its DETAIL, which is left out
+    unless `SHOWN.detail`. An error that quotes one, as SQLAlchemy's do, is cut off there.
     """
     if isinstance(error, psycopg.Error):
         return redact(_database_text(error))
@@ -54,37 +71,44 @@ def error_text(error: BaseException) -> str:
     return redact(text)
 
 
-def typed_text(error: BaseException) -> str:
-    """`Type: what it says`, and the notes that were added to it."""
+def type_name(error: BaseException) -> str:
+    """As Python prints it in front of what the error says."""
     kind = type(error)
-    name = (
+    return (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     )
-    text = f"{name}: {error_text(error)}".removesuffix(": ")
+
+
+def typed_text(error: BaseException) -> str:
+    """`Type: what it says`, and the notes that were added to it."""
+    text = f"{type_name(error)}: {error_text(error)}".removesuffix(": ")
     return "\n".join([text, *(redact(str(note)) for note in getattr(error, "__notes__", ()))])
 
 
-def traceback_text(error: BaseException) -> str:
-    """The traceback as Python prints it, with all that led to it; each error as `typed_text`."""
-    return redact("\n".join(_traceback(error, set())))
+def traceback_text(error: BaseException, *, text: bool = True) -> str:
+    """The traceback as Python prints it, with all that led to it; each error as `typed_text`, or only its type. Of a
+    long one the beginning and the end."""
+    whole = redact("\n".join(_traceback(error, set(), typed_text if text else type_name)))
+    half = _MOST_TRACE // 2
+    return whole if len(whole) <= _MOST_TRACE else f"{whole[:half]}\n[…]\n{whole[-half:]}"
 
 
-def _traceback(error: BaseException, seen: set[int]) -> Iterator[str]:
+def _traceback(error: BaseException, seen: set[int], say: Callable[[BaseException], str]) -> Iterator[str]:
     seen.add(id(error))
     before, link = error.__cause__, _CAUSED
     if before is None and not error.__suppress_context__:
         before, link = error.__context__, _DURING
     if before is not None and id(before) not in seen:
-        yield from _traceback(before, seen)
+        yield from _traceback(before, seen, say)
         yield link
     if error.__traceback__ is not None:
         yield "Traceback (most recent call last):"
         yield "".join(traceback.format_tb(error.__traceback__)).rstrip()
-    yield typed_text(error)
+    yield say(error)
     if isinstance(error, BaseExceptionGroup):
         for number, inner in enumerate(error.exceptions, 1):
             yield f"  +---------------- {number} ----------------"
-            yield textwrap.indent("\n".join(_traceback(inner, seen)), "  | ", lambda _: True)
+            yield textwrap.indent("\n".join(_traceback(inner, seen, say)), "  | ", lambda _: True)
 
 
 def _database_text(error: psycopg.Error) -> str:
@@ -97,4 +121,5 @@ def _database_text(error: psycopg.Error) -> str:
         "constraint": diagnosis.constraint_name,
     }
     facts = [error.sqlstate or "", *(f"{kind} {name}" for kind, name in names.items() if name)]
-    return f"{diagnosis.message_primary} ({', '.join(filter(None, facts))})"
+    detail = [" ".join((diagnosis.message_detail or "").split())] if SHOWN.detail else []
+    return " ".join(filter(None, [f"{diagnosis.message_primary} ({', '.join(filter(None, facts))})", *detail]))

@@ -8,25 +8,37 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from idemconsumer.addresses import check_dsn, kafka_hosts, management_url, rabbitmq_urls, sqs_url, token_url
+from idemconsumer.addresses import (
+    check_dsn,
+    kafka_hosts,
+    listening_at,
+    management_url,
+    rabbitmq_urls,
+    redis_urls,
+    sqs_url,
+    token_url,
+)
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.hashing import HASHING
 
 PREFIX = "IDEMCONSUMER_"
 FORMATS: Final = ("auto", "json", "console")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 # Our own variables that are not settings: a parent passes them to its workers, or the demo or the tests use them.
-_INTERNAL: Final = {"WORKER", "LIFELINE", "LAST_WILL", "LAST_WORDS", "DEMO_PAUSE", "TEST_CACHE"}
+_INTERNAL: Final = {"WORKER", "LIFELINE", "LAST_WILL", "LAST_WORDS", "REPORTS", "DEV", "DEMO_PAUSE", "TEST_CACHE"}
 # Kubernetes and Docker put these into every container when a service is named idemconsumer or idemconsumer-….
 _OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 _LEAST: Final = {
     "workers": 1, "concurrency": 1, "room": 1, "max_uncommitted": 1, "max_message_bytes": 1,
-    "max_bytes_in_hand": 1, "max_restarts": 0, "kafka_fetch_max_bytes": 1, "kafka_max_partition_fetch_bytes": 1,
+    "max_bytes_in_hand": 1, "max_restarts": 0, "redis_replicas": 0, "kafka_fetch_max_bytes": 1,
+    "kafka_max_partition_fetch_bytes": 1,
 }  # fmt: skip
 _ABOVE_ZERO: Final = ("drain_timeout", "prune_every", "kafka_session_timeout")
 _CHOICES: Final = {
@@ -34,11 +46,12 @@ _CHOICES: Final = {
     "log_level": LEVELS,
     "kafka_auto_offset_reset": ("earliest", "latest"),
     "kafka_on_lost": ("continue", "stop"),
+    "redis_outage": ("closed", "open"),
 }
-_ADDRESSES: Final[Mapping[str, Callable[[str, str], object]]] = {
+_ADDRESSES: Final[Mapping[str, Callable[[Any, str], object]]] = {
     "dsn": check_dsn, "listen_dsn": check_dsn, "kafka": kafka_hosts, "rabbitmq": rabbitmq_urls,
     "rabbitmq_management": management_url, "sqs": sqs_url,
-    "kafka_oauth_token_url": token_url,
+    "kafka_oauth_token_url": token_url, "ops_port": listening_at, "redis": redis_urls,
 }  # fmt: skip
 _BOOLEANS: Final = {
     "true": True,
@@ -55,8 +68,9 @@ _BOOLEANS: Final = {
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that can be set from outside. Each field `x_y` is the variable IDEMCONSUMER_X_Y.
 
-    Times are seconds, sizes bytes. `dsn`, `kafka` and `rabbitmq` have no default: a worker that needs one and has none
-    refuses to start. `sqs` is an endpoint to use instead of AWS. ConfigurationError for a value out of its range.
+    Times are seconds, sizes bytes; `delivery_log` is a duration with its unit. `dsn`, `kafka` and `rabbitmq` have no
+    default: a worker that needs one and has none refuses to start. `sqs` is an endpoint to use instead of
+    AWS. ConfigurationError for a value out of its range.
     """
 
     dsn: str | None = None
@@ -64,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     schema: str = "idemconsumer"
 
     require_synchronous_standby: bool = False
+    key_secrets: str | None = None
 
     kafka: str | None = None
     kafka_security_protocol: str = "PLAINTEXT"
@@ -94,6 +109,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     sqs: str | None = None
 
+    redis: str | None = None
+    redis_replicas: int = 0
+    redis_outage: str = "closed"
+
     workers: int = 1
     concurrency: int = 8
     handlers: str | None = None
@@ -103,12 +122,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     reload: bool = False
     log_format: str = "auto"
     log_level: str = "info"
+    log_error_text: bool = True
+    error_detail: bool = False
+    ops_port: int | str | None = None
+    tracing: bool = False
 
     room: int = 1_000
     max_uncommitted: int = 10_000
     max_message_bytes: int = 4 * 1024 * 1024
     max_bytes_in_hand: int = 64 * 1024 * 1024
     prune_every: float = 60.0
+    relay: bool = True
+    delivery_log: str | None = None
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -125,12 +150,34 @@ def load(environ: Mapping[str, str] | None = None, directory: Path | None = None
     path = (directory or Path.cwd()) / "pyproject.toml"
     given = {name: (f"`{name}` of [tool.idemconsumer] in {path}", value) for name, value in _pyproject(path).items()}
     for variable, value in environ.items():
-        if variable.startswith(PREFIX) and value != "" and _is_setting(variable):
+        if (
+            variable.startswith(PREFIX)
+            and value != ""
+            and not _is_of_a_service(variable, value)
+            and _is_setting(variable)
+        ):
             given[variable.removeprefix(PREFIX).lower()] = variable, value
     for name, value in flags.items():
         if value is not None:
             given[name] = f"--{name.replace('_', '-')}", value
-    return Settings(**{name: _read(label, name, value) for name, (label, value) in given.items()})
+    settings = Settings(**{name: _read(label, name, value) for name, (label, value) in given.items()})
+    HASHING.obey(settings.key_secrets)
+    return settings
+
+
+def log_format(flag: str | None, environ: Mapping[str, str] | None = None, directory: Path | None = None) -> str:
+    """The one that is asked for, also where other settings cannot be read; `auto` if it cannot be read itself."""
+    environ = os.environ if environ is None else environ
+    given: object = flag or environ.get(f"{PREFIX}LOG_FORMAT")
+    if not given:
+        with suppress(ConfigurationError):
+            given = _table((directory or Path.cwd()) / "pyproject.toml").get("log_format")
+    return given.lower() if isinstance(given, str) and given.lower() in FORMATS else "auto"
+
+
+def _is_of_a_service(variable: str, value: str) -> bool:
+    """Also where it has the name of a setting: a service named idemconsumer-ops has an IDEMCONSUMER_OPS_PORT."""
+    return bool(_OF_A_SERVICE.fullmatch(variable.removeprefix(PREFIX))) and value.startswith(("tcp://", "udp://"))
 
 
 def _is_setting(variable: str) -> bool:
@@ -147,7 +194,7 @@ def _nearest(name: str) -> str | None:
     return next(iter(difflib.get_close_matches(name, Settings.__struct_fields__, n=1)), None)
 
 
-def _pyproject(path: Path) -> dict[str, Any]:
+def _table(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text("utf-8")
     except OSError:
@@ -156,7 +203,11 @@ def _pyproject(path: Path) -> dict[str, Any]:
         table = tomllib.loads(text).get("tool", {}).get("idemconsumer", {})
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"settings: {path} is not valid TOML: {error}") from None
-    named = {str(name).replace("-", "_"): value for name, value in table.items()}
+    return {str(name).replace("-", "_"): value for name, value in table.items()}
+
+
+def _pyproject(path: Path) -> dict[str, Any]:
+    named = _table(path)
     for name in named:
         if name not in Settings.__struct_fields__:
             near = _nearest(name)

@@ -16,14 +16,13 @@ from tempfile import TemporaryDirectory
 from typing import NoReturn, TypeVar
 
 import pytest
-import structlog
 from hypothesis import settings
-from structlog.testing import LogCapture
 
 from idemconsumer.embedded import postgres
 from idemconsumer.embedded.binaries import EmbeddedUnavailable
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.rules import habits
+from tests.support.logs import LogCapture, capturing
 from tests.support.servers.elasticmq import CREDENTIALS, ElasticMQ
 from tests.support.servers.kafka import Kafka
 from tests.support.servers.made import (
@@ -40,6 +39,7 @@ from tests.support.servers.pgbouncer import PgBouncer, debian_pgbouncer, newer_p
 from tests.support.servers.postgres import fresh_database, system_binaries
 from tests.support.servers.processes import ServerMissing
 from tests.support.servers.rabbitmq import RabbitMQ
+from tests.support.servers.redis import RedisServer
 
 settings.register_profile("untimed", deadline=None)  # a machine with other work to do is no failure
 settings.load_profile("untimed")
@@ -136,6 +136,14 @@ def rabbitmq() -> Iterator[Server]:
         yield FromEnvironment(address)
         return
     with closing(_have(RabbitMQ)) as server:
+        server.start()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """Tests empty it."""
+    with closing(_have(RedisServer)) as server:
         server.start()
         yield server
 
@@ -246,11 +254,8 @@ def any_database(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def logged() -> Iterator[LogCapture]:
     """What was logged, as `entries`."""
-    capture = LogCapture()
-    before = structlog.get_config()
-    structlog.configure(processors=[capture])
-    yield capture
-    structlog.configure(**before)
+    with capturing() as capture:
+        yield capture
 
 
 @pytest.fixture

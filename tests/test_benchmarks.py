@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from benchmarks import __main__ as command
-from benchmarks import report
+from benchmarks import front_door, report
 from benchmarks._brokers import PostgresQueue, SqsQueue
 from benchmarks._child import child
 from benchmarks._loads import Load
@@ -25,7 +25,8 @@ from benchmarks._measure import Figure, Ratio, Result, Spread, Table, Target, si
 from benchmarks._sizes import OURS
 from benchmarks._stage import CLAIM, PAYMENT, SCHEMA, SEEN, Stage
 from benchmarks.end_to_end import Consumer, consume
-from benchmarks.long_runs import fitting
+from benchmarks.kept_keys import settings_for
+from benchmarks.long_runs import fitting, make_records
 from benchmarks.rivals import arrivals
 from benchmarks.rivals.store import PIPELINED, Hand
 from benchmarks.store_path import SCRIPT, pgbench
@@ -145,6 +146,7 @@ async def test_a_consumer_by_hand_empties_the_queue(how: str, stage: Stage) -> N
 async def test_our_own_consumer_empties_the_queue(stage: Stage) -> None:
     run = await consume(stage, PostgresQueue(), Consumer.ours(), 50, most=20.0)
     assert run.applied == 50
+    assert run.busy > 0
 
 
 def script(*lines: str, **more: Any) -> Consumer:
@@ -200,6 +202,18 @@ async def test_an_sqs_queue_knows_when_it_is_empty(stage: Stage, sqs: Server, mo
         assert not await queue.settled()
 
 
+# ---------------------------------------------------------------------------------------------------------------- HTTP
+@pytest.mark.parametrize("name", [front_door.PLAIN, *front_door.OURS])
+async def test_a_service_is_asked_and_what_it_has_booked_is_counted(name: str, stage: Stage) -> None:
+    async with child("benchmarks.rivals.callers") as callers, front_door.service(stage, name) as asked:
+        for _ in range(1 if name == front_door.PLAIN else 2):
+            seen = await front_door.ask(callers, asked, "p", clients=2, count=20)
+            assert 0 < seen.middle <= seen.most
+        await front_door.counted(asked, 20)
+        with pytest.raises(RuntimeError, match=f"{name}: 21 payments are"):
+            await front_door.counted(asked, 21)
+
+
 # ---------------------------------------------------------------------------------------------------------- the results
 def test_the_load_of_others_is_read_before_our_own(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,7 +237,24 @@ def test_the_load_of_others_is_read_before_our_own(
 def test_what_the_disk_has_no_room_for_is_said() -> None:
     sizes, skipped = fitting([0, 1_000_000, 50_000_000], free=2 * 10**9)
     assert sizes == [0, 1_000_000]
-    assert skipped == {"50,000,000 records": "skipped, 30 GB needed and 2 GB free"}
+    assert skipped == {"50,000,000 records": "skipped, 24 GB needed and 2 GB free"}
+
+
+async def test_kept_keys_are_records_with_their_index(stage: Stage) -> None:
+    with stage.database() as dsn:
+        await make_records(dsn, 11)
+        with psycopg.connect(dsn) as connection:
+            assert connection.execute("select count(distinct key) from idemconsumer.record").fetchone() == (11,)
+            with pytest.raises(psycopg.errors.UniqueViolation):
+                connection.execute("insert into idemconsumer.record select * from idemconsumer.record limit 1")
+
+
+def test_fewer_keys_have_as_much_less_of_the_log_and_the_buffers() -> None:
+    most, tenth = settings_for(100_000_000), settings_for(10_000_000)
+    assert (most["max_wal_size"], tenth["max_wal_size"]) == ("32768MB", "3277MB")
+    assert most["checkpoint_timeout"] == tenth["checkpoint_timeout"] == "30min"
+    most_mb, tenth_mb = (int(each["shared_buffers"].removesuffix("MB")) for each in (most, tenth))
+    assert abs(most_mb - 10 * tenth_mb) < 10
 
 
 async def test_rounds_are_compared_with_their_neighbours_and_the_median_counts() -> None:

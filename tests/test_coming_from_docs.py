@@ -19,8 +19,8 @@ import pytest
 from idemconsumer import App, Outcome
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings
-from idemconsumer.stores.migrations import migrate
 from tests.support import ROOT
+from tests.support.servers.postgres import migrated
 from tests.support.waiting import until
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text("utf-8")
@@ -40,7 +40,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def shop(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[psycopg.Connection[Any]]:
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     monkeypatch.setenv("IDEMCONSUMER_DSN", database)
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute("create table stock as select 'pen' as sku, 10 as qty")

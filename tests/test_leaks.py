@@ -174,6 +174,43 @@ def test_what_cannot_run_is_one_json_object(database: str, tmp_path: Path) -> No
     assert "migrate up" in parsed(output)[-1]["error"]
 
 
+@pytest.mark.parametrize(
+    ("words", "variables", "said"),
+    [
+        (["run", "shop:app", "--wrokers", "2"], {}, "--wrokers"),
+        (["run"], {}, "Missing argument 'MODULE:APP'"),
+        (["run", "shop:app", "--log-format", "xml"], {}, "'xml' is not one of"),
+        (["run", "shop:app", "--workers", "0"], {}, "--workers: 0 is not allowed"),
+        (["dev", "shop:app"], {"IDEMCONSUMER_WROKERS": "2"}, "did you mean IDEMCONSUMER_WORKERS?"),
+        (["run", "nowhere:app", "--workers", "2"], {}, "there is no module 'nowhere'"),
+        (["run", "shop:app"], {"IDEMCONSUMER_DSN": "postgresql://u:s3cret/x@h/db"}, "IDEMCONSUMER_DSN"),
+    ],
+    ids=["option", "argument", "format", "value", "variable", "module", "address"],
+)
+def test_whatever_keeps_it_from_running_is_one_json_object(
+    tmp_path: Path, words: list[str], variables: dict[str, str], said: str
+) -> None:
+    shop = Shop(tmp_path, "postgres:people", **{"IDEMCONSUMER_DSN": "postgresql://u@127.0.0.1:1/db"} | variables)
+    output = shop(*words, code=Exit.USAGE)
+    (line,) = [line for line in parsed(output) if line["event"] == "cannot run"]
+    assert said in line["error"]
+    assert line["level"] == "critical"
+    assert "s3cret" not in output
+
+
+def test_a_wrong_password_is_said_in_json(rabbitmq: Server, database: str, tmp_path: Path) -> None:
+    variables = {"IDEMCONSUMER_DSN": prepared(database), "PYTHONWARNINGS": "always"}
+    variables["IDEMCONSUMER_RABBITMQ"] = re.sub(r"://[^@]*@", "://guest:s3cret@", rabbitmq.address)
+    shop = Shop(tmp_path, "rabbitmq:people", **variables)
+    with shop.start("run", "shop:app", "--log-format", "json", "--drain-timeout", "1") as worker:
+        lines = read(worker, "broker unavailable, waiting")
+        worker.terminate()
+        rest, _ = worker.communicate(timeout=30)
+    said = [line["error"] for line in parsed("".join(lines) + rest) if line["event"] == "broker unavailable, waiting"]
+    assert "wrong user or password" in said[0]
+    assert "s3cret" not in "".join(lines) + rest
+
+
 HOOKS = """
 import asyncio, gc, sys, threading, warnings
 from idemconsumer.observe.logging import configure
@@ -189,6 +226,7 @@ class Worker:
         gc.collect()
     def drain(self): ...
     def abort(self): ...
+    def when_asked(self, leave): ...
 
 class Dropped:
     def __del__(self): raise ValueError("amqp://u:s3cret@h")

@@ -16,7 +16,7 @@ from tests.support.sources import parsed
 ROOT = Path(__file__).parent.parent
 PROTOCOL = ROOT / "docs" / "protocol.md"
 HEADING = re.compile(r"^### ([A-Z]\d+) — .+$", re.MULTILINE)
-RULE = re.compile(r"\b[RJGBLDKQAPO][1-9]\d?\b")
+RULE = re.compile(r"\b[RJGBLDKQAPXOH][1-9]\d?\b")
 TEST = re.compile(r"`(tests/[\w/]+\.py)((?:::\w+)+)`")
 
 
@@ -84,6 +84,13 @@ def test_each_rule_names_tests_that_exist_or_says_why_there_is_none() -> None:
         for file, name in named:
             assert (ROOT / file).is_file(), f"{rule}: {file}"
             assert name in set(defined(ROOT / file)), f"{rule}: {file}{name}"
+
+
+def test_the_guarantees_name_tests_that_exist() -> None:
+    named = TEST.findall((ROOT / "docs" / "guarantees.md").read_text("utf-8"))
+    assert len(named) > 10
+    for file, name in named:
+        assert name in set(defined(ROOT / file)), f"{file}{name}"
 
 
 def only_long(path: Path) -> set[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import idemconsumer
-from idemconsumer import sqlalchemy, testing
+from idemconsumer import http, sqlalchemy, testing
 from tests.support.sources import parsed
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +28,7 @@ TYPING = ROOT / "tests" / "typing" / "signatures.py"
 
 every_name = pytest.mark.parametrize(
     ("module", "name"),
-    [(module, name) for module in (idemconsumer, testing, sqlalchemy) for name in module.__all__],
+    [(module, name) for module in (idemconsumer, http, testing, sqlalchemy) for name in module.__all__],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
 
@@ -110,7 +110,7 @@ def test_nothing_else_can_be_imported_from_the_top_but_its_rooms() -> None:
 
 
 def test_the_names_are_sorted_and_there() -> None:
-    for module in (idemconsumer, testing, sqlalchemy):
+    for module in (idemconsumer, http, testing, sqlalchemy):
         assert module.__all__ == sorted(module.__all__, key=lambda name: (name[0].islower(), name))
         assert all(hasattr(module, name) for name in module.__all__)
     with pytest.raises(ImportError):

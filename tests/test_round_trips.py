@@ -24,6 +24,7 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.ports.handler import Step
 from idemconsumer.ports.store import Claim
+from idemconsumer.rules import habits
 from idemconsumer.rules.values import Mark, Outcome
 from idemconsumer.settings import Settings
 from idemconsumer.stores.heartbeat import Heartbeat
@@ -182,11 +183,14 @@ async def first_of_scope(world: World, n: int) -> Act:
     return lambda: world.run(ids, "applied", handler=TENANTS)
 
 
-@path("the first message of a process, with its connection")
+@path("the first message of a process, with what opens its store")
 async def first(world: World, n: int) -> Act:
-    another = await world.open()
     ids = world.new()
-    return lambda: world.run(ids, "applied", engine=Engine(another))
+
+    async def act() -> None:
+        await world.run(ids, "applied", engine=Engine(await world.open()))
+
+    return act
 
 
 @path("a message whose key a rival holds")
@@ -373,8 +377,14 @@ def delivered(world: World, n: int, kind: str, expected: str, end: Exception | N
     return run
 
 
+async def known(world: World) -> None:
+    """Nobody has looked at the answers of its steps, nor of their undos, three times."""
+    await delivered(world, habits._RUNS, "tx", "failed", Reject("no"))()
+
+
 @path("a saga with n steps in a transaction")
 async def tx_steps(world: World, n: int) -> Act:
+    await known(world)
     return delivered(world, n, "tx", "applied")
 
 
@@ -385,6 +395,7 @@ async def call_steps(world: World, n: int) -> Act:
 
 @path("a saga with n steps in a transaction, rejected and undone")
 async def undone(world: World, n: int) -> Act:
+    await known(world)
     return delivered(world, n, "tx", "failed", Reject("no"))
 
 
@@ -395,6 +406,7 @@ async def sleeps(world: World, n: int) -> Act:
 
 @path("a saga that fails behind n steps in a transaction")
 async def saga_fails(world: World, n: int) -> Act:
+    await known(world)
     world.bench.clear()
     world.station.register(world.bench)
     return delivered(world, n, "tx", "retrying", Failed())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from idemconsumer.addresses import listening_at
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import PREFIX, Settings, load
 
@@ -18,6 +19,16 @@ def refusal(folder: Path, **variables: str) -> str:
     with pytest.raises(ConfigurationError) as caught:
         given(folder, **variables)
     return str(caught.value)
+
+
+def test_a_port_may_have_a_host_and_what_kubernetes_names_after_a_service_is_none(tmp_path: Path) -> None:
+    assert listening_at(9100) == listening_at("9100") == ("0.0.0.0", 9100)
+    assert listening_at("127.0.0.1:80") == ("127.0.0.1", 80)
+    assert listening_at("[::]:80") == ("::", 80)
+    for wrong in ("http", "0", "70000", "a b:80", "127.0.0.1", "-1"):
+        assert "write one such as 9100, or HOST:PORT" in refusal(tmp_path, OPS_PORT=wrong)
+    assert given(tmp_path, OPS_PORT="9100").ops_port in (9100, "9100")
+    assert given(tmp_path, OPS_PORT="tcp://10.0.0.7:9100").ops_port is None, "a service named idemconsumer-ops"
 
 
 def test_a_flag_wins_over_a_variable_and_a_variable_over_the_project(tmp_path: Path) -> None:

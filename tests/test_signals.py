@@ -18,7 +18,7 @@ from idemconsumer.cli.main import main
 from idemconsumer.process.child import Exit
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings
-from idemconsumer.stores.migrations import migrate
+from tests.support.servers.postgres import migrated
 from tests.support.waiting import until
 
 
@@ -78,7 +78,7 @@ class Rides:
 
 @pytest.fixture
 async def rides(database: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rides]:
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     monkeypatch.setenv("IDEMCONSUMER_DSN", database)
     async with await psycopg.AsyncConnection.connect(database) as connection:
         await connection.execute("create table payment (id text unique deferrable initially deferred)")

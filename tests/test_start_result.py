@@ -36,7 +36,7 @@ from idemconsumer.rules.values import Record, State
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
-from idemconsumer.stores.migrations import migrate
+from tests.support.servers.postgres import migrated
 from tests.support.waiting import until
 
 
@@ -100,7 +100,7 @@ class Rides:
 
 @pytest.fixture
 async def rides(database: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rides]:
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     monkeypatch.setenv("IDEMCONSUMER_DSN", database)
     async with await psycopg.AsyncConnection.connect(database) as connection:
         await connection.execute("create table ride (rider text)")
@@ -132,6 +132,7 @@ async def few(rides: Rides, monkeypatch: pytest.MonkeyPatch, connections: int) -
     groups = "pg_read_all_data, pg_write_all_data"
     await rides.do(f"create role {role} login password 'few' connection limit {connections} in role {groups}")
     await rides.do(f"grant usage on all sequences in schema idemconsumer to {role}")
+    await rides.do(f"grant execute on all functions in schema idemconsumer to {role}")
     monkeypatch.setenv("IDEMCONSUMER_DSN", make_conninfo(rides.dsn, user=role, password="few"))
     monkeypatch.setenv("IDEMCONSUMER_CONCURRENCY", "4")
     try:

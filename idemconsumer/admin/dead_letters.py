@@ -22,6 +22,7 @@ from idemconsumer.redaction import error_text
 from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import load, misconfigured
+from idemconsumer.stores.hashing import may_hash
 
 _CONNECT_SECONDS = 10
 _PAGE = 500  # letters of one statement
@@ -59,7 +60,8 @@ ALL: Final = Which()
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the list. `arrivals` counts deliveries, the first included; times are the database's. `redriven_at`:
-    when it was redriven, unless it has failed again since."""
+    when it was redriven, unless it has failed again since. `forwarded_at`: when it was sent to where its handler's
+    `dead_letter_to` says, since it was written last."""
 
     id: int
     handler: str
@@ -72,6 +74,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     first_at: datetime
     last_at: datetime
     redriven_at: datetime | None = None
+    forwarded_at: datetime | None = None
 
     @property
     def hint(self) -> str:
@@ -82,6 +85,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 class DeadLetterDetail(DeadLetter, frozen=True, kw_only=True):
     """A dead letter in full, with all that its broker gave.
 
+    `traceback` is that of the exception, None where there was none, or a worker of version 0.0 wrote the letter.
     `key` is the stored digest, None if the message had no key. `body` is the first `max_message_bytes` of a body of
     `body_size` bytes; `body_sha256` is of the whole. `headers` are in their order, repeated ones too. `emptied_at`:
     when all that was dropped, since its handler has a `retain_dead_body`.
@@ -99,6 +103,7 @@ class DeadLetterDetail(DeadLetter, frozen=True, kw_only=True):
     body_size: int
     body_sha256: bytes
     emptied_at: datetime | None = None
+    traceback: str | None = None
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +144,14 @@ class Delayed(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     messages: int
     due_at: datetime
+
+
+class Unforwarded(msgspec.Struct, frozen=True, kw_only=True):
+    """How many letters of a handler are to be forwarded, and how often that was tried at most."""
+
+    handler: str
+    letters: int
+    tries: int
 
 
 class Admin:
@@ -187,6 +200,8 @@ class Admin:
         """Under which the text `key` is stored, in each app and tenant that has a handler of this name."""
         scopes = [keys.parts_of(row["name"]) for row in await self._rows("scopes", {})]
         its = [(app, of, name) for app, of, name in scopes if name == handler and (tenant is None or of == tenant)]
+        if not may_hash(await self._rows("hashing", {}), self._schema):
+            return []
         return [keys.digest(app, of, name, key) for app, of, name in its]
 
     async def count(self, which: Which = ALL) -> tuple[int, int]:
@@ -214,9 +229,27 @@ class Admin:
         """By queue."""
         return [Delayed(**row) for row in await self._rows("delayed", {})]
 
+    async def unforwarded(self, app: str) -> list[Unforwarded]:
+        """By handler."""
+        return [Unforwarded(**row) for row in await self._rows("unforwarded", {"app": app})]
+
     async def _rows(self, name: str, parameters: dict[str, Any], patience: float | None = None) -> list[dict[str, Any]]:
         async with connected(self._dsn, self._schema, patience=patience) as connection:
             return await (await connection.execute(load(self._schema)[name], parameters)).fetchall()
+
+
+async def unknown_handler(dsn: str, schema: str, handler: str) -> str | None:
+    """What to say of a handler's name under which nothing is stored; None if something is, or
+    nothing at all. Raises like `Admin`."""
+    async with connected(dsn, schema) as connection:
+        rows = await (await connection.execute(load(schema)["scopes"])).fetchall()
+    known = sorted({keys.parts_of(row["name"])[2] for row in rows})
+    if handler in known or not known:
+        return None
+    return (
+        f"nothing is stored under a handler {handler!r}, but under {', '.join(known)}; one that was renamed, "
+        "with formerly=, has the first of its former names here"
+    )
 
 
 def key_range(prefix: str) -> tuple[bytes, bytes]:

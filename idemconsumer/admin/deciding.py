@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Final
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final, TypeAlias
 
 import psycopg
 
@@ -12,9 +12,12 @@ from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.errors import Contention, StoreUnavailable
 from idemconsumer.sql.queries import misconfigured
 from idemconsumer.stores.claims import PostgresClaims, transaction
+from idemconsumer.stores.hashing import settle_hashing
 from idemconsumer.stores.pool import Pool
 
 _LONGEST: Final = 30.0  # seconds; it runs no handler, and waits for a lock no longer than any claim does
+
+Begun: TypeAlias = Callable[[], AbstractAsyncContextManager[PostgresClaims]]
 
 
 class Deciding:
@@ -29,19 +32,36 @@ class Deciding:
     async def transaction(self) -> AsyncIterator[PostgresClaims]:
         """One that has begun, and that the caller completes. Raises StoreUnavailable, also while others hold a lock,
         and ConfigurationError when the schema is not migrated."""
-        try:
-            async with self._pools.one() as pool, transaction(pool, group=1) as claims:
-                await claims.begin()
-                yield claims
-        except Contention as error:  # a rival holds a lock: nothing was written, so the decision can be retried
-            raise StoreUnavailable(str(error)) from error
-        except psycopg.Error as error:
-            if (cause := misconfigured(error, self._schema)) is not None:
-                raise cause from error
-            raise
+        async with self.in_a_row() as begun, begun() as claims:
+            yield claims
+
+    @asynccontextmanager
+    async def in_a_row(self) -> AsyncIterator[Begun]:
+        """Several such, one after the other on one connection."""
+        async with self._pools.one() as pool:
+
+            @asynccontextmanager
+            async def begun() -> AsyncIterator[PostgresClaims]:
+                try:
+                    async with transaction(pool, group=1) as claims:
+                        await claims.begin()
+                        yield claims
+                except Contention as error:  # a rival holds a lock: nothing was written, so it can be done again
+                    raise StoreUnavailable(str(error)) from error
+                except psycopg.Error as error:
+                    if (cause := misconfigured(error, self._schema)) is not None:
+                        raise cause from error
+                    raise
+
+            yield begun
 
     async def _pool(self) -> Pool:
         """Of one connection, for one caller at a time."""
         pool = Pool(self._dsn, self._schema, connections=1, longest_run=_LONGEST)
         await pool.open()
+        try:
+            await settle_hashing(pool, self._schema)
+        except BaseException:
+            await pool.close()
+            raise
         return pool

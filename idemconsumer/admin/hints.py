@@ -18,15 +18,14 @@ _HINTS: Final[Mapping[str, str]] = {
     "oversized": "Body and headers are above the limit, and only their beginning is kept. Send a reference instead, or "
     "raise IDEMCONSUMER_MAX_MESSAGE_BYTES.",
     "conflict": "Two payloads arrived under one key; the first one counts. If this is intended, set `fingerprint=`.",
-    "attempts_exhausted": "Every attempt failed. Fix what `error` names, then `dead redrive`; a saga: `sagas resume`.",
-    "not_retryable": "The handler raised an error that `fail_on` makes final. Fix it, then `dead redrive`; a saga: "
-    "`sagas resume`.",
+    "attempts_exhausted": "Every attempt failed. Fix what `error` names, then `dead redrive`.",
+    "not_retryable": "The handler raised an error that is not in its `retry_on`. Fix it, then `dead redrive`.",
     "killed_worker": "Workers died while decoding or running it (memory, a crash in C code). Mend that, then "
     "`dead redrive`. Setting Kafka's offsets back does not run it: that copy is on record.",
     "lost_connection": "Each run ended its own connection: the handler closes it or ends its session, a timeout of the "
     "server does, or a statement crashes it (see its log). Mend that, then `dead redrive`.",
     "contended": "Others held the rows or locks it needs, the whole time. Find them (pg_locks, pg_stat_activity), then "
-    "`dead redrive`; a saga: `sagas resume`.",
+    "`dead redrive`.",
     "saga_changed": "The handler no longer matches the recorded steps. `sagas show` lists them; restore the steps and "
     "`sagas resume`, or continue with the present handler by --accept-version.",
     "unknown_effect": "A call may or may not have had its effect. Look up the step's key there (`sagas show`), then "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
 import msgspec
 
-from idemconsumer.admin.dead_letters import PATIENCE, Admin, DeadLetter, Redrive, connected, key_range
+from idemconsumer.admin.dead_letters import PATIENCE, Admin, DeadLetter, Redrive, connected, key_range, unknown_handler
 from idemconsumer.admin.deciding import Deciding
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.admin.timeline import Event
@@ -20,8 +20,10 @@ from idemconsumer.rules.coming_again import coming_again
 from idemconsumer.rules.values import State
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.claims import PostgresClaims
+from idemconsumer.stores.deliveries import first_bytes
 
 _MOST_FOUND: Final = 5
+_MOST_DELIVERIES: Final = 1_000
 
 
 class KeyLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +43,35 @@ class Attempts(msgspec.Struct, frozen=True, kw_only=True):
     changed_at: datetime
 
 
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that runs `since` then. `lost`: its owner's lease is over, so nobody knows how far it came; the next
+    one with its key and payload takes it over, or `keys release` makes the key new. `again`: it is not the first run.
+    """
+
+    since: datetime
+    owner: str | None
+    lost: bool
+    again: bool
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """What the delivery log has of one delivery: what became of it and when, where it came from, which process had it,
+    and for how many seconds."""
+
+    at: datetime
+    outcome: str
+    place: str
+    worker: str
+    attempt: int
+    seconds: float
+
+
 class KeyDetail(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known of a key. `state` is None where it has no record; `until` is when that may be pruned. `due`:
-    when the stored message of a PENDING key runs, None for at once. `next` says what would happen if its message came
-    again now. `timeline` has all of it, and what its saga did, in order."""
+    when the stored message of a PENDING key runs, None for at once. `created_at`: when it was accepted, where it was;
+    `awaited`: the source from which its message is still to come (H46). `deliveries` are the last thousand that the
+    delivery log has (O22), the newest first. `next` says what would happen if its message came again now. `timeline`
+    has all of it, and what its saga did, in order."""
 
     key: str
     scope: str | None
@@ -53,9 +80,13 @@ class KeyDetail(msgspec.Struct, frozen=True, kw_only=True):
     until: datetime | None
     result: str | None
     due: datetime | None
+    created_at: datetime | None
+    awaited: str | None
     attempts: Attempts | None
+    request: Request | None
     letters: Sequence[DeadLetter]
     redrives: Sequence[Redrive]
+    deliveries: Sequence[Delivery]
     timeline: Sequence[Event]
     next: str
 
@@ -83,7 +114,8 @@ class Keys:
             stored = await self._letters.stored_keys(handler, key, tenant=tenant)
             found = stored if len(stored) == 1 else [each for each in stored if await self._known(each, each)]
         if not found:
-            raise ConfigurationError(f"nothing is known of {what}; `idemconsumer keys list` shows what is")
+            unknown = None if prefix is not None else await unknown_handler(self._dsn, self._schema, handler)
+            raise ConfigurationError(unknown or f"nothing is known of {what}; `idemconsumer keys list` shows what is")
         if len(found) > 1:
             several = ", ".join(each.hex()[:16] for each in found)
             raise ConfigurationError(f"{what} matches several keys: {several}…; write more digits, or --tenant")
@@ -122,14 +154,19 @@ class Keys:
         tried = next(iter(await self._rows("key_attempts", {"key": key})), None)
         letters = [DeadLetter(**row) for row in await self._rows("key_letters", {"key": key})]
         redrives = [Redrive(**row) for row in await self._rows("dead_redrives", {"letter": None, "key": key})]
+        logged = await self._rows("key_deliveries", {"first": first_bytes(key), "limit": _MOST_DELIVERIES})
+        deliveries = [Delivery(**row) for row in logged]
         saga = await self._sagas.look_up(key)
         state = None if record is None else State(record["state"])
         scope = next((row["scope"] for row in (record, tried) if row is not None), None)
         due = await self._due(key, scope) if state is State.PENDING and scope is not None else None
+        created_at, via = (None, None) if record is None else (record["accepted_at"], record["via"])
+        awaited = via if record is not None and record["awaited"] else None
         attempts = None
         if tried is not None:
             attempts = Attempts(count=tried["count"], error=tried["error"], changed_at=tried["changed_at"])
         newest = max((letter.id for letter in letters if letter.redriven_at is None), default=None)
+        request = _request(record)
         over, compared = (record["over"], record["compared"]) if record is not None else (False, False)
         result = None if record is None or record["result"] is None else record["result"]
         return KeyDetail(
@@ -140,11 +177,31 @@ class Keys:
             until=None if record is None or state not in (State.COMPLETED, State.FAILED) else record["until"],
             result=None if result is None else result.decode("utf-8", "backslashreplace"),
             due=due,
+            created_at=created_at,
+            awaited=awaited,
             attempts=attempts,
+            request=request,
             letters=letters,
             redrives=redrives,
-            timeline=_timeline([] if saga is None else saga.timeline, attempts, letters, redrives, due),
-            next=coming_again(state, compared=compared, over=over, letter=newest),
+            deliveries=deliveries,
+            timeline=_timeline(
+                [] if saga is None else saga.timeline,
+                deliveries,
+                attempts,
+                letters,
+                redrives,
+                due,
+                request,
+                None if created_at is None else Event(at=created_at, what="accepted", detail=via),
+            ),
+            next=coming_again(
+                state,
+                compared=compared,
+                over=over,
+                letter=newest,
+                lost=None if request is None else request.lost,
+                awaited=awaited,
+            ),
         )
 
     async def forget(self, key: bytes, *, record: bool = False) -> int:
@@ -152,7 +209,8 @@ class Keys:
         (O8). Returns how many letters that were.
 
         The record itself stays, a hash and a state, so its message still does not run again; `record` removes that as
-        well, and the message is new. Letters without a key are not found by one.
+        well, and the message is new. Letters without a key are not found by one. The delivery log is searched last, and
+        without the key's lock: repeat this if it is interrupted there, or if its message comes again meanwhile.
         """
         async with self._deciding.transaction() as claims:
             state = await self._decided(claims, key, "forgotten")
@@ -160,13 +218,16 @@ class Keys:
             if record and state is not None:
                 await claims.send("delete_record", {"key": key})
             await claims.complete([], [])
-            return int(letters)
+        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection, connection.transaction():
+            await connection.execute(self._queries["forget_deliveries"], {"first": first_bytes(key)})
+        return int(letters)
 
     async def release(self, key: bytes, *, by: str) -> None:
-        """Let its message run when it comes again: for a key that is DEAD, or FAILED. Its letters are closed."""
+        """Let its message run when it comes again: for a key that is DEAD, or FAILED, or of a request whose owner was
+        lost (H24), or that waits for a message from its handler's own broker (H46). Its letters are closed."""
         async with self._deciding.transaction() as claims:
             state = await self._decided(claims, key, "released", steps=False)
-            if state not in (State.DEAD, State.FAILED):
+            if state not in (State.DEAD, State.FAILED, State.PROCESSING, State.PENDING):
                 found = "has no record" if state is None else "is COMPLETED, and would be applied twice"
                 raise ConfigurationError(f"key {key.hex()[:12]} is not released: it {found}")
             await claims.send("release_key", {"key": key, "by": by})
@@ -175,13 +236,18 @@ class Keys:
     async def _decided(self, claims: PostgresClaims, key: bytes, what: str, *, steps: bool = True) -> State | None:
         """The state of a key that nobody has in hand, which is locked as a claim locks it (J1)."""
         await claims.send("lock_key", {"key": key})
-        ((number, runs, stepped),) = await claims.send("decided_key", {"key": key})
+        await claims.send("lock_request", {"key": key})
+        ((number, runs, stepped, requested, awaited),) = await claims.send("decided_key", {"key": key})
         state = None if number is None else State(number)
+        if requested:
+            raise ConfigurationError(
+                f"key {key.hex()[:12]} is not {what}: its request runs; repeat this when it is over"
+            )
         if runs or (stepped and not steps):
             raise ConfigurationError(
                 f"key {key.hex()[:12]} is not {what}: it is a saga's; `idemconsumer sagas` decides about it"
             )
-        if state is State.PENDING:
+        if state is State.PENDING and (steps or not awaited):
             raise ConfigurationError(
                 f"key {key.hex()[:12]} is not {what}: its message is stored, and runs once more; repeat this then"
             )
@@ -201,14 +267,31 @@ class Keys:
             return await (await connection.execute(self._queries[name], given)).fetchall()
 
 
+def _request(record: Mapping[str, Any] | None) -> Request | None:
+    if record is None or record["request_since"] is None:
+        return None
+    of = {name: record[f"request_{name}"] for name in ("since", "owner", "lost", "again")}
+    return Request(**of)
+
+
 def _timeline(
     saga: Sequence[Event],
+    deliveries: Sequence[Delivery],
     attempts: Attempts | None,
     letters: Sequence[DeadLetter],
     redrives: Sequence[Redrive],
     due: datetime | None,
+    request: Request | None,
+    accepted: Event | None,
 ) -> Sequence[Event]:
-    events = [*saga]
+    events = [*saga, *([] if accepted is None else [accepted])]
+    if request is not None:
+        detail = "its owner was lost" if request.lost else "it runs"
+        events.append(Event(at=request.since, what="request", owner=request.owner, detail=detail))
+    for delivery in deliveries:
+        detail = f"from {delivery.place}, {delivery.seconds:.3g} s after it arrived"
+        events.append(Event(at=delivery.at, what=f"delivery {delivery.outcome}", owner=delivery.worker,
+                            attempt=delivery.attempt, detail=detail))  # fmt: skip
     if attempts is not None:
         detail = attempts.error or "begun, or delivered again"
         events.append(Event(at=attempts.changed_at, what="tried", attempt=attempts.count, detail=detail))

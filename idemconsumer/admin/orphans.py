@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import msgspec
@@ -31,9 +31,12 @@ class Orphans(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-async def find_orphans(dsn: str, schema: str, app: str, sagas: Mapping[str, str | None]) -> list[Orphans]:
-    """`sagas`: the versions of all handlers of sagas that `app` has, by name. Raises StoreUnavailable, and
-    ConfigurationError when the schema is not migrated."""
+Sagas: TypeAlias = Mapping[tuple[str, str], str | None]
+
+
+async def find_orphans(dsn: str, schema: str, app: str, sagas: Sagas) -> list[Orphans]:
+    """`sagas`: the versions of all handlers of sagas that `app` has, by app and handler of all their names (L69).
+    Raises StoreUnavailable, and ConfigurationError when the schema is not migrated."""
     queries = load(schema)
     async with connected(dsn, schema) as connection:
         groups = await (await connection.execute(queries["waiting_sagas"])).fetchall()
@@ -47,9 +50,7 @@ async def find_orphans(dsn: str, schema: str, app: str, sagas: Mapping[str, str 
     return orphans(waiting, [row["runs"] for row in alive], app, sagas)
 
 
-def orphans(
-    waiting: Iterable[Waiting], alive: Sequence[list[Any] | None], app: str, sagas: Mapping[str, str | None]
-) -> list[Orphans]:
+def orphans(waiting: Iterable[Waiting], alive: Sequence[list[Any] | None], app: str, sagas: Sagas) -> list[Orphans]:
     """`alive`: what each live worker runs; None for one of an earlier version of idemconsumer, which may run any."""
     found = []
     for group in waiting:
@@ -64,25 +65,31 @@ def _runs(found: Any, group: Waiting) -> bool:
     return bool(found == its if group.begun else {**found, "version": None} == its)
 
 
-def _problem(group: Waiting, app: str, sagas: Mapping[str, str | None], *, served: bool) -> str | None:
+def _problem(group: Waiting, app: str, sagas: Sagas, *, served: bool) -> str | None:
+    known = (group.app, group.handler) in sagas
+    former = group.handler if group.app == app else f"{group.app}/{group.handler}"
+    renamed = f'if it was renamed, write formerly="{former}" on the handler that it is now'
     if not group.begun:
-        if served or (group.app == app and group.handler in sagas):
+        if served or known:
             return None
         return (
             f"{group.sagas} sagas of app {group.app!r} that others have started wait to begin, and no worker runs it; "
-            "bring it back, since what has not begun cannot be moved"
+            f"{renamed}, or bring it back, since what has not begun cannot be moved"
         )
     move = f"`idemconsumer sagas move {group.app}/{group.handler} APP/HANDLER` gives them to another handler"
-    if group.app == app and group.handler not in sagas:
+    if group.app == app and not known:
         return (
-            f"{group.sagas} sagas wait for it, and app {app!r} has no such handler of sagas; bring it back, or {move}, "
-            "or `idemconsumer sagas abandon` ends them one by one"
+            f"{group.sagas} sagas wait for it, and app {app!r} has no such handler of sagas; {renamed}, or bring it "
+            f"back, or {move}, or `idemconsumer sagas abandon` ends them one by one"
         )
     if served or group.version == ANY_VERSION:
         return None
-    if group.app != app:
-        return f"{group.sagas} sagas of app {group.app!r} wait for it, and no worker runs it; start one, or {move}"
-    if group.version == sagas[group.handler]:
+    if not known:
+        return (
+            f"{group.sagas} sagas of app {group.app!r} wait for it, and no worker runs it; start one, or {renamed}, or "
+            f"{move}"
+        )
+    if group.version == sagas[group.app, group.handler]:
         return None
     return (
         f"{group.sagas} sagas began with version {group.version!r}, which no worker runs; start one, or they are put "

@@ -1,7 +1,8 @@
-"""Dead letters are run once more (O1 to O4).
+"""Dead letters are run once more (O1 to O4, O24).
 
 A redrive is a *ticket*: the letter's message, in the queue of its handler that also brings what is tried again later.
-Its DEAD record waits for it as a PENDING one does for its next attempt (D19), so the claim lets it through once.
+Its DEAD record waits for it as a PENDING one does for its next attempt (D19), so the claim lets it through once. A
+letter of a saga that waits for a person gives no ticket: the saga has its message and its steps, and is due.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from idemconsumer.sql.queries import load
 _TOGETHER: Final = 100  # letters of one transaction
 _LOOKS: Final = 5.0  # in a second, where there is a rate
 
+_REDRIVEN: Final = (Redriven.REDRIVES, Redriven.RESUMES)
+
 Progress = Callable[[int], None]
 
 
@@ -38,7 +41,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def redriven(self) -> int:
-        return self.counts.get(Redriven.REDRIVES, 0)
+        """Messages that wait in the queue, and sagas that go on."""
+        return sum(self.counts.get(each, 0) for each in _REDRIVEN)
 
 
 class Redrives:
@@ -59,7 +63,8 @@ class Redrives:
         dry_run: bool = False,
         progress: Progress = lambda _: None,
     ) -> Run:
-        """Run the messages of these letters once more, oldest first, with all their attempts again.
+        """Run the messages of these letters once more, oldest first, with all their attempts again. Sagas go on where
+        they stopped, as by `SagaAdmin.resume`.
 
         A letter is redriven once by all calls with the same `run`, so one that was killed goes on where it was. `rate`:
         letters in a second at most. `progress` is called with how many more were looked at. A letter that comes in
@@ -78,21 +83,21 @@ class Redrives:
                 async with connection.transaction():
                     found = [await self._redrive(connection, row, run, by, dry_run=dry_run) for row in page]
                 counts.update(found)
-                after, done = page[-1]["id"], done + found.count(Redriven.REDRIVES)
+                after, done = page[-1]["id"], done + sum(map(found.count, _REDRIVEN))
                 progress(len(page))
                 if rate is not None and not dry_run:
                     await asyncio.sleep(max(0.0, began + done / rate - time.monotonic()))
 
     async def _redrive(self, connection: Any, row: Mapping[str, Any], run: str, by: str, *, dry_run: bool) -> Redriven:
-        if not redrivable(row["reason"], row["error"], row["kept"], row["body_size"]):
-            return Redriven.INCOMPLETE
-        if row["of_saga"]:
-            return Redriven.SAGA
+        statement, given = "redrive_saga", {"letter": row["id"], "run": run, "by": by}
+        if row["parked"] is None:
+            if not redrivable(row["reason"], row["error"], row["kept"], row["body_size"]):
+                return Redriven.INCOMPLETE
+            queue, headers = ticket(row)
+            statement, given = "redrive_letter", given | {"queue": queue, "headers": headers}
         if dry_run:
-            return Redriven.REDRIVES
-        queue, headers = ticket(row)
-        given = {"letter": row["id"], "queue": queue, "headers": headers, "run": run, "by": by}
-        cursor = await connection.execute(self._queries["redrive_letter"], given)
+            return {None: Redriven.REDRIVES, True: Redriven.RESUMES}.get(row["parked"], Redriven.DECIDED)
+        cursor = await connection.execute(self._queries[statement], given)
         ((verdict,),) = [tuple(each.values()) for each in await cursor.fetchall()]
         return Redriven(verdict)
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import psycopg
 
 from idemconsumer.admin.cancellations import Cancellation, request_cancel
-from idemconsumer.admin.dead_letters import connected, readers
+from idemconsumer.admin.dead_letters import connected, readers, unknown_handler
 from idemconsumer.admin.deciding import Deciding
 from idemconsumer.admin.decisions import decide
 from idemconsumer.admin.saga_views import SagaDetail, SagaLine, detail
@@ -26,6 +26,7 @@ from idemconsumer.rules.saga import ANY_VERSION
 from idemconsumer.rules.values import Signalled, State
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.claims import PostgresClaims
+from idemconsumer.stores.hashing import may_hash
 from idemconsumer.stores.signals import Signal
 
 ABANDONED: Final = "abandoned"  # the rejection's code
@@ -74,7 +75,10 @@ class SagaAdmin:
                 found = await self._by_text(connection, handler, key)
                 what = f"handler {handler!r} and this key"
         if not found:
-            raise ConfigurationError(f"there is no record for {what}; `idemconsumer sagas list` shows what runs")
+            unknown = None if handler is None else await unknown_handler(self._dsn, self._schema, handler)
+            raise ConfigurationError(
+                unknown or f"there is no record for {what}; `idemconsumer sagas list` shows what runs"
+            )
         if len(found) > 1:
             several = ", ".join(each.hex()[:16] for each in found)
             raise ConfigurationError(f"{what} matches several records: {several}…; write more digits")
@@ -84,6 +88,11 @@ class SagaAdmin:
         if (found := await self.look_up(key)) is None:
             raise ConfigurationError(f"there is no record {key.hex()[:12]}")
         return found
+
+    async def recorded(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those that have a record."""
+        async with connected(self._dsn, self._schema, self._readers) as connection:
+            return {row["key"] for row in await self._rows(connection, "read", {"keys": list(keys)})}
 
     async def look_up(self, key: bytes) -> SagaDetail | None:
         """None: there is no record."""
@@ -122,6 +131,8 @@ class SagaAdmin:
 
     async def _by_text(self, connection: _Connection, handler: str, key: str) -> list[bytes]:
         scopes = [keys.parts_of(row["name"]) for row in await self._rows(connection, "scopes", {})]
+        if not may_hash(await self._rows(connection, "hashing", {}), self._schema):
+            return []
         digests = [keys.digest(app, tenant, name, key) for app, tenant, name in scopes if name == handler]
         return [row["key"] for row in await self._rows(connection, "read", {"keys": digests})]
 

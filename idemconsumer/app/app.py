@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import product
 from typing import Any, ParamSpec, TypeVar, Unpack
 
-from idemconsumer.app.enqueuing import enqueue_in
+from msgspec.structs import replace
+
+from idemconsumer.app.accepting import Accepting
+from idemconsumer.app.enqueuing import enqueue_in, store_in
+from idemconsumer.app.following import tracing_of
 from idemconsumer.app.inline import InlineRunner
+from idemconsumer.app.pausing import Pausing
 from idemconsumer.app.sagas import AppStarter, SagaCalls
 from idemconsumer.brokers.connecting import check_delay, connect
 from idemconsumer.brokers.connecting import destination as parse_destination
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.decorator import Decorate, Handler, asks_for_key, idempotent_handler
 from idemconsumer.handlers.durations import parse_duration
-from idemconsumer.handlers.handler import BoundHandler, given_key
+from idemconsumer.handlers.handler import BoundHandler, HandlerPlan, given_key
 from idemconsumer.handlers.options import Options, UnnamedOptions
 from idemconsumer.handlers.signalling import signalling
 from idemconsumer.handlers.signature import not_injectable
+from idemconsumer.hashing import HASHING
 from idemconsumer.message import codecs
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
@@ -26,9 +33,11 @@ from idemconsumer.message.sources import consumes
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.handler import Duration, Tx
 from idemconsumer.ports.observer import Observer
+from idemconsumer.process.child import WORKER
 from idemconsumer.rules.schedules import CatchUp, Schedule, checked_schedule
 from idemconsumer.rules.values import Outcome
 from idemconsumer.settings import Settings, load
+from idemconsumer.sql.connecting import named
 from idemconsumer.user_code.resources import Resource, Resources, read_resource
 from idemconsumer.worker.worker import Worker
 
@@ -37,12 +46,12 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class App(SagaCalls):
+class App(SagaCalls, Accepting, Pausing):
     """Collects handlers, and makes the workers that run them.
 
     The name is part of every stored key and, unless `consumer_group=` says otherwise, the Kafka consumer group. So
-    renaming an app makes every message new. `publishes` names destinations for `idemconsumer check` to look at; it
-    allows and forbids nothing. ConfigurationError for one that cannot be.
+    renaming an app makes every message new for handlers without `formerly=`. `publishes` names destinations for
+    `idemconsumer check` to look at; it allows and forbids nothing. ConfigurationError for one that cannot be.
     """
 
     def __init__(self, name: str, *, publishes: Sequence[str] = ()) -> None:
@@ -78,10 +87,16 @@ class App(SagaCalls):
         return self._publishes
 
     @property
-    def sagas(self) -> dict[str, str | None]:
-        """The versions of its handlers of sagas, by name."""
-        plans = [handler.plan for handler in self._handlers.values()]
-        return {plan.name: plan.options.version for plan in plans if plan.signature.needs_saga}
+    def settings(self) -> Settings:
+        """Those of this process: its worker's, or else what the environment says. ConfigurationError for what is
+        wrong there."""
+        return self._configured()
+
+    @property
+    def sagas(self) -> dict[tuple[str, str], str | None]:
+        """The versions of its handlers of sagas, by app and handler of all names that they are stored under."""
+        plans = [handler.plan for handler in self._handlers.values() if handler.plan.signature.needs_saga]
+        return {name: plan.options.version for plan in plans for name in plan.names(self.name)}
 
     @asks_for_key
     def idempotent_handler(self, source: str, *sources: str, key: KeySpec, **options: Unpack[Options]) -> Decorate:
@@ -130,8 +145,8 @@ class App(SagaCalls):
         return included
 
     def include(self, *handlers: Handler[..., Any]) -> None:
-        """Add decorated functions. ConfigurationError for a second one with the same name, or the same source unless
-        that is a Kafka topic and their `consumer_group` differs."""
+        """Add decorated functions. ConfigurationError for a second one with the same name, present or former, or the
+        same source unless that is a Kafka topic and their `consumer_group` differs."""
         for handler in handlers:
             given: object = handler
             if not isinstance(given, Handler):
@@ -145,6 +160,7 @@ class App(SagaCalls):
                     'give one of them another name with name="…"'
                 )
             for other in self._handlers.values():
+                self._check_names(handler.plan, other.plan)
                 if common := self._common(handler, other):
                     instead = "use one handler, or two apps"
                     if common.startswith("kafka:"):
@@ -155,9 +171,19 @@ class App(SagaCalls):
                     )
             self._handlers[handler.name] = handler
 
+    def _check_names(self, plan: HandlerPlan, other: HandlerPlan) -> None:
+        """L68. What is stored under a name is one handler's."""
+        theirs = set(other.names(self.name))
+        if (shared := next((name for name in plan.names(self.name) if name in theirs), None)) is not None:
+            raise ConfigurationError(
+                f"app {self.name!r}: {str(shared)!r} is a name of {other.name!r} and of {plan.name!r}, now or "
+                "formerly, so their keys would be the same; write formerly= on one of them only, and give a new "
+                "handler a name that none had before"
+            )
+
     def _common(self, handler: Handler[..., Any], other: Handler[..., Any]) -> str | None:
         """A source that both consume, of which each message would reach one of them."""
-        groups = {each.plan.options.consumer_group or self.name for each in (handler, other)}
+        groups = {each.plan.consumer_group(self.name) for each in (handler, other)}
         pairs = product(handler.plan.sources, other.plan.sources)
         common = [min(one, two) for one, two in pairs if consumes(one, two) or consumes(two, one)]
         return min((source for source in common if len(groups) == 1 or not source.startswith("kafka:")), default=None)
@@ -184,7 +210,9 @@ class App(SagaCalls):
                     f"app {self.name!r}: @app.every is not above a saga of this app; write it above "
                     "@app.idempotent_handler(…) of a function that takes Saga"
                 )
-            schedule = checked_schedule(Schedule(name or handler.name, expression, timezone, catch_up, handler.name))
+            # Its slots are keys, and are known by the schedule's name.
+            default = handler.plan.names(self.name)[0].handler
+            schedule = checked_schedule(Schedule(name or default, expression, timezone, catch_up, handler.name))
             if any(each.name == schedule.name for each in self._schedules):
                 raise ConfigurationError(
                     f"app {self.name!r}: two schedules are named {schedule.name!r}, so their slots would have the same "
@@ -234,13 +262,18 @@ class App(SagaCalls):
 
     def worker(self, settings: Settings, observer: Observer | None = None) -> Worker:
         """A worker for this process; `await worker.run()`. What `publish` and `start` need is in its settings too."""
+        HASHING.obey(settings.key_secrets)
+        settings = _named(settings, self.name, os.environ.get(WORKER, "0"))
         resources = Resources(list(self._resources.values()))
         handlers = self.bound_handlers(settings, resources)
         if not handlers:
             raise ConfigurationError(f"app {self.name!r} has no handlers; use @app.idempotent_handler(…)")
         self._settings = settings
-        schedules = self.schedules(handlers)
-        return Worker(handlers, settings, observer, resources, sagas=self.sagas, schedules=schedules)
+        schedules, tracing = self.schedules(handlers), tracing_of(settings)
+        return Worker(
+            handlers, settings, observer, resources,
+            sagas=self.sagas, schedules=schedules, tracing=tracing, publishes=self._publishes,
+        )  # fmt: skip
 
     async def process(self, message: Message, *, handler: Handler[..., Any] | None = None) -> Outcome:
         """Run one message through the same engine, for those who own their consumer loop.
@@ -276,7 +309,8 @@ class App(SagaCalls):
             )
         seconds, key = parse_duration(wait), given_key(key)
         inline = await self._running()
-        return await inline.result(self.name, handler.name, tenant, key, seconds)
+        name = await self._name_of(handler, tenant, key, inline.recorded)
+        return await inline.result(name.digest(tenant, key), seconds)
 
     def _handler_of(self, source: str) -> Handler[..., Any]:
         handlers = self._handlers.values()
@@ -306,13 +340,14 @@ class App(SagaCalls):
             if self._inline is None:
                 plans = [handler.plan for handler in self._handlers.values()]
                 self._open_resources, self._bound = Resources(list(self._resources.values())), {}
-                self._inline = await InlineRunner.open(self._configured(), plans, self._open_resources)
+                settings = self._configured()
+                self._inline = await InlineRunner.open(settings, plans, self._open_resources, tracing_of(settings))
             return self._inline
 
     def _configured(self) -> Settings:
         """The settings of this process's worker; without one those of the environment, which is read once."""
         if self._settings is None:
-            self._settings = load()
+            self._settings = _named(load(), self.name)
         return self._settings
 
     def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler:
@@ -320,9 +355,12 @@ class App(SagaCalls):
             if wanted not in self._resources:
                 known = ", ".join(each.__name__ for each in self._resources) or "no resources so far"
                 raise not_injectable(handler.name, parameter, wanted, f"the resources of app {self.name!r}: {known}")
-        limit = settings.max_message_bytes
         return handler.plan.bind(
-            self.name, max_message_bytes=limit, resources=resources.values, starter=AppStarter(self)
+            self.name,
+            max_message_bytes=settings.max_message_bytes,
+            resources=resources.values,
+            starter=AppStarter(self),
+            delivery_log=_delivery_log(settings),
         )
 
     async def publish(
@@ -337,22 +375,30 @@ class App(SagaCalls):
     ) -> None:
         """Publish to `scheme:name`, or `rabbitmq:exchange/routing.key`; returns when the broker has confirmed.
 
-        With `tx` (Postgres queue only) the message is enqueued in that transaction: it exists if and only if the
-        transaction commits. `key` is the message id (Kafka: the record key). bytes go out as they are, anything else
-        as JSON. With `delay` it arrives that much later at the earliest, from a Postgres queue or, up to 15 minutes,
-        from a standard queue of SQS. ConfigurationError where its broker cannot do that.
+        With `tx` the message is stored in that transaction: it exists if and only if the transaction commits. From a
+        Postgres queue it is taken; to another broker a worker relays it then, at least once and each time with the same
+        message id, in order with others of its key. `key` is the message id (Kafka: the record key). bytes go out as
+        they are, anything else as JSON. With `delay` it arrives that much later at the earliest; without `tx` only from
+        a Postgres queue or, up to 15 minutes, from a standard queue of SQS. ConfigurationError where its broker cannot
+        do that.
+
+        With `tracing` on, headers are added that carry the current trace on, unless there are such among `headers`.
         """
         scheme, name = parse_destination(destination)
-        check_delay(scheme, name, seconds := parse_duration(delay))
+        seconds = parse_duration(delay)
+        if tx is None:
+            check_delay(scheme, name, seconds)
         encoded = codecs.encode(payload, "payload", "give")
-        message = Outgoing(b"null" if encoded is None else encoded.body, dict(headers or {}), key, seconds)
         settings = self._configured()
+        sent = tracing_of(settings).carried(headers or {})
+        message = Outgoing(b"null" if encoded is None else encoded.body, sent, key, seconds)
         if tx is not None:
-            if scheme != "postgres":
-                raise ConfigurationError(
-                    f"publish to {destination!r} with tx=: only a postgres: queue can share the handler's transaction"
-                )
-            await enqueue_in(tx, settings.schema, name, message)
+            if scheme == "memory":
+                raise ConfigurationError(f"publish to {destination!r} with tx=: what is in memory is in no transaction")
+            if scheme == "postgres":
+                await enqueue_in(tx, settings.schema, name, message)
+            else:
+                await store_in(tx, settings.schema, destination, message)
             return
         await self._broker(scheme, settings).publish(name, [message])
 
@@ -370,3 +416,17 @@ class App(SagaCalls):
         inline, self._inline = self._inline, None
         if inline is not None:
             await inline.close()
+
+
+def _delivery_log(settings: Settings) -> float:
+    """For how many seconds deliveries are logged where their handler does not say. Raises ConfigurationError."""
+    try:
+        return 0.0 if settings.delivery_log is None else parse_duration(settings.delivery_log)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"settings: `delivery_log`: {error}") from None
+
+
+def _named(settings: Settings, app: str, worker: str | None = None) -> Settings:
+    """With addresses whose connections say what they are of."""
+    addresses = {name: getattr(settings, name) for name in ("dsn", "listen_dsn")}
+    return replace(settings, **{name: named(dsn, app, worker) for name, dsn in addresses.items() if dsn is not None})

@@ -1,4 +1,4 @@
-"""Messages to the Postgres queue in a transaction of the caller's (P6)."""
+"""Messages that are published in a transaction of the caller's: into a Postgres queue (P6), or the outbox (X1)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 from psycopg import AsyncConnection
 
 from idemconsumer.brokers.postgres import enqueue, enqueuing
+from idemconsumer.message.headers import encode_headers
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.handler import Tx
+from idemconsumer.sql.connecting import OwnCursor
+from idemconsumer.sql.queries import load
 from idemconsumer.stores.tx import PostgresTx, connection_of
 
 
@@ -17,3 +20,17 @@ async def enqueue_in(tx: Tx | AsyncConnection[Any], schema: str, queue: str, mes
     query, params = enqueuing(schema, queue, message)
     if not isinstance(tx, PostgresTx) or not await tx.send_along(query.decode(), params):
         await enqueue(connection_of(tx), schema, queue, [message])
+
+
+async def store_in(tx: Tx | AsyncConnection[Any], schema: str, destination: str, message: Outgoing) -> None:
+    """For a relay, which sends it once the transaction has committed. As `enqueue_in`."""
+    query = load(schema)["store_outgoing"]
+    params = {
+        "destination": destination,
+        "body": message.body,
+        "key": message.key,
+        "headers": encode_headers(message.headers).decode(),
+        "delay": message.delay,
+    }
+    if not isinstance(tx, PostgresTx) or not await tx.send_along(query.decode(), params):
+        await OwnCursor(connection_of(tx)).execute(query, params)

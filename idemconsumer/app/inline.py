@@ -11,13 +11,16 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
-from idemconsumer.message import keys
 from idemconsumer.message.message import Message
 from idemconsumer.ports.leases import Runs
 from idemconsumer.ports.observer import NullObserver
+from idemconsumer.ports.store import Claim
+from idemconsumer.ports.tracing import Tracing
+from idemconsumer.redaction import SHOWN
 from idemconsumer.rules.values import Outcome, OutcomeKind, Record, Signalled, State
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.settings import Settings
+from idemconsumer.stores.accepting import Acceptance, Standing, accept, look_up, scope_id
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.signals import Signal
 from idemconsumer.user_code.resources import Resources
@@ -30,13 +33,20 @@ class InlineRunner:
     """Opened by the first call that needs it. A lease and the resources are opened only for what needs them."""
 
     def __init__(
-        self, settings: Settings, dsn: str, store: PostgresStore, leased: Sequence[HandlerPlan], resources: Resources
+        self,
+        settings: Settings,
+        dsn: str,
+        store: PostgresStore,
+        leased: Sequence[HandlerPlan],
+        resources: Resources,
+        tracing: Tracing,
     ) -> None:
         self.settings = settings
+        SHOWN.obey(text=settings.log_error_text, detail=settings.error_detail)
         self._leased = leased
         self._dsn = dsn
         self._store = store
-        self._engine = Engine(store)
+        self._engine = Engine(store, tracing=tracing)
         self._results = Results(store.peek)
         self._resources = resources
         self._opening = asyncio.Lock()
@@ -45,7 +55,9 @@ class InlineRunner:
         self._attempts: dict[bytes, int] = {}
 
     @classmethod
-    async def open(cls, settings: Settings, plans: Sequence[HandlerPlan], resources: Resources) -> InlineRunner:
+    async def open(
+        cls, settings: Settings, plans: Sequence[HandlerPlan], resources: Resources, tracing: Tracing
+    ) -> InlineRunner:
         """Raises ConfigurationError or StoreUnavailable."""
         if settings.dsn is None:
             raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN")
@@ -57,12 +69,14 @@ class InlineRunner:
             require_standby=settings.require_synchronous_standby,
         )
         leased = [plan for plan in plans if plan.signature.needs_saga]
-        return cls(settings, settings.dsn, store, leased, resources)
+        return cls(settings, settings.dsn, store, leased, resources, tracing)
 
     async def close(self) -> None:
         await self._results.close()
         if self._saga_lease is not None:
             await self._saga_lease.close()
+        self._engine.endings.telling.close()
+        await self._engine.deliveries.close()
         await self._store.close()
         await self._resources.close()
 
@@ -100,13 +114,29 @@ class InlineRunner:
                 await self._resources.open()
                 self._resourceful = True
 
-    async def result(self, app: str, handler: str, tenant: str | None, key: str, wait: float) -> Outcome:
+    async def recorded(self, digests: Sequence[bytes]) -> set[bytes]:
+        """Those that have a record."""
+        records = await self._store.peek(digests)
+        return {digest for digest, record in zip(digests, records, strict=True) if record is not None}
+
+    async def result(self, digest: bytes, wait: float) -> Outcome:
         """What the key's record says, once it is final or the time is over."""
-        digest = keys.digest(app, tenant, handler, key)
         record = await self._results.over(digest, wait) if wait else None
         if record is None:
             (record,) = await self._store.peek([digest])
         return _outcome(record)
+
+    async def accept(self, acceptance: Acceptance) -> Record | None:
+        """See `stores.accepting`."""
+        return await accept(self._store.pool, acceptance)
+
+    async def scope_id(self, claim: Claim) -> int:
+        """That of its scope, which is committed."""
+        return await scope_id(self._store.pool, claim)
+
+    async def standing(self, digest: bytes) -> Standing | None:
+        """What is on record of a key."""
+        return await look_up(self._store.pool, digest)
 
     async def signal(self, signal: Signal) -> Signalled:
         ((answer,),) = await self._store.pool.alone("send_signal", signal.params)
@@ -115,7 +145,6 @@ class InlineRunner:
     async def _open_saga_lease(self, handler: BoundHandler) -> SagaLease:
         async with self._opening:
             if self._saga_lease is None:
-                versions = {plan.name: plan.options.version for plan in self._leased}
                 leased = [*(plan.options for plan in self._leased), handler.options]  # which may not be included
                 self._saga_lease = await SagaLease.open(
                     self._dsn,
@@ -125,7 +154,9 @@ class InlineRunner:
                     connections=self.settings.concurrency,
                     lease=min(each.lease for each in leased),
                     longest_run=max(each.timeout for each in leased),
-                    runs=[Runs(handler.app, name, version) for name, version in versions.items()],
+                    runs=[
+                        Runs(*name, plan.options.version) for plan in self._leased for name in plan.names(handler.app)
+                    ],
                     require_standby=self.settings.require_synchronous_standby,
                 )
             return self._saga_lease
@@ -149,4 +180,6 @@ def _outcome(record: Record | None) -> Outcome:
         result=record.result.body,
         content_type=record.result.content_type,
         state=record.state,
+        status=record.result.status,
+        headers=record.result.headers,
     )

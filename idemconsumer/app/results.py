@@ -8,11 +8,10 @@ from contextlib import suppress
 from typing import Final
 
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.rules.values import Record, State
+from idemconsumer.rules.values import ENDED, Record
 
 _FIRST: Final = 0.05  # seconds between two looks, doubling while no caller arrives and no record ends
 _LAST: Final = 1.0
-_OVER: Final = (State.COMPLETED, State.FAILED, State.DEAD)
 
 
 class Results:
@@ -61,7 +60,7 @@ class Results:
         records: list[Record | None] = []
         with suppress(StoreUnavailable):
             records = await self._peek(keys)
-        ended = [(key, r) for key, r in zip(keys, records, strict=False) if r is not None and r.state in _OVER]
+        ended = [(key, r) for key, r in zip(keys, records, strict=False) if r is not None and r.state in ENDED]
         for key, record in ended:
             for future in self._waiting.pop(key, ()):
                 if not future.done():

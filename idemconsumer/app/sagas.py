@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, TypeVar
+from functools import partial
+from typing import Any, Concatenate, TypeAlias, TypeVar
 
 from psycopg import AsyncConnection
 
@@ -12,20 +14,23 @@ from idemconsumer.admin.cancellations import Cancellation
 from idemconsumer.admin.saga_status import SagaStatus, status
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.app.enqueuing import enqueue_in
+from idemconsumer.app.following import tracing_of
 from idemconsumer.app.inline import InlineRunner
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import TENANT, BoundHandler, given_key
-from idemconsumer.message import codecs, keys
+from idemconsumer.message import codecs
+from idemconsumer.message.names import StoredName
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.handler import Done, NotDone, Tx
 from idemconsumer.rules.values import Signalled
 from idemconsumer.settings import Settings
-from idemconsumer.stores.signals import Signal, send
+from idemconsumer.stores.signals import Signal, recorded, send
 from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resources
 
 T = TypeVar("T")
+Recorded: TypeAlias = Callable[[Sequence[bytes]], Awaitable[set[bytes]]]  # those of these keys that have a record
 
 
 class SagaCalls(ABC):
@@ -76,7 +81,8 @@ class SagaCalls(ABC):
         settings = self._configured()
         bound = self._bind(handler, settings, Resources(()))
         message = bound.from_code(payload, key=key, tenant=tenant).arrived
-        outgoing = Outgoing(message.body, {} if tenant is None else {TENANT: tenant}, message.message_id)
+        sent = tracing_of(settings).carried({} if tenant is None else {TENANT: tenant})
+        outgoing = Outgoing(message.body, sent, message.message_id)
         queue = bound.own_source.partition(":")[2]
         if tx is not None:
             await enqueue_in(tx, settings.schema, queue, outgoing)
@@ -90,7 +96,7 @@ class SagaCalls(ABC):
         For people and for tests: no promise that it is still so when this returns.
         Raises StoreUnavailable, BadMessage for an invalid key, and ConfigurationError when it is no saga of this app.
         """
-        admin, digest = self._saga_of(handler, tenant, key, "ask for its result")
+        admin, digest = await self._saga_of(handler, tenant, key, "ask for its result")
         detail = await admin.look_up(digest)
         return None if detail is None else status(detail)
 
@@ -113,12 +119,17 @@ class SagaCalls(ABC):
         ConfigurationError for an invalid name, or when it is not a saga of this app.
         """
         self._check_saga(handler, "signal")
-        digest = keys.digest(self.name, tenant, handler.name, given_key(key))
-        scope = keys.scope_name(self.name, tenant, handler.name)
-        signal = Signal(digest, scope, name, codecs.encode(payload, "payload", "give"))
+        key, encoded = given_key(key), codecs.encode(payload, "payload", "give")
+
+        def signal(to: StoredName) -> Signal:
+            return Signal(to.digest(tenant, key), to.scope(tenant), name, encoded)
+
         if tx is not None:
-            return await send(connection_of(tx), self._configured().schema, signal)
-        return await (await self._running()).signal(signal)
+            connection, schema = connection_of(tx), self._configured().schema
+            to = await self._name_of(handler, tenant, key, partial(recorded, connection, schema))
+            return await send(connection, schema, signal(to))
+        inline = await self._running()
+        return await inline.signal(signal(await self._name_of(handler, tenant, key, inline.recorded)))
 
     async def cancel(
         self, handler: Handler[..., Any], *, key: str, tenant: str | None = None, undo: bool = False
@@ -132,7 +143,7 @@ class SagaCalls(ABC):
         put aside is cancelled too. Raises StoreUnavailable, BadMessage for an invalid key, and ConfigurationError when
         it is not a saga of this app, or a worker of an earlier version runs it.
         """
-        admin, digest = self._saga_of(handler, tenant, key, "only a saga can be cancelled")
+        admin, digest = await self._saga_of(handler, tenant, key, "only a saga can be cancelled")
         return await admin.cancel(digest, undo=undo)
 
     async def decide(
@@ -155,13 +166,28 @@ class SagaCalls(ABC):
         invalid key, TypeError for a result that is not JSON, and ConfigurationError when it is no such step or attempt,
         or a worker runs the saga.
         """
-        admin, digest = self._saga_of(handler, tenant, key, "only a saga has steps")
+        admin, digest = await self._saga_of(handler, tenant, key, "only a saga has steps")
         await admin.decide(digest, step, answer, attempt=attempt)
 
-    def _saga_of(self, handler: Handler[..., Any], tenant: str | None, key: str, why: str) -> tuple[SagaAdmin, bytes]:
+    async def _saga_of(
+        self, handler: Handler[..., Any], tenant: str | None, key: str, why: str
+    ) -> tuple[SagaAdmin, bytes]:
         if not self._has(handler) or not handler.plan.signature.needs_saga:
             raise ConfigurationError(f"app {self.name!r}: {handler.name!r} is not a saga of this app; {why}")
-        return self._admin(), keys.digest(self.name, tenant, handler.name, given_key(key))
+        admin, key = self._admin(), given_key(key)
+        name = await self._name_of(handler, tenant, key, admin.recorded)
+        return admin, name.digest(tenant, key)
+
+    async def _name_of(
+        self, handler: Handler[..., Any], tenant: str | None, key: str, recorded: Recorded
+    ) -> StoredName:
+        """The first of the handler's names under which this key has a record; its identity, if none has (L69)."""
+        names = handler.plan.names(self.name)
+        if len(names) == 1:
+            return names[0]
+        digests = [name.digest(tenant, key) for name in names]
+        known = await recorded(digests)
+        return next((name for name, digest in zip(names, digests, strict=True) if digest in known), names[0])
 
     def _admin(self) -> SagaAdmin:
         settings = self._configured()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 from idemconsumer.errors import BrokerUnavailable, SessionEnded, StoreUnavailable
@@ -52,7 +52,11 @@ class LanesOfSagas(Protocol):
         ...
 
     def idle(self, handler: str) -> int:
-        """How many lanes of a handler have nothing to do."""
+        """How many lanes of a handler have nothing to do; none while it is paused."""
+        ...
+
+    def paused(self, handler: str) -> bool:
+        """Whether no saga of the handler is to be taken now (O14)."""
         ...
 
     def keep(self, handler: str, kept: bool) -> None:
@@ -61,7 +65,8 @@ class LanesOfSagas(Protocol):
 
 
 class DueSagas:
-    """See `ports.Broker`. The group of its subscriptions is the app, which shares its schema with others."""
+    """See `ports.Broker`. A subscription's name is one that sagas of its handler are stored under (L69), and its group
+    the app of that name, the same for all."""
 
     hands_over = False
 
@@ -82,8 +87,8 @@ class DueSagas:
         return SCHEME
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> DueSagasSession:
-        handlers = [subscription.handler for subscription in subscriptions]
-        return DueSagasSession(self._leases, self._lanes, subscriptions[0].group, handlers, self._cancel, self._beside)
+        names = {subscription.name: subscription.handler for subscription in subscriptions}
+        return DueSagasSession(self._leases, self._lanes, subscriptions[0].group, names, self._cancel, self._beside)
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         raise BrokerUnavailable("saga: is not a destination; start a saga with app.start")
@@ -112,7 +117,7 @@ class DueSagasSession:
         leases: LeaseStore,
         lanes: LanesOfSagas,
         app: str,
-        handlers: Sequence[str],
+        names: Mapping[str, str],
         cancel: Callable[[Collection[bytes]], None] = _nothing,
         beside: Sequence[BesideSagas] = (),
     ) -> None:
@@ -121,13 +126,13 @@ class DueSagasSession:
         self._cancel = cancel
         self._beside = beside
         self._app = app
-        self._handlers = handlers
+        self._names = names  # of stored sagas, each with its handler
         self._kept_out = 0
         self._kept: set[str] = set()
-        self._left: list[str] = []  # handlers with sagas that could be taken, and had no free lane, or not enough
+        self._left: list[str] = []  # names with sagas that could be taken, and had no free lane, or not enough
         self._looked = self._next = asyncio.get_running_loop().time()  # when it did last, and is to look again
         self._outstanding: Counter[str] = Counter()
-        self._epoch = Epoch()
+        self._epoch = Epoch(takes_back=True)
         self._stopped = False
 
     async def fetch(self) -> Sequence[Delivery]:
@@ -147,7 +152,7 @@ class DueSagasSession:
     async def _wait(self) -> None:
         """For the time of the next look, or for a lane that is free for what was left."""
         clock = asyncio.get_running_loop().time
-        while not self._stopped and not any(map(self._lanes.idle, self._left)) and clock() < self._next:
+        while not self._stopped and not any(map(self._idle, self._left)) and clock() < self._next:
             self._lanes.freed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._next):
@@ -163,7 +168,7 @@ class DueSagasSession:
         if self._kept_out:
             self._left, self._next = [], now + _AGAIN
             return []
-        if free := [handler for handler in self._left if self._lanes.idle(handler)]:
+        if free := [name for name in self._left if self._idle(name)]:
             return await self._take(free, ())
         self._looked = now
         look = await self._look()
@@ -173,38 +178,53 @@ class DueSagasSession:
         # took has been handed over by now.
         held = set(self._lanes.keys)
         unheld = [(key, token) for key, token in look.own if key not in held]
-        due = [handler for handler, seconds in look.due.items() if seconds <= 0]
+        due = [name for name, seconds in look.due.items() if seconds <= 0]
         self._next = now + (_AGAIN if due else max(_SOONEST, min([_LONGEST, *look.due.values()])))
-        self._keep({handler for handler in due if look.due[handler] < -_PATIENCE and not self._lanes.idle(handler)})
-        return await self._take(self._handlers if unheld else due, unheld)
+        self._keep({self._names[name] for name in due if look.due[name] < -_PATIENCE and not self._idle(name)})
+        return await self._take(self._running if unheld else due, unheld)
+
+    @property
+    def _running(self) -> list[str]:
+        """The names of handlers that are not paused."""
+        return [name for name, handler in self._names.items() if not self._lanes.paused(handler)]
+
+    def _idle(self, name: str) -> int:
+        return self._lanes.idle(self._names[name])
 
     async def _look(self) -> Look:
         """At the sagas, and at the queues while these can be read."""
         if queues := [name for each in self._beside for name in each.queues]:
             with contextlib.suppress(StoreUnavailable, TimeoutError):
                 async with asyncio.timeout(_HELD_UP):
-                    look = await self._leases.look(self._app, self._handlers, queues)
+                    look = await self._leases.look(self._app, self._running, queues)
                     for each in self._beside:
                         each.looked(look.queues)
                     return look
             for each in self._beside:
                 each.held_up()
-        return await self._leases.look(self._app, self._handlers)
+        return await self._leases.look(self._app, self._running)
 
-    async def _take(self, handlers: Sequence[str], unheld: Sequence[tuple[bytes, int]]) -> list[LeasedSaga]:
-        """For the lanes that are free. One statement serves handlers with as many."""
-        rooms: dict[int, list[str]] = {}
-        for handler in handlers:
-            rooms.setdefault(self._lanes.idle(handler), []).append(handler)
-        left = set(self._left) - set(handlers) | set(rooms.pop(0, ()))
+    async def _take(self, names: Sequence[str], unheld: Sequence[tuple[bytes, int]]) -> list[LeasedSaga]:
+        """For the lanes that are free. One statement serves names with as many; those of one handler take turns."""
+        left, waiting = set(self._left) - set(names), list(names)
         taken: list[LeasedSaga] = []
-        for room, theirs in rooms.items():
-            sagas = await self._leases.take(self._app, theirs, room, unheld=unheld)
-            counts = Counter(saga.handler for saga in sagas)
-            left |= {handler for handler in theirs if counts[handler] >= room}
-            self._keep(self._kept - set(theirs))
-            taken += sagas
-        self._left = [handler for handler in self._handlers if handler in left]
+        while waiting:
+            turn: dict[str, str] = {}
+            for name in waiting:
+                turn.setdefault(self._names[name], name)
+            waiting = [name for name in waiting if name not in turn.values()]
+            begun = Counter(self._names[saga.handler] for saga in taken)
+            rooms: dict[int, list[str]] = {}
+            for handler, name in turn.items():
+                rooms.setdefault(max(0, self._lanes.idle(handler) - begun[handler]), []).append(name)
+            left |= set(rooms.pop(0, ()))
+            for room, theirs in rooms.items():
+                sagas = await self._leases.take(self._app, theirs, room, unheld=unheld)
+                counts = Counter(saga.handler for saga in sagas)
+                left |= {name for name in theirs if counts[name] >= room}
+                self._keep(self._kept - {self._names[name] for name in theirs})
+                taken += sagas
+        self._left = [name for name in self._names if name in left]
         return taken
 
     def _keep(self, handlers: set[str]) -> None:
@@ -218,6 +238,7 @@ class DueSagasSession:
 
     async def release(self, deliveries: Sequence[Delivery]) -> None:
         """Taken and never started: free for all workers at once, at no cost."""
+        self._outstanding.subtract(delivery.handle.handler for delivery in deliveries)
         for delivery in deliveries:
             try:
                 await self._leases.release(delivery.handle, 0.0, None, count=False)

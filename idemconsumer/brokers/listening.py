@@ -8,12 +8,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import psycopg
-import structlog
 
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
+from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
 
-log = structlog.get_logger("idemconsumer")
 Connection = psycopg.AsyncConnection[Any]
 
 PROBE: Final = 30.0  # seconds without a notice after which the connection has to answer

@@ -11,7 +11,8 @@ from idemconsumer.rules import fetching
 
 
 class Outstanding:
-    """Everything that arrived and has not left again, by how its broker knows it.
+    """Everything that arrived and has not left again, by how its broker knows it. While its source is paused no more
+    may be taken (O14).
 
     Never more messages than `Bounds.wanted`. Never more bytes than the bound of the process, as long as no message is
     larger than the largest of late; one that is too large for it is held alone.
@@ -46,8 +47,14 @@ class Outstanding:
         """How many messages in all; `waiting` of them are in the waiting room."""
         return fetching.may_hold(self._bounds.wanted(self._source, waiting), self._allowed, self._size)
 
+    @property
+    def paused(self) -> bool:
+        return self._bounds.paused(self._source)
+
     def may_take(self, waiting: int, asked_for: int = 0) -> int:
         """How many more, when `asked_for` are on their way."""
+        if self.paused:
+            return 0
         held, size = len(self._sizes) + asked_for, self._size
         wanted = self._bounds.wanted(self._source, waiting)
         return fetching.may_take(wanted, held, self._allowed, self._bytes + int(asked_for * size), size)

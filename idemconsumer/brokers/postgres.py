@@ -20,7 +20,7 @@ import psycopg
 from idemconsumer.brokers.listening import Listening
 from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.brokers.publishers import Publishers
-from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
+from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
@@ -40,6 +40,8 @@ _AHEAD: Final = 5.0  # seconds; what is due later is found by a later look
 _TIMEOUT: Final = 10.0  # of any single statement of the session
 _PATIENCE: Final = _TIMEOUT + 2.0  # R20
 _SAGA: Final = "saga:"  # the payload of who has made a saga due that waited (L42)
+_OUTBOX: Final = "outbox:"  # before a destination (X8); by itself, as if it were a queue, in looks
+_CONTROL: Final = "control:"  # and of who has decided about handlers or workers (O13)
 _DUE_AT_ONCE: Final = 200  # messages of a queue that one statement moves over
 
 
@@ -76,10 +78,26 @@ class PostgresBroker:
         self._publishers = Publishers(lambda: self._connect(self._dsn))
         self._sessions: set[PostgresSession] = set()
         self._wake: Callable[[], None] = _nobody
+        self._told: Callable[[], None] = _nobody
+        self._relay: Callable[[str], None] | None = None
 
     def wake_sagas_by(self, wake: Callable[[], None]) -> None:
         """See `ports.BesideSagas`."""
         self._wake = wake
+
+    def tell(self, told: Callable[[], None]) -> None:
+        """See `ports.InTheDatabase`."""
+        self._told = told
+
+    def relay_by(self, wake: Callable[[str], None]) -> None:
+        """See `ports.InTheDatabase`."""
+        self._relay = wake
+
+    async def ask(self, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """See `ports.InTheDatabase`."""
+        for session in self._sessions:
+            return await session.ask(statement, params)
+        raise StoreUnavailable("no session of the Postgres queue is open")
 
     @property
     def queues(self) -> Sequence[str]:
@@ -104,9 +122,7 @@ class PostgresBroker:
     async def _connect(self, dsn: str) -> _Answering:
         # enable_seqscan: a plan cached while the queue was empty must not scan it when it is full (G5).
         settings = {"enable_seqscan": "off", "statement_timeout": f"{int(_TIMEOUT * 1000)}", "lock_timeout": "5s"}
-        made = asyncio.ensure_future(
-            connect_async(dsn, settings, connect_timeout=5, application_name="idemconsumer-queue")
-        )
+        made = asyncio.ensure_future(connect_async(dsn, settings, connect_timeout=5, purpose="queue"))
         try:
             connection = await asyncio.shield(made)
         except asyncio.CancelledError:
@@ -121,16 +137,16 @@ class PostgresBroker:
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> PostgresSession:
         connection = await self._connect(self._dsn)
-        session = PostgresSession(
-            [each.name for each in subscriptions], connection, self._schema, bounds, self._wake, self._sessions.discard
-        )
+        names = [each.name for each in subscriptions]
+        tell = {_SAGA: self._wake, _CONTROL: self._told}
+        session = PostgresSession(names, connection, self._schema, bounds, tell, self._sessions.discard, self._relay)
         try:
             pooled = await is_pooled(connection)
             listens = self._listen_dsn is not None or not pooled
             await session.start(self._listener if listens else None, pooled=pooled)
         except psycopg.Error as error:
             await session.close()
-            raise BrokerUnavailable(f"{_sources(session.queues)}: {error_text(error)}") from error
+            raise BrokerUnavailable(f"{_sources(names)}: {error_text(error)}") from error
         except BaseException:
             await session.close()
             raise
@@ -188,7 +204,7 @@ class _Queue:
     """What a session has in hand of one queue."""
 
     outstanding: Outstanding
-    epoch: Epoch = field(default_factory=Epoch)
+    epoch: Epoch = field(default_factory=lambda: Epoch(takes_back=True))
 
     @property
     def room(self) -> int:
@@ -209,12 +225,14 @@ class PostgresSession:
         connection: _Answering,
         schema: str,
         bounds: Bounds,
-        wake: Callable[[], None],
+        tell: Mapping[str, Callable[[], None]],
         closed: Callable[[PostgresSession], None],
+        relay: Callable[[str], None] | None = None,
     ) -> None:
-        """`wake` is called when a signal has made a saga due."""
+        """`tell`: whom to call for a notice that names no queue, by its text. `relay`: see `relay_by`."""
+        self._relay = relay
         self._connection = connection
-        self._wake_sagas = wake
+        self._tell = tell
         self._closed = closed
         self._listening: Listening | None = None
         self._pooled = False
@@ -235,8 +253,8 @@ class PostgresSession:
 
     @property
     def queues(self) -> Sequence[str]:
-        """Their names."""
-        return list(self._queues)
+        """Their names, as a look asks for them."""
+        return list(self._queues) if self._relay is None else [*self._queues, _OUTBOX]
 
     async def start(self, listener: Callable[[], Awaitable[_Answering]] | None, *, pooled: bool) -> None:
         self._pooled = pooled
@@ -319,6 +337,8 @@ class PostgresSession:
         now = asyncio.get_running_loop().time()
         self._next_look = now + next_look
         self._falling = {name: now + seconds for name, seconds in found.items() if name in self._queues}
+        if _OUTBOX in found and self._relay is not None:
+            self._relay("")
         if any(at <= now for at in self._falling.values()):
             self._woken.set()
 
@@ -326,15 +346,20 @@ class PostgresSession:
         if what in self._queues:
             self._ready.add(what)
             self._woken.set()
-        elif what == _SAGA:
-            self._wake_sagas()
+        elif what in self._tell:
+            self._tell[what]()
+        elif what.startswith(_OUTBOX) and self._relay is not None:
+            self._relay(what.removeprefix(_OUTBOX))
 
     def _missed(self) -> None:
         """Notices: look at everything."""
         self._ready.update(self._queues)
         self._next_look = 0.0
         self._woken.set()
-        self._wake_sagas()
+        for tell in self._tell.values():
+            tell()
+        if self._relay is not None:
+            self._relay("")
 
     def _delivery(
         self,
@@ -411,6 +436,15 @@ class PostgresSession:
         except psycopg.Error as error:
             self._end(error_text(error))
             raise SessionEnded(f"{_sources(self._queues)}: {self._lost}") from error
+
+    async def ask(self, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """See `ports.InTheDatabase`. A lock that somebody holds costs what else is to be sent a few seconds."""
+        try:
+            async with self._writing():
+                cursor = await self._connection.execute(self._statements[statement], params)
+                return await cursor.fetchall() if cursor.description else []
+        except psycopg.Error as error:
+            raise StoreUnavailable(error_text(error)) from error
 
     @contextlib.asynccontextmanager
     async def _writing(self) -> AsyncIterator[None]:

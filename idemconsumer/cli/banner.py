@@ -6,14 +6,12 @@ import sys
 from collections.abc import Sequence
 
 import click
-import structlog
 from psycopg.conninfo import conninfo_to_dict
 
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
 from idemconsumer.observe.logging import is_console
 from idemconsumer.settings import Settings
-
-log = structlog.get_logger("idemconsumer")
 
 _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60))
 

@@ -13,9 +13,11 @@ import click
 
 from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail, Redrive, Which
 from idemconsumer.admin.redrives import Redrives, Run
+from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import letter_json, show, time_of
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable, user
+from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.unknown import say_unknown
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.rules.letters import Redriven
@@ -26,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ERROR_WIDTH = 60
 _LEFT = {
     Redriven.INCOMPLETE: "of which the whole message is not kept; have their producer send them again",
-    Redriven.SAGA: "of sagas that wait for a person: `idemconsumer sagas list --state dead`",
+    Redriven.SAGA: "of which sagas have begun meanwhile; repeat this",
     Redriven.BUSY: "about which somebody else decides right now; repeat this",
     Redriven.REDRIVEN: "which somebody else has just redriven",
     Redriven.DECIDED: "whose key is not dead any more: it was applied or rejected since, or waits for its next attempt",
@@ -84,6 +86,7 @@ def dead() -> None:
 @as_json
 def dead_list(redriven: bool, before: int | None, limit: int, as_json: bool, **flags: Any) -> None:
     """List dead letters, newest first."""
+    settings, handler = load(dsn=flags["dsn"], schema=flags["schema"]), flags["handler"]
     admin = _admin(flags)
 
     async def read() -> Any:
@@ -95,10 +98,13 @@ def dead_list(redriven: bool, before: int | None, limit: int, as_json: bool, **f
         return
     rows: list[tuple[str, ...]] = [("id", "last seen", "handler", "reason", "position", "arrivals", "error")]
     for each in letters:
-        reason = f"{each.reason} (redriven)" if each.redriven_at else each.reason
+        marks = [mark for mark, at in (("redriven", each.redriven_at), ("forwarded", each.forwarded_at)) if at]
+        reason = f"{each.reason} ({', '.join(marks)})" if marks else each.reason
         cells = (each.handler, reason, each.position, str(each.arrivals), each.error[:_ERROR_WIDTH])
         rows.append((str(each.id), time_of(each.last_at), *map(printable, cells)))
     click.echo(table(rows) if letters else "no dead letters")
+    if not letters:
+        say_unknown(settings, handler)
     if len(letters) == limit:
         click.echo(
             f"there may be more: --before {letters[-1].id}; `idemconsumer dead groups` counts them all", err=True
@@ -189,7 +195,8 @@ def dead_redrive(
     """Run the messages of dead letters once more, oldest first, with all their attempts again.
 
     Workers take them from a queue in the database. What was applied meanwhile does not run again; what fails again is a
-    dead letter again. A run redrives each letter once, so an interrupted one can be repeated with --run.
+    dead letter again. Sagas that wait for a person go on where they stopped, as by `sagas resume`. A run redrives each
+    letter once, so an interrupted one can be repeated with --run.
     """
     _need_choice(ids, flags, everything=everything)
     settings = load(dsn=flags["dsn"], schema=flags["schema"])
@@ -210,7 +217,9 @@ def dead_redrive(
     if as_json:
         print_json({"run": None if dry_run else name, "dry_run": dry_run, "letters": done.counts})
     else:
-        click.echo(f"{'would redrive' if dry_run else 'redriven'}: {done.redriven} dead letters")
+        sagas = done.counts.get(Redriven.RESUMES, 0)
+        of_sagas = f", {sagas} of them of sagas, which go on where they stopped" if sagas else ""
+        click.echo(f"{'would redrive' if dry_run else 'redriven'}: {done.redriven} dead letters{of_sagas}")
         for verdict, text in _LEFT.items():
             if count := done.counts.get(verdict):
                 click.echo(f"left: {count} {text}", err=True)
@@ -251,7 +260,9 @@ def dead_discard(
         return
     click.echo(f"{'would discard' if dry_run else 'discarded'}: {discarded} dead letters")
     if of_sagas:
-        click.echo(f"left: {of_sagas} {_LEFT[Redriven.SAGA]}", err=True)
+        click.echo(
+            f"left: {of_sagas} of sagas that wait for a person: `idemconsumer sagas list --state dead`", err=True
+        )
 
 
 def _need_choice(ids: tuple[int, ...], flags: Mapping[str, Any], *, everything: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from idemconsumer.admin.dead_letters import Admin
+from idemconsumer.admin.key_secrets import examine_secrets
 from idemconsumer.admin.orphans import find_orphans
 from idemconsumer.app.app import App
 from idemconsumer.brokers.connecting import connect
@@ -28,6 +29,7 @@ from idemconsumer.settings import Settings, load
 from idemconsumer.stores.checks import check_database, is_exposed
 from idemconsumer.stores.migrations import status
 from idemconsumer.stores.standbys import durability
+from idemconsumer.stores.tuning import advice
 from idemconsumer.worker.capacity import most_connections
 from idemconsumer.worker.sources import Sharing, source_findings
 from idemconsumer.worker.worker import longest_run, shortest_lease
@@ -48,7 +50,8 @@ def check(target: str, as_json: bool, **flags: Any) -> None:
 
     Only reads. It finds a database that is unreachable, not migrated, closed to the role or set to lose commits;
     sources that do not exist; brokers that drop messages after too many deliveries, or keep messages longer than their
-    records are kept; and missing destinations, of those in App(publishes=[…]).
+    records are kept; secrets of keys that are not those of the schema, or can go; and missing destinations, of those in
+    App(publishes=[…]).
     """
     settings = load(**flags)
     app = load_app(target)
@@ -74,6 +77,8 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
         yield Finding("error", app.name, "has no handlers; decorate a function with @app.idempotent_handler(…)")
     for handler in handlers:
         text = f"{', '.join(sources(handler))}; key: {handler.key_rule}; records kept for {retention(handler)}"
+        if handler.identity != (handler.app, handler.name):
+            text += f"; stored as {handler.identity}"
         yield Finding("ok", f"handler {handler.name}", text)
     for schedule in app.schedules(handlers):
         text = f"{schedule.rule}, starts {schedule.handler}, catch_up {schedule.catch_up}"
@@ -83,7 +88,13 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
         yield finding
     for finding in await _database(handlers, settings):
         yield finding
+    for finding in await _secrets(settings):
+        yield finding
+    for finding in await _redis(settings):
+        yield finding
     for finding in await _retries(handlers, settings):
+        yield finding
+    for finding in await _unforwarded(app, settings):
         yield finding
     for finding in await _orphans(app, settings):
         yield finding
@@ -93,7 +104,8 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
             for subscription in handler.subscriptions:
                 for finding in await _source(handler, subscription, brokers, settings):
                     yield finding
-        for destination in app.publishes:
+        letters = [handler.options.dead_letter_to for handler in handlers]
+        for destination in dict.fromkeys((*app.publishes, *filter(None, letters))):
             yield await _destination(destination, brokers, settings)
         for scheme, broker in brokers.items():
             together = [each for handler in handlers for each in handler.subscriptions if each.scheme == scheme]
@@ -142,15 +154,40 @@ async def _database(handlers: Sequence[BoundHandler], settings: Settings) -> lis
         await asyncio.to_thread(status, dsn, settings.schema)  # raises for a migration that is not the one applied
         exposed = await is_exposed(dsn)
         durable = await durability(dsn)
+        advised = await advice(dsn, settings.schema)
     except IdemConsumerError as error:
         return [Finding("error", subject, error_text(error).removeprefix("database: "))]
     found = [Finding("ok", subject, f"reachable, schema {settings.schema} is up to date, {durable.commits}")]
     if durable.warning is not None:
         found.append(Finding("warning", subject, durable.warning))
+    found += [Finding("warning", subject, text) for text in advised]
     if exposed:
         text = "reached over a network without TLS; add sslmode=verify-full to the address, and sslrootcert"
         found.append(Finding("warning", subject, text))
     return found
+
+
+async def _secrets(settings: Settings) -> list[Finding]:
+    """Whether keys are hashed as in the database, and whether a secret can go (R39)."""
+    try:
+        return await examine_secrets(need_dsn(settings), settings.schema)
+    except IdemConsumerError:
+        return []  # said of the database already
+
+
+async def _redis(settings: Settings) -> list[Finding]:
+    """What the requests of an app are kept in, or copied to (H28)."""
+    if settings.redis is None:
+        return []
+    try:
+        from idemconsumer.stores.redis.checks import examine
+
+        return [
+            Finding("ok", "redis", "reachable"),
+            *(Finding("warning", "redis", text) for text in await examine(settings.redis)),
+        ]
+    except IdemConsumerError as error:
+        return [Finding("error", "redis", error_text(error).removeprefix("redis: "))]
 
 
 async def _retries(handlers: Sequence[BoundHandler], settings: Settings) -> list[Finding]:
@@ -167,6 +204,22 @@ async def _retries(handlers: Sequence[BoundHandler], settings: Settings) -> list
         )
         for handler in handlers
         if (waiting := delayed.get(handler.retry_source.partition(":")[2])) is not None
+    ]
+
+
+async def _unforwarded(app: App, settings: Settings) -> list[Finding]:
+    """Dead letters that are not where `dead_letter_to` says (O19)."""
+    try:
+        found = await Admin(need_dsn(settings), settings.schema).unforwarded(app.name)
+    except IdemConsumerError:
+        return []  # said of the database already
+    return [
+        Finding(
+            "warning" if each.tries > 1 else "ok",
+            f"handler {each.handler}",
+            f"{each.letters} dead letters are to be forwarded, after up to {each.tries} tries",
+        )
+        for each in found
     ]
 
 

@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 import click
 
 from idemconsumer.admin.keys import KeyDetail, Keys
+from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import time_of
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable, user
+from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.unknown import say_unknown
 from idemconsumer.rules.values import State
 from idemconsumer.settings import load
 
@@ -46,6 +48,19 @@ async def _find(known: Keys, given: dict[str, Any]) -> bytes:
     return await known.find(prefix=prefix, handler=handler or "", key=key or "", tenant=tenant)
 
 
+async def _forget_copy(key: bytes) -> None:
+    """H33: what Redis has of it, if it answers."""
+    if (address := load().redis) is None:
+        return
+    from idemconsumer.stores.redis.copies import Copies
+
+    copies = Copies(address)
+    try:
+        await copies.forget(key)
+    finally:
+        await copies.close()
+
+
 def _explained(flags: dict[str, Any]) -> KeyDetail:
     known = _keys(flags)
 
@@ -58,7 +73,10 @@ def _explained(flags: dict[str, Any]) -> KeyDetail:
 @click.command()
 @_which
 def explain(as_json: bool, **flags: Any) -> None:
-    """Tell all that is known of a key, in order, and what would happen if its message came again now."""
+    """Tell all that is known of a key, in order, and what would happen if its message came again now.
+
+    Its deliveries are told where the setting `delivery_log`, or its handler, has them kept.
+    """
     detail = _explained(flags)
     if as_json:
         print_json(detail)
@@ -101,6 +119,12 @@ def _lines(detail: KeyDetail) -> Iterator[tuple[str, str]]:
         yield "scope", detail.scope
     since = "" if detail.changed_at is None else f" since {time_of(detail.changed_at)}"
     yield "state", f"{detail.state or 'no record'}{since}"
+    if (request := detail.request) is not None:
+        lost = "; its owner was lost, and nobody knows how far it came" if request.lost else ""
+        yield "request", f"running since {time_of(request.since)} in {request.owner or 'a process that is gone'}{lost}"
+    if detail.created_at is not None:
+        awaited = "" if detail.awaited is None else f", waits for its message from {detail.awaited}"
+        yield "accepted", f"{time_of(detail.created_at)}{awaited}"
     if detail.until is not None:
         yield "kept until", time_of(detail.until)
     if detail.due is not None:
@@ -134,7 +158,7 @@ def keys_list(
     **flags: Any,
 ) -> None:
     """List records in the order of their keys. Where few match, this reads all of them."""
-    chosen = None if state is None else State[state.upper()]
+    settings, chosen = load(**flags), None if state is None else State[state.upper()]
     lines = asyncio.run(_keys(flags).list(handler=handler, tenant=tenant, state=chosen, after=after, limit=limit))
     if as_json:
         print_json(lines)
@@ -142,6 +166,8 @@ def keys_list(
     rows: list[tuple[str, ...]] = [("key", "scope", "state", "since")]
     rows += [(line.key[:_SHORT], printable(line.scope), line.state, time_of(line.changed_at)) for line in lines]
     click.echo(table(rows) if lines else "no keys")
+    if not lines:
+        say_unknown(settings, handler)
     if len(lines) == limit:
         click.echo(f"there may be more: --after {lines[-1].key}", err=True)
 
@@ -151,7 +177,7 @@ def keys_list(
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_which
 def keys_forget(record: bool, yes: bool, as_json: bool, **flags: Any) -> None:
-    """Remove what is personal of a key: result, dead letters, errors, steps and fingerprint.
+    """Remove what is personal of a key: result, dead letters, errors, steps, fingerprint, and it from the delivery log.
 
     Its record stays, a hash and a state, so that its message still does not run again. What messages without a key left
     is not found by one: `dead list`, `dead discard`.
@@ -162,7 +188,13 @@ def keys_forget(record: bool, yes: bool, as_json: bool, **flags: Any) -> None:
     if not yes:
         what = "and its record, so that its message would run again" if record else "but its record"
         click.confirm(f"forget all of {short}, {what}?", abort=True, err=True)
-    letters = asyncio.run(known.forget(found, record=record))
+
+    async def forget_it() -> int:
+        letters = await known.forget(found, record=record)
+        await _forget_copy(found)
+        return letters
+
+    letters = asyncio.run(forget_it())
     if as_json:
         print_json({"key": found.hex(), "letters": letters, "record": record})
     else:
@@ -174,15 +206,17 @@ def keys_forget(record: bool, yes: bool, as_json: bool, **flags: Any) -> None:
 @click.option("--by", metavar="NAME", help="Who does this, for the trace.  [default: user@host]")
 @_which
 def keys_release(by: str | None, as_json: bool, **flags: Any) -> None:
-    """Let the message of a dead or rejected key run when it comes again.
+    """Let the message of a dead or rejected key, or a request whose owner was lost, run when it comes again.
 
-    Runs nothing by itself: `dead redrive` does, with the message that is stored. A completed key is never released.
+    So of a key that was accepted, and whose message was lost on its way from its broker. Runs nothing by itself: `dead
+    redrive` does, with the message that is stored. A completed key is never released.
     """
     known = _keys(flags)
 
     async def release() -> bytes:
         found = await _find(known, flags)
         await known.release(found, by=by or user())
+        await _forget_copy(found)
         return found
 
     found = asyncio.run(release())

@@ -30,11 +30,15 @@ def show(letter: DeadLetterDetail, redrives: Iterable[Redrive]) -> None:
         click.echo(f"property    {printable(name)}: {printable(str(value))}")
     for name, header in letter.headers:
         click.echo(f"header      {printable(name)}: {_value(header)}")
+    if letter.forwarded_at is not None:
+        click.echo(f"forwarded   {time_of(letter.forwarded_at)}")
     for each in redrives:
         ended = "" if each.ended_at is None else f" at {time_of(each.ended_at)}"
         other = "" if each.letter == letter.id else f", as letter {each.letter}"
         click.echo(f"redriven    {time_of(each.at)} by {printable(each.by)}{other}: {each.outcome}{ended}")
     click.echo(f"what to do  {letter.hint}")
+    if letter.traceback is not None:
+        click.echo(_multiline(letter.traceback))
     if letter.emptied_at is not None:
         click.echo(f"body        dropped at {time_of(letter.emptied_at)}, {letter.body_size} bytes")
         return
@@ -74,13 +78,13 @@ def letter_json(letter: DeadLetterDetail) -> Mapping[str, object]:
     encoding, body = _readable(letter.body)
     fields: dict[str, object] = msgspec.structs.asdict(letter)
     key = None if letter.key is None else letter.key.hex()
-    record_key = None if letter.record_key is None else _either(letter.record_key)
-    headers = [{"name": name, **_either(value)} for name, value in letter.headers]
+    record_key = None if letter.record_key is None else either(letter.record_key)
+    headers = [{"name": name, **either(value)} for name, value in letter.headers]
     given = {"key": key, "record_key": record_key, "headers": headers, "body_sha256": letter.body_sha256.hex()}
     return fields | given | {"body": body, "body_encoding": encoding, "hint": letter.hint}
 
 
-def _either(value: str | bytes) -> dict[str, str]:
+def either(value: str | bytes) -> dict[str, str]:
     """Text as `text`, anything else as `base64`."""
     encoding, text = ("utf-8", value) if isinstance(value, str) else _readable(value)
     return {"text" if encoding == "utf-8" else "base64": text}

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, Final, NoReturn
+from keyword import iskeyword
+from typing import Any, Final
 
 import click
 
-from idemconsumer.cli.missing import cannot_import
-from idemconsumer.errors import ConfigurationError, IdemConsumerError, Replaced
-from idemconsumer.process.child import MEANINGS, WORKER, Exit
-from idemconsumer.redaction import error_text
+from idemconsumer.cli.failures import failure, reports
+from idemconsumer.process.child import MEANINGS
 
 # Their homes. One is imported when it is used: the launcher of a worker waits for nothing that only others need.
 VERBS: Final[Mapping[str, str]] = {
@@ -26,8 +24,19 @@ VERBS: Final[Mapping[str, str]] = {
     "dead": "dead",
     "keys": "keys",
     "explain": "keys",
+    "requests": "requests",
+    "outbox": "outbox",
     "skip": "skip",
+    "import": "imports",
     "sagas": "sagas",
+    "status": "status",
+    "top": "top",
+    "doctor": "doctor",
+    "workers": "control",
+    "pause": "control",
+    "resume": "control",
+    "drain": "control",
+    "audit": "control",
     "prune": "messages",
 }
 
@@ -46,32 +55,21 @@ class _Root(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        verb = getattr(import_module(f"idemconsumer.cli.{VERBS[cmd_name]}"), cmd_name)
+        name = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
+        verb = getattr(import_module(f"idemconsumer.cli.{VERBS[cmd_name]}"), name)
         assert isinstance(verb, click.Command)
         return verb
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except ConfigurationError as error:
-            _fail(error, Exit.USAGE)
-        except IdemConsumerError as error:
-            _fail(error, Exit.ERROR)
-        except ImportError as error:
-            _fail(cannot_import("what idemconsumer needs", error), Exit.USAGE)
         except Exception as error:
-            import psycopg
-
-            if not isinstance(error, psycopg.Error):
+            if (found := failure(error)) is None:
                 raise
-            _fail(error, Exit.ERROR)
-
-
-def _fail(error: Exception, code: Exit) -> NoReturn:
-    # Of several workers that cannot start only the first one reports: they all fail alike.
-    if os.environ.get(WORKER, "0") == "0" or isinstance(error, Replaced):
-        click.echo(f"error: {error_text(error)}", err=True)
-    sys.exit(code)
+            text, code = found
+            if reports(error):
+                click.echo(f"error: {text}", err=True)
+            sys.exit(code)
 
 
 @click.group(cls=_Root, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

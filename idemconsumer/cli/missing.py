@@ -11,7 +11,8 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.redaction import error_text
 
 _EXTRAS: Final[Mapping[str, str]] = {
-    "aio_pika": "rabbitmq", "aiobotocore": "sqs", "aiokafka": "kafka", "sqlalchemy": "sqlalchemy", "uvloop": "speed",
+    "aio_pika": "rabbitmq", "aiobotocore": "sqs", "aiokafka": "kafka", "prometheus_client": "metrics",
+    "sqlalchemy": "sqlalchemy", "uvloop": "speed",
 }  # fmt: skip
 
 

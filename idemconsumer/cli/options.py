@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import os
-import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,7 +17,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def database(command: F) -> F:
     """--dsn and --schema."""
     command = click.option("--schema", help="The schema of idemconsumer's tables.  [default: idemconsumer]")(command)
-    return click.option("--dsn", metavar="URL", help="The Postgres database: postgresql://user@host:5432/name")(command)
+    text = "The Postgres database: postgresql://user@host:5432/name. With a password, write it into IDEMCONSUMER_DSN: "
+    return click.option("--dsn", metavar="URL", help=f"{text}others see options in ps.")(command)
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -43,12 +41,3 @@ def print_json(value: object) -> None:
 def printable(text: str) -> str:
     """Text from elsewhere that cannot steer a terminal: what is not printable is escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
-
-
-def user() -> str:
-    """Who decides, for the trace."""
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):  # a container's user may have no name
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"

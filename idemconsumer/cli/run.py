@@ -5,27 +5,31 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
-import structlog
 
+from idemconsumer.addresses import listening_at
 from idemconsumer.brokers.connecting import leave_for, prepare_to_leave
+from idemconsumer.cli.failures import failure, reports
 from idemconsumer.cli.missing import cannot_import
 from idemconsumer.cli.options import database
-from idemconsumer.errors import ConfigurationError, IdemConsumerError, Replaced
-from idemconsumer.observe.logging import configure, is_console
-from idemconsumer.process.child import LIFELINE, WORKER, Exit, Worker, launch
+from idemconsumer.errors import IdemConsumerError
+from idemconsumer.logs import log
+from idemconsumer.observe.crew import Crew
+from idemconsumer.observe.logging import configure, is_console, keep_enabled
+from idemconsumer.process.child import DEV, LIFELINE, WORKER, Exit, Worker, launch
 from idemconsumer.process.supervisor import Supervisor, python_changes
-from idemconsumer.redaction import error_text
-from idemconsumer.settings import FORMATS, LEVELS, PREFIX, Settings, load
+from idemconsumer.redaction import SHOWN, error_text
+from idemconsumer.settings import FORMATS, LEVELS, PREFIX, Settings, load, log_format
 
 F = TypeVar("F", bound=Callable[..., Any])
-log = structlog.get_logger("idemconsumer")
+_FORMAT: Final = "idemconsumer.log_format"
 
 
 def _worker_options(command: F) -> F:
@@ -39,13 +43,53 @@ def _worker_options(command: F) -> F:
             click.option("--drain-timeout", type=float, metavar="S", help="Drain timeout in seconds.  [default: 20]"),
             click.option("--log-format", type=click.Choice(FORMATS, case_sensitive=False), help="[default: auto]"),
             click.option("--log-level", type=click.Choice(LEVELS, case_sensitive=False), help="[default: info]"),
+            click.option("--ops-port", metavar="[HOST:]PORT", help="Serve /metrics, /livez and /readyz there."),
+            click.option("--tracing", is_flag=True, default=None, help="Follow messages in OpenTelemetry's traces."),
         )
     ):
         command = option(command)
     return database(command)
 
 
-@click.command()
+class _Service(click.Command):
+    """Whatever it has to say is in the format of its log, also that it cannot run."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> click.Context:
+        given = log_format(_flag(args))
+        try:
+            context = super().make_context(info_name, args, parent, **extra)
+        except click.UsageError as error:
+            if is_console(given, sys.stderr):
+                raise
+            configure(given, "info")
+            log.critical("cannot run", error=error.format_message())
+            sys.exit(Exit.USAGE)
+        context.meta[_FORMAT] = given
+        return context
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if is_console(ctx.meta[_FORMAT], sys.stderr):
+            return super().invoke(ctx)
+        configure(ctx.meta[_FORMAT], "info")  # until the settings are read
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if (found := failure(error)) is None:
+                raise
+            text, code = found
+            if reports(error):
+                log.critical("cannot run", error=text)
+            sys.exit(code)
+
+
+def _flag(words: Sequence[str]) -> str | None:
+    """What `--log-format` says, also where other words cannot be read."""
+    found = [after for word, after in pairwise(words) if word == "--log-format"]
+    found += [word.partition("=")[2] for word in words if word.startswith("--log-format=")]
+    return found[-1] if found else None
+
+
+@click.command(cls=_Service)
 @click.argument("target", metavar="MODULE:APP")
 @_worker_options
 @click.option("--max-restarts", type=int, metavar="N", help="Crashes per worker allowed in ten minutes.  [default: 10]")
@@ -55,13 +99,14 @@ def run(target: str, **flags: Any) -> None:
     """Run the handlers of an app until a signal stops them.
 
     SIGTERM or Ctrl-C drains: fetching stops, and what runs is finished, committed and settled. A second signal
-    stops immediately; what still runs is rolled back and redelivered.
+    stops immediately; what still runs is rolled back and redelivered. SIGHUP drains the workers one after the other,
+    and starts each again with the settings that pyproject.toml has by then.
     """
     settings = load(**flags)
-    sys.exit(_run(target, settings, _as_environment(flags), reload=settings.reload))
+    sys.exit(_run(target, settings, flags, reload=settings.reload))
 
 
-@click.command()
+@click.command(cls=_Service)
 @click.argument("target", metavar="MODULE:APP")
 @_worker_options
 def dev(target: str, **flags: Any) -> None:
@@ -74,44 +119,52 @@ def dev(target: str, **flags: Any) -> None:
     from idemconsumer.stores.migrations import migrate
 
     settings = load(**flags)
+    configure(settings.log_format, settings.log_level)
     with ExitStack() as stack:
         if settings.dsn is None:
             server = stack.enter_context(EmbeddedPostgres())
-            click.echo(f"throwaway database: IDEMCONSUMER_DSN='{server.shown_dsn}'", err=True)
+            if is_console(settings.log_format, sys.stderr):
+                click.echo(f"throwaway database: IDEMCONSUMER_DSN='{server.shown_dsn}'", err=True)
+            else:
+                log.info("throwaway database", dsn=server.shown_dsn)
             flags["dsn"] = server.dsn
             settings = load(**flags)
         assert settings.dsn is not None
         migrate(settings.dsn, settings.schema)
-        sys.exit(_run(target, settings, _as_environment(flags), reload=True))
+        sys.exit(_run(target, settings, flags, reload=True, dev=True))
 
 
-def _run(target: str, settings: Settings, environment: Mapping[str, str], *, reload: bool) -> Exit:
+def _run(target: str, settings: Settings, flags: Mapping[str, Any], *, reload: bool, dev: bool = False) -> Exit:
     configure(settings.log_format, settings.log_level)
-    try:
-        return _start(target, settings, environment, reload=reload)
-    except IdemConsumerError as error:
-        if is_console(settings.log_format, sys.stderr):
-            raise
-        if os.environ.get(WORKER, "0") == "0" or isinstance(error, Replaced):
-            log.critical("cannot run", error=error_text(error))
-        return Exit.USAGE if isinstance(error, ConfigurationError) else Exit.ERROR
-
-
-def _start(target: str, settings: Settings, environment: Mapping[str, str], *, reload: bool) -> Exit:
+    SHOWN.obey(text=settings.log_error_text, detail=settings.error_detail)
     if LIFELINE in os.environ:
         return _serve(target, settings)
+    crew: Crew | None = None
+    ops: AbstractAsyncContextManager[None] = nullcontext()
+    if settings.ops_port is not None:
+        from idemconsumer.observe.ops import Ops  # what serves is for those alone who want it
+
+        crew = Crew(settings.workers)
+        ops = Ops(crew, settings.dsn, settings.schema).serving(*listening_at(settings.ops_port))
     supervisor = Supervisor(
         [sys.executable, "-m", "idemconsumer", "run", target],
         workers=settings.workers,
         drain_timeout=settings.drain_timeout,
         max_restarts=settings.max_restarts,
         until_empty=settings.until_empty,
-        environment=os.environ | environment,
+        environment=os.environ | _as_environment(flags) | ({DEV: "1"} if dev else {}),
         changes=python_changes(Path.cwd()) if reload else None,
         execute=partial(leave_for, settings),
         prepare=prepare_to_leave,
+        reread=partial(_reread, target, flags),
+        crew=crew,
     )
-    return asyncio.run(supervisor.run())
+    return asyncio.run(_supervised(supervisor, ops))
+
+
+async def _supervised(supervisor: Supervisor, beside: AbstractAsyncContextManager[None]) -> Exit:
+    async with beside:
+        return await supervisor.run()
 
 
 def _serve(target: str, settings: Settings) -> Exit:
@@ -123,6 +176,7 @@ def _serve(target: str, settings: Settings) -> Exit:
         raise cannot_import("what idemconsumer needs", error) from error
 
     app = load_app(target)
+    keep_enabled()
 
     def make() -> Worker:
         worker = app.worker(settings)
@@ -134,9 +188,24 @@ def _serve(target: str, settings: Settings) -> Exit:
         return launch(make, settings.drain_timeout)
     except IdemConsumerError:
         raise
-    except Exception:
-        log.exception("worker failed")
+    except Exception as error:  # noqa: BLE001 - the last one to say it
+        log.error("worker failed", exc_info=error)
         return Exit.ERROR
+
+
+def _reread(target: str, flags: Mapping[str, Any]) -> None:
+    """What workers that are started again will read (O17). Raises ConfigurationError."""
+    settings = load(**flags)
+    # Only here: a launcher that is never asked needs none of it.
+    from idemconsumer.admin.control import Controls
+    from idemconsumer.admin.who import user
+
+    try:
+        if settings.dsn is not None:
+            noting = Controls(settings.dsn, settings.schema).note_reload(f"{target} ({os.getpid()})", by=user())
+            asyncio.run(noting)
+    except IdemConsumerError as error:
+        log.warning("not in the audit", what="reload", error=error_text(error))
 
 
 def _as_environment(flags: Mapping[str, object]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.admin.timeline import Event
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.unknown import say_unknown
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.ports.handler import Done, NotDone
 from idemconsumer.process.child import Exit
@@ -77,7 +78,9 @@ def saga_list(
     **flags: Any,
 ) -> None:
     """List sagas that have not ended, newest first."""
-    lines = asyncio.run(_admin(flags).sagas(handler=handler, state=state, stale=stale, limit=limit))
+    settings = load(**flags)
+    admin = SagaAdmin(need_dsn(settings), settings.schema)
+    lines = asyncio.run(admin.sagas(handler=handler, state=state, stale=stale, limit=limit))
     if as_json:
         print_json(lines)
         return
@@ -93,6 +96,8 @@ def saga_list(
         )
         rows.append((line.key[:_SHORT], f"{line.started_at:%Y-%m-%d %H:%M:%S}", *map(printable, cells)))
     click.echo(table(rows) if lines else "no sagas")
+    if not lines:
+        say_unknown(settings, handler)
 
 
 @sagas.command("show")

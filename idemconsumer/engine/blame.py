@@ -5,9 +5,13 @@ from __future__ import annotations
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Final
 
 from idemconsumer.errors import ConnectionLost, Reject
-from idemconsumer.redaction import typed_text
+from idemconsumer.redaction import SHOWN, error_text, typed_text
+from idemconsumer.rules.verdicts import named_refusal
+
+_MOST_TEXT: Final = 4_000  # characters
 
 _NOT_THEIRS = tuple(
     {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parent.parent)},
@@ -29,15 +33,22 @@ class HandlerFailed(Exception):
         return self.error if lost else None  # type: ignore[return-value]
 
 
-def rejection_of(error: BaseException) -> tuple[str, object]:
-    """Code and body of a final refusal; an exception of `fail_on` gives its name."""
-    return (error.code, error.body) if isinstance(error, Reject) else (type(error).__name__, None)
+def rejection_of(error: BaseException) -> tuple[str, object, int | None]:
+    """Code, body and status of a final refusal; an exception of `fail_on` gives its name and what it says."""
+    return (error.code, error.body, error.status) if isinstance(error, Reject) else (*named_refusal(error), None)
 
 
 def describe(error: BaseException) -> str:
-    """For dead letters and histories, without the DETAIL of a database error; logs get the type and the place alone
-    (R13)."""
-    return f"{typed_text(error)[:4000]} ({where(error)})"
+    """For dead letters and histories, without the DETAIL of a database error (R13)."""
+    return f"{typed_text(error)[:_MOST_TEXT]} ({where(error)})"
+
+
+def said(error: BaseException) -> dict[str, object]:
+    """For a line of the log: type and place, and what it says, unless the settings keep that out of logs (R13)."""
+    fields: dict[str, object] = {"error": type(error).__name__, "where": where(error)}
+    if SHOWN.text and (text := error_text(error)):
+        fields["text"] = text[:_MOST_TEXT]
+    return fields
 
 
 def where(error: BaseException) -> str:

@@ -9,9 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from contextvars import ContextVar
 from typing import Final
 
-import structlog
-
-log = structlog.get_logger("idemconsumer")
+from idemconsumer.logs import log
 
 PATIENCE: Final = 1.0  # seconds that sagas have left when another wants to be alone: most end, or finish a step
 LONGEST: Final = 10.0  # seconds after which nobody waits any longer: for a saga alone, or one that does not give way

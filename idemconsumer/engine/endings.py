@@ -8,23 +8,22 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-import structlog
-
-from idemconsumer.engine.blame import describe, rejection_of, where
+from idemconsumer.engine.blame import describe, rejection_of
 from idemconsumer.engine.contention import Contended
 from idemconsumer.engine.failing import Failing
 from idemconsumer.engine.letters import dead_letter
+from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import BadMessage, CommitUnknown, ConnectionLost, Contention, Fenced, Retry
 from idemconsumer.handlers.durations import MAX_INLINE_DELAY, retry_delay
+from idemconsumer.logs import log
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, JoinedStore, NextAttempt
+from idemconsumer.redaction import traceback_text
 from idemconsumer.rules.values import Found, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Failure, Verdict, after_failure, contention_pause, refused, retryable
-
-log = structlog.get_logger("idemconsumer")
 
 
 @dataclass(slots=True)
@@ -51,10 +50,12 @@ class Endings:
         at: Callable[[Point, str, Sequence[bytes]], None],
         chance: Callable[[], float],
         failing: Failing,
+        telling: Telling,
         *,
         in_worker: bool,
     ) -> None:
         self.failing = failing
+        self.telling = telling
         self._in_worker = in_worker
         self._store = store
         self._at = at
@@ -76,8 +77,7 @@ class Endings:
     async def _dead_again(self, work: Work) -> Outcome:
         """O6."""
         letter, reason = await self._store.count_dead(work.key) or (None, None)
-        log.info("duplicate of a dead message", handler=work.handler.name, key=work.key.hex()[:12],
-                 source=work.message.source, position=work.message.position, letter=letter, reason=reason)  # fmt: skip
+        self.telling.dead_again(work, reason, letter)
         kind = OutcomeKind.DEAD
         return Outcome(kind, state=State.DEAD, attempt=work.attempt, reason=reason, letter=letter)
 
@@ -134,19 +134,12 @@ class Endings:
 
     def _counted(self, work: Work, error: Exception) -> None:
         self._at(Point.ATTEMPT_COUNTED, work.handler.name, (work.key,))
-        log.warning(
-            "handler failed",
-            handler=work.handler.name,
-            key=work.key.hex()[:12],
-            attempt=work.attempts,
-            error=type(error).__name__,
-            where=where(error),
-        )
+        self.telling.failed("handler failed", work, work.attempts, error)
 
     async def lost(self, work: Work, loss: ConnectionLost) -> Outcome:
         """It lost its connection once more, in a run that was counted beforehand (B13)."""
         if work.attempts >= work.handler.options.max_attempts:
-            return await self.bury(work, "lost_connection", describe(loss))
+            return await self.bury(work, "lost_connection", describe(loss), loss)
         await self.count(work, loss)
         return self._hold(work, loss, self._pause(work, loss, work.attempts))
 
@@ -155,7 +148,7 @@ class Endings:
         options = work.handler.options
         if self.ends(work, error):
             reason = "attempts_exhausted" if retryable(error, options.retry_on) else "not_retryable"
-            return await self.bury(work, reason, describe(error))
+            return await self.bury(work, reason, describe(error), error)
         later = await self._put_off(work, error, counted=True)
         return later or self._hold(work, error, self._pause(work, error, work.attempts))
 
@@ -176,7 +169,7 @@ class Endings:
         if not self._in_worker or (handler.options.retry == "inline" and due <= MAX_INLINE_DELAY):
             return None
         later = NextAttempt(
-            queue=handler.retry_source.partition(":")[2],
+            queue=handler.stored_as(work.claim.scope).retry_source.partition(":")[2],
             message=work.message,
             after=due,
             attempts=work.attempts,
@@ -220,50 +213,63 @@ class Endings:
         return self._free_retry(work, contention, streak.collisions)
 
     def _free_retry(self, work: Work, contention: Contention, collisions: int = 1) -> Outcome:
-        log.debug(
-            "contention, running again", handler=work.handler.name, key=work.key.hex()[:12], error=str(contention)
-        )
+        log.debug("contention, running again", **work.named, error=str(contention))
         due = contention_pause(collisions, self._chance())
         return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempt, reason="contention")
 
     async def _reject(self, work: Work, error: Exception) -> Outcome:
-        code, body = rejection_of(error)
-        rejection = codecs.encode_rejection(code, body)
+        code, body, status = rejection_of(error)
+        rejection = codecs.encode_rejection(code, body, status)
         self._at(Point.REJECTING, work.handler.name, (work.key,))
         # In a new transaction, which judges the key again (B2).
         standing = await self._until_known(work, lambda: self._store.reject(work.claim, rejection))
         self._at(Point.REJECTED, work.handler.name, (work.key,))
-        return standing or Outcome(
+        if standing is not None:
+            return standing
+        self.telling.rejected(work, work.attempt, error)
+        return Outcome(
             OutcomeKind.FAILED,
             result=rejection.body,
             content_type=rejection.content_type,
             state=State.FAILED,
             attempt=work.attempt,
             reason=code,
+            status=rejection.status,
+            headers=rejection.headers,
         )
 
     async def refuse(self, work: Work, refusal: BadMessage) -> Outcome:
         """A message that can never be run (R9)."""
-        log.warning("bad message", handler=work.handler.name, source=work.message.source,
-                    position=work.message.position, reason=refusal.reason, error=refusal.detail)  # fmt: skip
         forget = () if refusal.record is None else (refusal.record,)
         return await self.bury(work, refusal.reason, refusal.detail, forget=forget)
 
-    async def bury(self, work: Work, reason: str, error: str, *, forget: Sequence[bytes] = ()) -> Outcome:
-        """Committed before the delivery may be settled (B4). The record is DEAD too, if it is ours."""
+    async def bury(
+        self, work: Work, reason: str, text: str, error: BaseException | None = None, *, forget: Sequence[bytes] = ()
+    ) -> Outcome:
+        """Committed before the delivery may be settled (B4). The record is DEAD too, if it is ours. `text` says why;
+        `error` is the exception that it describes, if there is one."""
         claim = None if reason == "conflict" else work.known_claim
-        letter = dead_letter(work, reason, error, work.attempts)
+        letter = dead_letter(work, reason, text, work.attempts, None if error is None else traceback_text(error))
+        number = None
+
+        async def write() -> Record | None:
+            nonlocal number
+            buried = await self._store.bury(letter, claim, forget=forget)
+            if isinstance(buried, Record):
+                return buried
+            number = buried
+            return None
+
         self._at(Point.DEAD_LETTERING, work.handler.name, (work.key,))
-        standing = await self._until_known(work, lambda: self._store.bury(letter, claim, forget=forget))
+        standing = await self._until_known(work, write)
         self._at(Point.DEAD_LETTERED, work.handler.name, (work.key,))
         if standing is not None:
             return standing
-        log.error(
-            "dead letter", handler=work.handler.name, key=work.key.hex()[:12], reason=reason, attempt=work.attempts
-        )
+        self.telling.dead(work, work.attempts, reason, number, text, error)
         kind = OutcomeKind.CONFLICT if reason == "conflict" else OutcomeKind.DEAD
         state = State.DEAD if claim is not None else None
-        return Outcome(kind, state=state, attempt=max(1, work.attempts), reason=reason, error=error)
+        attempt = max(1, work.attempts)
+        return Outcome(kind, state=state, attempt=attempt, reason=reason, error=text)
 
     async def _until_known(self, work: Work, write: Callable[[], Awaitable[Record | None]]) -> Outcome | None:
         """Repeat a commit of the engine's own until its answer is known. None: written as wanted."""
@@ -282,4 +288,12 @@ def final(kind: OutcomeKind, work: Work, state: State, result: StoredResult | No
     """The outcome of a delivery whose record is final."""
     if result is None:
         return Outcome(kind, state=state, attempt=work.attempt)
-    return Outcome(kind, result=result.body, content_type=result.content_type, state=state, attempt=work.attempt)
+    return Outcome(
+        kind,
+        result=result.body,
+        content_type=result.content_type,
+        state=state,
+        attempt=work.attempt,
+        status=result.status,
+        headers=result.headers,
+    )

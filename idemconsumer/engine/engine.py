@@ -12,27 +12,28 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 
-import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_delay, wait_exponential, wait_random
 from tenacity.stop import stop_base
 
 from idemconsumer.engine.company import Company
+from idemconsumer.engine.delivery_log import DeliveryLog
 from idemconsumer.engine.endings import Endings
 from idemconsumer.engine.failing import Failing
 from idemconsumer.engine.group_sizes import GroupSizes
 from idemconsumer.engine.groups import Groups
 from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.suspects import Suspects
-from idemconsumer.engine.work import Work
+from idemconsumer.engine.telling import Telling
+from idemconsumer.engine.work import Work, traced
 from idemconsumer.errors import Contention, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.observe.counts import Counts
 from idemconsumer.ports.observer import NullObserver, Observer
 from idemconsumer.ports.store import JoinedStore
+from idemconsumer.ports.tracing import NO_TRACING, Tracing
 from idemconsumer.rules.failing import Health
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record
 from idemconsumer.rules.verdicts import Settlement, Verdict, settle
-
-log = structlog.get_logger("idemconsumer")
 
 
 class _Abandoned(stop_base):
@@ -56,17 +57,25 @@ class Engine:
         lanes: int = 1,
         chance: Callable[[], float] = random.random,
         watched: bool = False,
+        counts: Counts | None = None,
+        tell_all: bool = False,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         """`watched`: by a worker, which slows down a handler that is probed (D17), and runs what is stored for later
-        (D18)."""
+        (D18). `counts` learns what its groups took. `tell_all`: each failure has a line of its own in the log."""
         self._store = store
+        self.tracing = tracing
         self._at = (observer or NullObserver()).at
-        self._sizes = GroupSizes(lanes=lanes, most_locks=store.most_locks)
+        self._sizes = GroupSizes(lanes=lanes, most_locks=store.most_locks, counts=counts or Counts())
         self.company = Company()
-        self.endings = Endings(store, self._at, chance, Failing(watched=watched), in_worker=watched)
+        failing, telling = Failing(watched=watched), Telling(every=tell_all, failed=tracing.failed)
+        self.endings = Endings(store, self._at, chance, failing, telling, in_worker=watched)
         self._suspects = Suspects(store, self._at)
         self.lost_connections = LostConnections(store.server_started)
-        self._groups = Groups(store, self._at, self._sizes, self.endings, self.lost_connections)
+        self.deliveries = DeliveryLog(store)
+        self._groups = Groups(
+            store, self._at, self._sizes, self.endings, self.lost_connections, self.deliveries, tracing
+        )
 
     def group_size(self, handler: BoundHandler) -> int:
         """How many messages the next group of this handler may hold."""
@@ -99,6 +108,13 @@ class Engine:
         A head that was begun before, and never ended, runs while nothing else of this process does (B16). Empty if it
         was abandoned before its turn came.
         """
+        with traced(self.tracing, group) as processing:
+            outcomes = await self._decide(group, defer=defer)
+            processing.decided(outcomes)
+            self.deliveries.add(group, outcomes)
+            return outcomes
+
+    async def _decide(self, group: Sequence[Work], *, defer: bool) -> list[Outcome]:
         head, outcomes = group[0], list[Outcome]()
         if not head.alone:
             async with self.company.shared():
@@ -131,8 +147,11 @@ class Engine:
         """The outcome of each that a committed record decides, else None. One statement reads all records."""
         outcomes: list[Outcome | None] = []
         for work, record in zip(group, await self._store.peek([work.key for work in group]), strict=True):
-            undecided = record is None or not _decided(work, record)
-            outcomes.append(None if record is None or undecided else await self.endings.replay(work, record))
+            undecided = record is None or not _is_decided(work, record)
+            outcome = None if record is None or undecided else await self.endings.replay(work, record)
+            if outcome is not None:
+                self.deliveries.add([work], [outcome])
+            outcomes.append(outcome)
         return outcomes
 
     async def _repeated(self, group: Sequence[Work]) -> list[Outcome]:
@@ -140,7 +159,7 @@ class Engine:
         outcomes = list[Outcome]()
         likely = list(takewhile(lambda work: not work.attempts, group))  # a failure is on record, which a claim clears
         for work, record in zip(likely, await self._store.peek([work.key for work in likely]), strict=True):
-            if record is None or not _decided(work, record):
+            if record is None or not _is_decided(work, record):
                 break
             outcomes.append(await self.endings.replay(work, record))
         self._sizes.repeated(group[0].handler, len(outcomes) if len(outcomes) == len(group) else 0)
@@ -218,18 +237,24 @@ class Engine:
         """Those that a committed record decides."""
         self._suspects.take_over(suspects)
         records = zip(suspects, await self._store.peek([work.key for work in suspects]), strict=True)
-        return {work: record for work, record in records if record is not None and _decided(work, record)}
+        known = {work: record for work, record in records if record is not None}
+        for work, record in known.items():
+            if work.may_be_awaited(record):  # else a copy of what waits for its next attempt would cost it one (H46)
+                await self._busy(work)
+        return {work: record for work, record in known.items() if _is_decided(work, record)}
 
     async def _busy(self, work: Work) -> bool:
         """Whether a rival runs it right now: then nobody has to stop for it."""
         try:
             async with self._store.transaction(group=1) as claims:
-                return await claims.claim([work.claim]) == [Mark.BUSY]
+                (found,) = await claims.claim([work.claim])
         except Contention:
             return True
+        work.claimed(found)
+        return found is Mark.BUSY
 
 
-def _decided(work: Work, record: Record) -> bool:
+def _is_decided(work: Work, record: Record) -> bool:
     return work.judge(record) is not Verdict.BUSY
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-import structlog
-
-from idemconsumer.engine.blame import where
+from idemconsumer.engine.blame import said
 from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import Retry
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
 from idemconsumer.rules.failing import Health
 from idemconsumer.rules.verdicts import retryable
-
-log = structlog.get_logger("idemconsumer")
 
 _HEALTHY = Health()
 
@@ -45,8 +42,7 @@ class Failing:
                 "all messages of a handler fail, trying one at a time",
                 handler=handler.name,
                 failed=health.failures,
-                error=type(error).__name__,
-                where=where(error),
+                **said(error),
             )
         options = handler.options
         again = options.max_attempts > 1 and retryable(error, options.retry_on)

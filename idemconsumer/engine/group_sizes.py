@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
-import structlog
-
 from idemconsumer.errors import Contention
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
+from idemconsumer.observe.counts import Counts
 from idemconsumer.rules.group_size import GroupSize, Least
-
-log = structlog.get_logger("idemconsumer")
 
 
 class GroupSizes:
     """One `GroupSize` per handler, by name; each method reports what happened to a group of it."""
 
-    def __init__(self, *, lanes: int, most_locks: int) -> None:
+    def __init__(self, *, lanes: int, most_locks: int, counts: Counts) -> None:
         self._lanes = lanes
         self._most_locks = most_locks
+        self._counts = counts
         self._sizes: dict[str, GroupSize] = {}
         self._commit = Least()
 
@@ -36,6 +35,7 @@ class GroupSizes:
 
     def committed(self, handler: BoundHandler, messages: int, seconds: float, now: float) -> None:
         """`seconds`: how long the handlers of its `messages` took together."""
+        self._counts.of(handler.name).handled(messages, seconds)
         self._sizes[handler.name] = self.of(handler).clean_group(messages, seconds, now)
 
     def repeated(self, handler: BoundHandler, duplicates: int) -> None:

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import structlog
-
 from idemconsumer.engine.blame import HandlerFailed, describe
+from idemconsumer.engine.delivery_log import DeliveryLog
 from idemconsumer.engine.endings import Endings, FailedBehind
 from idemconsumer.engine.group_sizes import GroupSizes
 from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.transaction import Cut, Transactions
 from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import CommitUnknown, ConfigurationError, ConnectionLost, Contention, StoreUnavailable
+from idemconsumer.logs import log
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import JoinedStore
+from idemconsumer.ports.tracing import Tracing
 from idemconsumer.rules.values import Outcome, OutcomeKind
-
-log = structlog.get_logger("idemconsumer")
 
 
 class Groups:
@@ -33,8 +32,10 @@ class Groups:
         sizes: GroupSizes,
         endings: Endings,
         lost_connections: LostConnections,
+        deliveries: DeliveryLog,
+        tracing: Tracing,
     ) -> None:
-        self._transactions = Transactions(store, at, sizes, endings, lost_connections)
+        self._transactions = Transactions(store, at, sizes, endings, lost_connections, deliveries, tracing)
         self._at = at
         self._sizes = sizes
         self._endings = endings
@@ -61,7 +62,7 @@ class Groups:
                 if behind is not None:
                     behind.in_doubt, behind = True, None
                 # Only a new claim can tell: it finds the record, inserts it, or is busy while the old one lives (J4).
-                log.warning("commit unknown, claiming again", handler=handler.name, error=str(unknown))
+                log.warning("commit unknown, claiming again", **group[0].named, messages=len(group), error=str(unknown))
                 for work in group:  # the statement of one of them may be what the connection was lost over
                     work.eager = True
                 if lost:  # the group itself may be why: idle for so long that the server ended its transaction

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 
 from idemconsumer.engine.work import Work
-from idemconsumer.message import keys
 from idemconsumer.message.delivered import beginning, content_of, encode_delivered
 from idemconsumer.ports.store import DeadLetter
 from idemconsumer.rules.letters import LEFT_OUT
 
 
-def dead_letter(work: Work, reason: str, error: str, attempts: int) -> DeadLetter:
-    """All that its broker gave, but of a message above the limit only the beginning."""
+def dead_letter(work: Work, reason: str, error: str, attempts: int, traceback: str | None = None) -> DeadLetter:
+    """All that its broker gave, but of a message above the limit only the beginning. `traceback`: of the exception."""
     message, handler = work.message, work.handler
     stored = work.leased or work.known_claim
+    scope = handler.identity.scope() if stored is None else stored.scope
     kept = beginning(message, handler.max_message_bytes)
     left_out = len(message.all_headers) - len(kept.all_headers)
     if left_out:
@@ -22,8 +22,8 @@ def dead_letter(work: Work, reason: str, error: str, attempts: int) -> DeadLette
     identity, content = _identity(work, reason)
     return DeadLetter(
         identity=identity,
-        handler=handler.name,
-        scope=keys.scope_name(handler.app, None, handler.name) if stored is None else stored.scope,
+        handler=handler.stored_as(scope).handler,
+        scope=scope,
         source=message.source,
         position=message.position,
         reason=reason,
@@ -37,6 +37,8 @@ def dead_letter(work: Work, reason: str, error: str, attempts: int) -> DeadLette
         content=content,
         again=None if work.first else content,
         letter=work.letter,
+        traceback=traceback,
+        forward=None if handler.options.dead_letter_to is None else handler.app,
     )
 
 
@@ -45,7 +47,7 @@ def _identity(work: Work, reason: str) -> tuple[bytes, bytes | None]:
 
     A key that is put aside is one letter. Anything else is a letter for each message: what was sent, and where it is.
     """
-    scope = work.key or keys.scope_name(work.handler.app, None, work.handler.name).encode()
+    scope = work.key or work.handler.identity.scope().encode()
     subject = _hash(work.message.source.encode(), reason.encode(), scope)
     if work.key and reason != "conflict":
         return subject, None

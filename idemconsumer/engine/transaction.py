@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from idemconsumer.engine.blame import HandlerFailed
+from idemconsumer.engine.delivery_log import DeliveryLog
 from idemconsumer.engine.endings import Endings, FailedBehind, final
 from idemconsumer.engine.group_sizes import GroupSizes
 from idemconsumer.engine.lost_connections import LostConnections
@@ -18,6 +19,7 @@ from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claims, JoinedStore
+from idemconsumer.ports.tracing import Tracing
 from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Verdict
@@ -44,12 +46,16 @@ class Transactions:
         sizes: GroupSizes,
         endings: Endings,
         lost_connections: LostConnections,
+        deliveries: DeliveryLog,
+        tracing: Tracing,
     ) -> None:
         self._store = store
         self._at = at
         self._sizes = sizes
         self._endings = endings
+        self._deliveries = deliveries
         self._lost_connections = lost_connections
+        self._tracing = tracing
         self._habits: dict[str, Habits] = {}
 
     async def commit(
@@ -72,6 +78,8 @@ class Transactions:
         gate = handler.app if self._sizes.of(handler).gated(now()) else None
         async with self._store.transaction(group=len(keys), gate=gate) as claims:
             found = dict(zip(keys, await claims.claim([work.claim for work in leaders.values()]), strict=True))
+            for key, work in leaders.items():
+                work.claimed(found[key])
             verdicts = {key: work.judge(found[key]) for key, work in leaders.items()}
             if not defer:
                 busy = next((i for i, work in enumerate(group) if verdicts[work.key] is Verdict.BUSY), None)
@@ -81,6 +89,8 @@ class Transactions:
                     return [Outcome(OutcomeKind.BUSY)]
             self._at(Point.CLAIMED, name, keys)
             new = [i for i, work in enumerate(group) if leaders[work.key] is work and verdicts[work.key] is Verdict.RUN]
+            if new:
+                self._tracing.begun()
             began = now()
             try:
                 if handler.batch:
@@ -98,12 +108,16 @@ class Transactions:
                 begun = [work.key for work in group if work.attempts or work.suspicion is Suspicion.MARKED]
                 ended = [key for key in begun if verdicts[key] is not Verdict.BUSY]
                 failed = None if behind is None else (behind.claim, behind.error)
-                attempts = await claims.complete(list(results.items()), ended, failed=failed)
+                logged = self._deliveries.applied([group[index] for index in new])
+                attempts = await claims.complete(list(results.items()), ended, failed=failed, logged=logged)
                 seconds = handled - began + self._sizes.beyond_commit(now() - handled)
             except RunEagerly as unforeseen:
                 raise _eagerly(group, new, unforeseen, claims) from unforeseen
         if behind is not None:
             behind.attempts = attempts
+        if logged is not None:
+            for index in new:
+                group[index].logged = True
         self._at(Point.COMMITTED, name, keys)
         self._sizes.committed(handler, len(new), seconds, now())
         self._sizes.repeated(handler, 0 if new else len(group))
@@ -128,9 +142,8 @@ class Transactions:
     ) -> dict[bytes, StoredResult]:
         """Run a batch handler once, for those of `group` that are new, and return their results."""
         new_work = [group[index] for index in new]
-        items = Items(
-            [_call(work).payload for work in new_work], [_call(work).message(work.attempt) for work in new_work]
-        )
+        payloads = [_payload(index, group[index]) for index in new]
+        items = Items(payloads, [_call(work).message(work.attempt) for work in new_work])
         head = next((work for work in new_work if work.suspected), new_work[0])
         try:
             await self._handle(claims, None if len(new_work) > 1 else 0, head, items, look=look)
@@ -159,7 +172,7 @@ class Transactions:
                 index, error = failed
                 raise error
             claims.check(look=look)  # J8
-            return codecs.encode(value)
+            return codecs.encode_result(value)
 
         try:
             limit = TimeLimit(handler.options.timeout)
@@ -205,6 +218,14 @@ def _eagerly(group: Sequence[Work], new: Sequence[int], unforeseen: RunEagerly, 
     if isinstance(cause, ConnectionLost):  # with another connection it shows whose it was
         return Cut(len(group))
     return cause if isinstance(cause, StoreUnavailable) else Cut(whose or len(group))
+
+
+def _payload(index: int, work: Work) -> object:
+    """For one run of a batch. Raises HandlerFailed."""
+    try:
+        return work.handler.payload(_call(work))
+    except Exception as error:
+        raise HandlerFailed(index, error) from error
 
 
 def _call(work: Work) -> Call:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
@@ -15,7 +17,8 @@ from idemconsumer.message.message import Message
 from idemconsumer.message.origin import Pending
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.store import Claim
-from idemconsumer.rules.values import Found
+from idemconsumer.ports.tracing import Processing, Tracing
+from idemconsumer.rules.values import Found, Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
 
 
@@ -52,8 +55,10 @@ class Work:
     `own_id` is its position at its broker or its message id, the same for each delivery of it and of no other message;
     None where there is neither. `first`: it was never delivered before. `pending`: its record waits for it, and
     `row` is its delivery from our own queue (D19). `letter`: the dead letter that it was redriven from.
+    `stray`: it says that it was accepted, and the store that no record waits for it (H46).
     `eager`: its statements are waited for, since a run that did not wait has told too little (J27).
     `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
+    `arrived`: when, by the monotonic clock. `logged`: the delivery log has what became of it.
     """
 
     message: Message
@@ -71,7 +76,10 @@ class Work:
     letter: int | None = None
     _nonce: bytes = b""
     abandoned: Callable[[], bool] = bool
+    stray: bool = False
     eager: bool = False
+    arrived: float = field(default_factory=time.monotonic)
+    logged: bool = False
 
     @classmethod
     def of(
@@ -160,6 +168,12 @@ class Work:
         return b"" if stored is None else stored.key
 
     @property
+    def named(self) -> dict[str, object]:
+        """Which message a line of the log is about (O9)."""
+        attempt = self.attempt if self.leased is None else self.leased.attempt
+        return named(self.handler, self.message, self.key) | {"attempt": attempt}
+
+    @property
     def of_saga(self) -> SagaWork:
         """What is known of a delivery of a saga's handler."""
         assert self.saga is not None
@@ -184,9 +198,19 @@ class Work:
         retain = self.handler.options.retain
         return Claim(self.pending.key, self.pending.scope, fingerprint=None, retain=retain, pending=True)
 
+    def claimed(self, found: Found) -> None:
+        """What its own claim has found. One that waits for it is BUSY, if it is not free."""
+        self.stray = self.stray or (self.claim.token is not None and isinstance(found, Record))
+
     def judge(self, found: Found) -> Verdict:
-        """What its record, or whoever holds its key, says about it."""
-        return judge(found, self.claim.fingerprint, self.claim.canonical, pending=self.pending is not None)
+        """What its record, or whoever holds its key, says about it. A message that says that it was accepted is what a
+        PENDING record waits for, until its own claim tells otherwise (H46)."""
+        awaited = self.pending is not None or (self.claim.token is not None and not self.stray)
+        return judge(found, self.claim.fingerprint, self.claim.canonical, pending=awaited)
+
+    def may_be_awaited(self, record: Record) -> bool:
+        """Whether only its own claim tells if this record waits for it."""
+        return record.state is State.PENDING and self.claim.token is not None and not (self.stray or self.pending)
 
     @property
     def attempt(self) -> int:
@@ -197,3 +221,16 @@ class Work:
         self.attempts = attempts
         if self.suspected:
             self.suspicion = Suspicion.MARKED
+
+
+def named(handler: BoundHandler, message: Message, key: bytes = b"") -> dict[str, object]:
+    """As `Work.named`, of a message that may not have been read."""
+    place = {"source": message.source, "position": message.position or message.message_id, "key": key}
+    return {"handler": handler.name} | {name: value for name, value in place.items() if value}
+
+
+def traced(tracing: Tracing, group: Sequence[Work]) -> AbstractContextManager[Processing]:
+    """Around the run of a group, all of one handler (O20)."""
+    head = group[0]
+    handler, messages = head.handler, (work.message for work in group)
+    return tracing.processing(handler.app, handler.name, handler.subscriptions[0].group, messages, head.key)

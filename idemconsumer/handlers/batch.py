@@ -39,7 +39,7 @@ class Items:
     def result(self, i: int, value: object, /) -> None:
         # Encoded now, since the handler may go on changing the value.
         try:
-            self._decide(i, codecs.encode(value))
+            self._decide(i, codecs.encode_result(value))
         except TypeError as error:
             self._decide(i, _marked_here(error))
 

@@ -6,12 +6,9 @@ import math
 import re
 from datetime import timedelta
 
-import structlog
-
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.logs import log
 from idemconsumer.ports.handler import Duration
-
-log = structlog.get_logger("idemconsumer")
 
 MAX_INLINE_DELAY = 30.0  # seconds; longer pauses are stored (D7)
 MAX_RUN = 20 * 86_400.0  # seconds; Postgres and the kernel count them as milliseconds in 31 bits

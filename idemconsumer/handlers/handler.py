@@ -13,15 +13,19 @@ from typing import (
 
 import msgspec
 
-from idemconsumer.errors import BadMessage, HandlerFault, OfTheEngine
+from idemconsumer.errors import BadMessage, HandlerError, HandlerFault, OfTheEngine
 from idemconsumer.handlers.batch import Items
 from idemconsumer.handlers.options import Resolved
 from idemconsumer.handlers.signature import Signature
+from idemconsumer.hashing import HASHING
 from idemconsumer.message import codecs, keys
+from idemconsumer.message.accepted import ACCEPTED, token_of
 from idemconsumer.message.delivered import size_of
 from idemconsumer.message.envelopes import Unwrap
+from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message, Subscription
-from idemconsumer.message.sources import own_source, retry_source
+from idemconsumer.message.names import Former, StoredName, stored_names
+from idemconsumer.message.origin import ORIGIN
 from idemconsumer.ports.handler import Saga, Tx
 from idemconsumer.ports.starter import Starter
 from idemconsumer.ports.store import Claim
@@ -29,7 +33,9 @@ from idemconsumer.settings import Settings
 
 _DEFAULT_MAX_BYTES = Settings().max_message_bytes
 _NO_RESOURCES: Final[Mapping[type, object]] = MappingProxyType({})
-TENANT: Final = "idemconsumer-tenant"  # header of a saga begun from code
+TENANT: Final = "idemconsumer-tenant"  # header of a message that code gives
+NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+OURS: Final = (TENANT, ORIGIN, ACCEPTED)  # that no caller of the application's may send
 OrderOf: TypeAlias = Callable[[Message, object], str | bytes | None]
 # Of the message as it arrived, the message inside its envelope, and the payload: `Claim.fingerprint` and `.canonical`.
 FingerprintOf: TypeAlias = Callable[[Message, Message, object], tuple[bytes | None, bytes | None]]
@@ -40,9 +46,11 @@ class HandlerPlan:
     """All that is known of a handler without its app."""
 
     name: str
+    formerly: tuple[Former, ...]
     sources: tuple[str, ...]
     options: Resolved
-    key_rule: str
+    key_spec: KeySpec
+    tenant_spec: KeySpec | None
     signature: Signature
     reconcile: Signature | None
     decode: codecs.Decode | None
@@ -53,6 +61,7 @@ class HandlerPlan:
     tenant: keys.Extract | None
     order: OrderOf
     fingerprint: FingerprintOf
+    fingerprint_spec: KeySpec | None
 
     def bind(
         self,
@@ -61,10 +70,19 @@ class HandlerPlan:
         max_message_bytes: int = _DEFAULT_MAX_BYTES,
         resources: Mapping[type, object] = _NO_RESOURCES,
         starter: Starter | None = None,
+        delivery_log: float = 0.0,
     ) -> BoundHandler:
         """This handler as part of `app`, whose name is part of every key. `resources` is read at each call; `starter`
-        is the app for sagas that start others."""
-        return BoundHandler(self, app, max_message_bytes, resources, starter)
+        is the app for sagas that start others; `delivery_log` is what the settings say."""
+        return BoundHandler(self, app, max_message_bytes, resources, starter, delivery_log)
+
+    def names(self, app: str) -> tuple[StoredName, ...]:
+        """Under which it is stored as part of `app`. What is new is stored under the first one (L68)."""
+        return stored_names(app, self.name, self.formerly)
+
+    def consumer_group(self, app: str) -> str:
+        """That of Kafka."""
+        return self.options.consumer_group or self.names(app)[0].app
 
     @property
     def resource_parameters(self) -> tuple[tuple[str, type], ...]:
@@ -74,7 +92,8 @@ class HandlerPlan:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One message, ready to run: decoded and keyed. `order` is what the lane is chosen by; None: it has no order."""
+    """One message, ready to run: decoded and keyed. `order` is what the lane is chosen by; None: it has no order.
+    `payload` is for the first run, which has it once it is `given`."""
 
     arrived: Message
     payload: object
@@ -82,6 +101,8 @@ class Call:
     tenant: str | None
     claim: Claim
     order: str | bytes | None
+    from_code: bool
+    given: bool = False
 
     def message(self, attempt: int) -> Message:
         """The message as a handler sees it. Made on demand, since few handlers ask for it."""
@@ -95,15 +116,20 @@ class BoundHandler:
         "_plan",
         "app",
         "batch",
+        "delivery_log",
+        "identity",
         "leased",
         "max_message_bytes",
         "name",
+        "names",
         "needs_tx",
         "options",
         "own_source",
+        "own_sources",
         "reconciles",
         "resources",
         "retry_source",
+        "retry_sources",
         "starter",
         "subscriptions",
     )  # fmt: skip
@@ -115,7 +141,14 @@ class BoundHandler:
         max_message_bytes: int,
         resources: Mapping[type, object],
         starter: Starter | None,
+        delivery_log: float,
     ) -> None:
+        if plan.signature.needs_saga and HASHING.secrets:
+            raise HandlerError(
+                plan.name,
+                "it is a saga, and `key_secrets` is set: what finds sagas by their keys in SQL has no data key",
+                "remove one of them; sagas may have a schema of their own, in a process of their own",
+            )
         self._plan = plan
         self.starter = starter
         self.resources = resources
@@ -123,26 +156,60 @@ class BoundHandler:
         self.max_message_bytes = max_message_bytes
         self.name = plan.name
         self.options = plan.options
+        asked = plan.options.delivery_log
+        self.delivery_log = delivery_log if asked is None else asked
         self.needs_tx = plan.signature.needs_tx
         self.leased = plan.signature.needs_saga
         self.batch = plan.signature.batch
         self.reconciles = plan.reconcile is not None
-        group = plan.options.consumer_group or app
+        self.names = plan.names(app)
+        self.identity = self.names[0]
+        group = plan.consumer_group(app)
         self.subscriptions = tuple(Subscription(source, plan.name, group) for source in plan.sources)
         # A queue in Postgres, for messages that their own broker would soon drop and for sagas begun from code.
-        self.own_source = own_source(app, plan.name)
-        self.retry_source = retry_source(app, plan.name)
+        self.own_source = self.identity.own_source
+        self.retry_source = self.identity.retry_source
+        self.own_sources = {name.own_source: name for name in self.names}
+        self.retry_sources = frozenset(name.retry_source for name in self.names)
+
+    def stored_as(self, scope: str) -> StoredName:
+        """The name that is in a scope; the identity for one of a handler whose sagas were moved to this one (L31)."""
+        app, _, handler = keys.parts_of(scope)
+        return name if (name := StoredName(app, handler)) in self.names else self.identity
+
+    def is_own(self, source: str) -> bool:
+        """Whether it is one of the queues that belong to this handler."""
+        return source in self.own_sources or source in self.retry_sources
+
+    @property
+    def key_spec(self) -> KeySpec:
+        """Where the key comes from."""
+        return self._plan.key_spec
+
+    @property
+    def tenant_spec(self) -> KeySpec | None:
+        """Where the tenant comes from, if it has any."""
+        return self._plan.tenant_spec
+
+    @property
+    def plan(self) -> HandlerPlan:
+        """What it is without its app."""
+        return self._plan
 
     @property
     def key_rule(self) -> str:
         """Where the key comes from, in words."""
-        return self._plan.key_rule
+        return keys.describe(self._plan.key_spec)
 
-    def from_code(self, payload: object, *, key: object, tenant: str | None) -> Call:
-        """The call of a saga that code begins. Raises BadMessage where the handler could not take it, and TypeError for
-        a payload that is not JSON."""
+    def from_code(
+        self, payload: object, *, key: object, tenant: str | None, headers: Mapping[str, str] = NO_HEADERS
+    ) -> Call:
+        """The call of a message that code gives. Raises BadMessage where the handler could not take it, and TypeError
+        for a payload that is not JSON."""
         given, encoded = given_key(key), codecs.encode(payload, "payload", "give")
-        headers = {} if tenant is None else {TENANT: tenant}
+        headers = {name: value for name, value in headers.items() if name.lower() not in OURS}
+        if tenant is not None:
+            headers[TENANT] = keys.as_text(tenant, "tenant")
         body = b"null" if encoded is None else encoded.body
         return self.call_for(Message(self.own_source, body, headers, message_id=given))
 
@@ -153,7 +220,9 @@ class BoundHandler:
             beside = " with its headers" if size > len(message.body) else ""
             raise BadMessage("oversized", f"{size:,} bytes{beside}, at most {self.max_message_bytes:,} are allowed")
         arrived = message
-        from_code = message.source == self.own_source and message.message_id is not None
+        from_code = message.source in self.own_sources and message.message_id is not None
+        # L69: what began in the queue of a name has that name's key, and whoever waits for it knows that one.
+        name = self.own_sources[message.source] if from_code else self.identity
         try:
             if plan.unwrap is not None and not from_code and not message.tombstone:
                 message = plan.unwrap(message)
@@ -161,11 +230,12 @@ class BoundHandler:
             key, tenant = self._identity(message, payload, from_code=from_code)
             fingerprint, canonical = plan.fingerprint(arrived, message, payload)
             claim = Claim(
-                keys.digest(self.app, tenant, self.name, key),
-                keys.scope_name(self.app, tenant, self.name),
+                name.digest(tenant, key),
+                name.scope(tenant),
                 fingerprint,
                 plan.options.retain,
                 canonical,
+                token=token_of(arrived),
             )
             order = plan.order(message, payload)
         except (Exception, OfTheEngine):
@@ -173,7 +243,15 @@ class BoundHandler:
         except BaseException as error:  # noqa: BLE001 - of the user's functions (B18)
             why = f"{type(error).__name__} was raised while it was decoded, or its key, its tenant or its order derived"
             raise BadMessage("undecodable", why) from None
-        return Call(message, payload, key, tenant, claim, order)
+        return Call(message, payload, key, tenant, claim, order, from_code)
+
+    def payload(self, call: Call) -> object:
+        """What one run of it gets. A run may change what it is given, so that the next one gets another (R33). Raises
+        what a `decode=` raises that is not the same each time."""
+        if not call.given:
+            call.given = True
+            return call.payload
+        return self._payload(call.arrived, from_code=call.from_code)
 
     def _payload(self, message: Message, *, from_code: bool) -> object:
         plan = self._plan
@@ -218,7 +296,7 @@ class BoundHandler:
 
     def _invoke(self, signature: Signature, call: Call, tx: Tx | Saga | None, attempt: int) -> Awaitable[object]:
         message = call.message(attempt) if signature.needs_message else call.arrived
-        return signature.invoke(call.payload, tx, message, self.resources)
+        return signature.invoke(self.payload(call), tx, message, self.resources)
 
 
 _message_id = keys.compile_key(keys.Key.message_id(), Any, handler="app.start")

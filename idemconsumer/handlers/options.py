@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypedDict
@@ -18,6 +19,7 @@ from idemconsumer.handlers.durations import (
 from idemconsumer.message.envelopes import Envelope
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
+from idemconsumer.message.sources import BadSource, is_pattern, split_source
 from idemconsumer.ports.handler import Done, Duration, NotDone, Unknown
 from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.group_size import MAX_GROUP
@@ -25,11 +27,13 @@ from idemconsumer.rules.saga import ANY_VERSION
 
 RAW_BYTES: Final = "raw bytes"
 """No path can be written so, since it has a space."""
+_ANY: Final = re.compile(r"(?s:.*)")
 
 
 class UnnamedOptions(TypedDict, total=False):
     """The options of any handler: see `Options`."""
 
+    formerly: str | tuple[str, ...]
     group_size: int
     pipeline: bool
     concurrency: int
@@ -42,6 +46,7 @@ class UnnamedOptions(TypedDict, total=False):
     retain: Duration
     retain_dead: Duration
     retain_dead_body: Duration
+    delivery_log: Duration | None
     on_busy: Literal["wait", "defer"]
     wait: Duration
     timeout: Duration
@@ -58,12 +63,18 @@ class UnnamedOptions(TypedDict, total=False):
     settle: Literal["claimed", "finished"]
     fail_on: tuple[type[Exception], ...]
     retry_on: tuple[type[Exception], ...]
+    reply: bool | str
+    dead_letter_to: str
+    max_age: Duration
 
 
 class Options(UnnamedOptions, total=False):
     """What `@idempotent_handler` takes besides its sources and `key`.
 
-    * `name`: keys are unique within it; default the function's name. Renaming it forgets every key.
+    * `name`: keys are unique within it; default the function's name. Without `formerly` another one forgets every key.
+    * `formerly`: how it was called before, "book_ride", or "app/book_ride" where the app had another name; a tuple of
+      several, the oldest first. Keys, queues and sagas stay stored under the first one, new ones too. Write it in the
+      same deployment as the new name.
     * `group_size`: sets the initial and maximum number of messages that share one transaction, up to 128; failures and
       collisions reduce it. Default: the size adapts to the handler's time, its failures and its collisions. Use 1 for a
       handler that cannot share `now()`, or must not run again because another message of its group failed. A saga
@@ -84,6 +95,8 @@ class Options(UnnamedOptions, total=False):
     * `retain`: how long a record is kept, longer than the broker may redeliver. Default "14d".
     * `retain_dead`: how long a dead letter is kept after its last arrival; `retain_dead_body`: how long its message is,
       with its headers and the error's text. For ever by default.
+    * `delivery_log`: how long what became of each delivery is kept for `idemconsumer explain`, e.g. "1d"; None keeps
+      nothing of this handler. Default the setting, which is to keep nothing.
     * `on_busy`, `wait`: what a delivery does while its key is held elsewhere: "wait" in its lane for up to `wait`
       (default "10s"), or "defer" at once and let others pass.
     * `timeout`: how long one run may take. Default "30s".
@@ -100,10 +113,17 @@ class Options(UnnamedOptions, total=False):
     * `on_stale` (sagas): "resume" on any worker (the default), or "review": a person decides.
     * `max_duration` (sagas): how long a saga may take from its beginning, pauses included. No limit by default.
       `on_max_duration`: then it becomes a dead letter ("dead", the default), or is undone ("undo").
-    * `reconcile` (sagas): an async function of payload, Tx and the like, called before a saga runs again after its
-      worker was lost: `Done(result)` completes it, `NotDone()` runs it, `Unknown()` leaves it to a person.
+    * `reconcile`: an async function of payload, Tx and the like. It is called before a saga runs again after its worker
+      was lost: `Done(result)` completes it, `NotDone()` runs it, `Unknown()` leaves it to a person. And before what was
+      accepted is rejected by `max_age`: `Done(result)` completes it, Reject rejects it, `NotDone()` rejects it with
+      504, `Unknown()` and Retry wait longer.
     * `settle` (sagas): when the delivery is settled: "claimed", once the message is stored; "finished", at the end.
     * `fail_on`: exceptions that no further attempt would cure. `retry_on`: the only ones tried again.
+    * `reply`: True sends the result, or the rejection, to the address that the message names, before it is settled; a
+      regular expression only to those that it matches whole. Default False. A saga needs `settle="finished"`.
+    * `dead_letter_to`: a destination such as "kafka:orders.dlq", to which each dead letter is forwarded too.
+    * `max_age`: how long what `app.accept` has taken may wait for its end; then `reconcile` is asked, if there is one,
+      or it is rejected, with the code `not_in_time` and the status 504, and does not run any more. No limit by default.
     """
 
     name: str
@@ -111,7 +131,8 @@ class Options(UnnamedOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The options of one handler, checked, times in seconds. `retry_on` None: every exception is retried."""
+    """The options of one handler, checked, times in seconds. `retry_on` None: every exception is retried.
+    `delivery_log` None: as the settings say; 0: nothing is kept."""
 
     group_size: int | None = None
     pipeline: bool = True
@@ -120,6 +141,7 @@ class Resolved:
     retain: float = 14 * 86_400.0
     retain_dead: float | None = None
     retain_dead_body: float | None = None
+    delivery_log: float | None = None
     on_busy: Literal["wait", "defer"] = "wait"
     wait: float = 10.0
     timeout: float = 30.0
@@ -135,6 +157,9 @@ class Resolved:
     settle: Literal["claimed", "finished"] = "claimed"
     fail_on: tuple[type[Exception], ...] = ()
     retry_on: tuple[type[Exception], ...] | None = None
+    reply: re.Pattern[str] | None = None
+    dead_letter_to: str | None = None
+    max_age: float | None = None
 
 
 def check_known(handler: str, given: Mapping[str, Any]) -> None:
@@ -160,6 +185,7 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
         "retain": _positive,
         "retain_dead": _positive,
         "retain_dead_body": _positive,
+        "delivery_log": lambda h, o, v: 0.0 if v is None else _positive(h, o, v),
         "on_busy": lambda h, o, v: _one_of(h, o, v, "wait", "defer"),
         "wait": _seconds,
         "timeout": _run,
@@ -175,6 +201,9 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
         "on_max_duration": lambda h, o, v: _one_of(h, o, v, "dead", "undo"),
         "fail_on": _exceptions,
         "retry_on": _exceptions,
+        "reply": _reply,
+        "dead_letter_to": _destination,
+        "max_age": _positive,
     }
     options = Resolved(**{name: check(handler, name, given[name]) for name, check in read.items() if name in given})
     if options.retry == "inline":
@@ -274,6 +303,31 @@ def _backoff(handler: str, option: str, value: Any) -> Backoff:
         return Backoff(first, cap=cap)
     except ConfigurationError as error:
         raise HandlerError(handler, f"`{option}`", str(error)) from None
+
+
+def _reply(handler: str, option: str, value: Any) -> re.Pattern[str] | None:
+    """Which addresses may be replied to."""
+    if isinstance(value, bool):
+        return _ANY if value else None
+    instead = rf'write True, or what whole addresses must match, e.g. {option}=r"replies\..*"'
+    if not isinstance(value, str):
+        raise HandlerError(handler, f"`{option}` is {value!r}", instead)
+    try:
+        return re.compile(value)
+    except re.error as error:
+        raise HandlerError(
+            handler, f"`{option}` is {value!r}, which is no regular expression ({error})", instead
+        ) from None
+
+
+def _destination(handler: str, option: str, value: Any) -> str:
+    try:
+        split_source(value)
+    except BadSource as error:
+        raise HandlerError(handler, f"`{option}`: {error.problem}", error.instead) from None
+    if is_pattern(value):
+        raise HandlerError(handler, f"`{option}` is {value!r}, which stands for many topics", "name one of them")
+    return str(value)
 
 
 def _exceptions(handler: str, option: str, value: Any) -> tuple[type[Exception], ...]:

@@ -10,15 +10,16 @@ from typing import (
 
 from idemconsumer.errors import BadMessage, HandlerError
 from idemconsumer.handlers.handler import FingerprintOf, HandlerPlan, OrderOf
-from idemconsumer.handlers.options import RAW_BYTES, Options, check_known, resolve
+from idemconsumer.handlers.options import RAW_BYTES, Options, Resolved, check_known, resolve
 from idemconsumer.handlers.signature import Signature, read_signature, returned
-from idemconsumer.message import codecs, keys
+from idemconsumer.message import codecs, keys, replies
 from idemconsumer.message.envelopes import ENVELOPES, Unwrap, unwrapper
 from idemconsumer.message.functions import takes
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
+from idemconsumer.message.names import INSTEAD, BadName, Former, parse_former
 from idemconsumer.message.paths import ByAttribute
-from idemconsumer.message.sources import BadSource, split_source
+from idemconsumer.message.sources import BadSource, consumes, split_source
 
 
 def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec, given: Options) -> HandlerPlan:
@@ -29,6 +30,13 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
     signature = read_signature(name, fn)
     if signature.needs_saga and "retry" in given:
         raise HandlerError(name, "`retry` is not for sagas", "remove it: a saga is stored while it waits, in any case")
+    _check_reply(name, sources, options, leased=signature.needs_saga)
+    if (to := options.dead_letter_to) is not None and any(consumes(source, to) for source in sources):
+        raise HandlerError(
+            name,
+            f"`dead_letter_to` is {to!r}, which it consumes itself, so that its letters would come back to it",
+            "name another destination; `idemconsumer dead redrive` runs letters again",
+        )
     if (unstored := codecs.unencodable(returned(fn))) is not None:
         raise HandlerError(
             name,
@@ -46,11 +54,13 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
             _check_sources_have(name, sources, option, spec)
     return HandlerPlan(
         name=name,
+        formerly=_formerly(name, given.get("formerly", ())),
         sources=sources,
         options=options,
-        key_rule=keys.describe(key),
+        key_spec=key,
+        tenant_spec=tenant,
         signature=signature,
-        reconcile=_reconcile(name, signature, given.get("reconcile")),
+        reconcile=_reconcile(name, signature, options, given.get("reconcile")),
         decode=decode,
         takes_none=takes_none,
         hook=hook,
@@ -59,6 +69,7 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
         tenant=None if tenant is None else keys.compile_key(tenant, payload_type, handler=name, option="tenant"),
         order=_order(name, sources, payload_type, given, leased=signature.needs_saga),
         fingerprint=_fingerprint(name, payload_type, given, is_json=hook is None and not codecs.is_bytes(payload_type)),
+        fingerprint_spec=given.get("fingerprint"),
     )
 
 
@@ -105,13 +116,13 @@ def _unwrap(name: str, given: Options) -> Unwrap | None:
     return unwrapper(envelope)
 
 
-def _reconcile(name: str, handler: Signature, fn: Callable[..., Any] | None) -> Signature | None:
+def _reconcile(name: str, handler: Signature, options: Resolved, fn: Callable[..., Any] | None) -> Signature | None:
     if fn is None:
         return None
-    if not handler.needs_saga:
+    if not handler.needs_saga and options.max_age is None:
         raise HandlerError(
             name,
-            "`reconcile` is only for sagas",
+            "`reconcile` is only for sagas, and for handlers with `max_age`",
             "remove it: a lost worker leaves nothing of a single transaction behind; or take saga: Saga",
         )
     if not callable(fn):
@@ -142,6 +153,21 @@ def _name(fn: Callable[..., Any], given: Options) -> str:
     return name
 
 
+def _formerly(name: str, given: str | tuple[str, ...]) -> tuple[Former, ...]:
+    texts = (given,) if isinstance(given, str) else given
+    if not isinstance(texts, tuple):
+        raise HandlerError(name, f"`formerly` is {given!r}", INSTEAD)
+    try:
+        names = tuple(parse_former(each) for each in texts)
+    except BadName as error:
+        raise HandlerError(name, f"`formerly`: {error}", INSTEAD) from None
+    if len(set(names)) < len(names):
+        raise HandlerError(name, f"`formerly` is {given!r}, and has a name twice", "write each name once")
+    if names == ((None, name),):
+        raise HandlerError(name, "`formerly` is the name that it has", "leave it out, or write the one it had before")
+    return names
+
+
 def _check_sources(handler: str, sources: tuple[str, ...]) -> None:
     for source in sources:
         try:
@@ -169,6 +195,23 @@ def _only(handler: str, sources: tuple[str, ...], scheme: str, problem: str, ins
     for source in sources:
         if source.partition(":")[0] not in (scheme, "memory"):  # memory stands in for all in tests
             raise HandlerError(handler, f"{problem}, which {source!r} does not have", instead)
+
+
+def _check_reply(handler: str, sources: tuple[str, ...], options: Resolved, *, leased: bool) -> None:
+    if options.reply is None:
+        return
+    if leased and options.settle != "finished":
+        raise HandlerError(
+            handler,
+            "`reply` of a saga whose delivery is settled before its end",
+            'write settle="finished", which keeps the request until its end; or publish the answer in a step',
+        )
+    if not any(source.partition(":")[0] in (*replies.SCHEMES, "memory") for source in sources):
+        raise HandlerError(
+            handler,
+            f"`reply` is set, and no message of {', '.join(sources)} can ask for an answer",
+            "remove it, and publish the answer: app.publish(…, tx=tx) to a postgres: queue",
+        )
 
 
 def _order(handler: str, sources: tuple[str, ...], payload_type: Any, given: Options, *, leased: bool) -> OrderOf:

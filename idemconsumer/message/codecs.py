@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import UnionType
 from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 
@@ -12,7 +13,7 @@ import msgspec
 from msgspec import inspect as types
 
 from idemconsumer.errors import BadMessage, Reject
-from idemconsumer.message.message import Message, StoredResult
+from idemconsumer.message.message import Message, Result, StoredResult
 
 Decode: TypeAlias = Callable[[bytes], object]
 DecodeHook: TypeAlias = Callable[[bytes, Message], object]
@@ -22,6 +23,10 @@ _REASON = "undecodable"
 # msgspec's messages name types and paths, except these, which quote what was sent.
 _QUOTES_VALUE = re.compile(r"(Invalid (?:enum )?value) .*?( - at `\$[^`]*`)?", re.DOTALL)
 _QUOTES_FIELD = "Object contains unknown field"
+
+# What every server can send as a field of HTTP: nothing that would end it, or that has no byte in Latin-1.
+_FIELD_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
+_FIELD_VALUE = re.compile(r"([!-~\x80-\xff]([\t -~\x80-\xff]*[!-~\x80-\xff])?)?")
 
 
 def decoder(annotation: Any) -> Decode:
@@ -97,16 +102,45 @@ def _concrete(cls: type) -> bool:
     return all(unencodable(each) for each in derived)
 
 
-def encode_rejection(code: str, body: object) -> StoredResult:
-    """A rejection as it is stored and replayed: `{"code": …, "body": …}`. Raises TypeError as `encode`."""
+def encode_result(result: object) -> StoredResult | None:
+    """As `encode`, of what a handler may return: a Result too (H43)."""
+    if not isinstance(result, Result):
+        return encode(result)
+    encoded = encode(result.body, "Result with a body", "give it") or StoredResult(b"", "")
+    if type(result.status) is not int or not 200 <= result.status < 600:
+        raise TypeError(f"a Result has the status {result.status!r}; give it an HTTP status from 200 to 599")
+    try:
+        headers = msgspec.convert(result.headers, tuple[tuple[str, str], ...])
+    except msgspec.ValidationError:
+        raise TypeError("a Result has headers that are no pairs of texts; give it a list of (name, value)") from None
+    for name, value in (*headers, ("content-type", result.content_type or "")):
+        if not _FIELD_NAME.fullmatch(name) or not _FIELD_VALUE.fullmatch(value):
+            raise TypeError(
+                f"a Result has the header {name!r}, with characters that HTTP cannot carry in it; percent-encode them, "
+                'as urllib.parse.quote(text, safe="") does'
+            )
+    return replace(
+        encoded, status=result.status, headers=headers, content_type=result.content_type or encoded.content_type
+    )
+
+
+def encode_rejection(code: str, body: object, status: int | None = None) -> StoredResult:
+    """A rejection as it is stored and replayed: `{"code": …, "body": …}`, with its status if it has one. Raises
+    TypeError as `encode`."""
     what = f"Reject with a code of type {type(code).__name__} and a body of type {type(body).__name__}"
-    return StoredResult(_json({"code": code, "body": body}, what, "give it"))
+    said = {"code": code, "body": body} | ({} if status is None else {"status": status})
+    return StoredResult(_json(said, what, "give it"), status=status)
+
+
+def stored_rejection(body: bytes) -> StoredResult:
+    """A rejection of which only the body was kept."""
+    return StoredResult(body, status=decode_rejection(StoredResult(body)).status)
 
 
 def decode_rejection(stored: StoredResult | None) -> Reject:
     """The inverse: the Reject that a step ended with before."""
     rejection = {} if stored is None else msgspec.json.decode(stored.body)
-    return Reject(rejection.get("code", ""), rejection.get("body"))
+    return Reject(rejection.get("code", ""), rejection.get("body"), status=rejection.get("status"))
 
 
 def _json(value: object, what: str, instead: str) -> bytes:

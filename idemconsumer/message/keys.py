@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import sha256
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
+from idemconsumer.hashing import HASHING
 from idemconsumer.message import paths
 from idemconsumer.message.functions import takes
 from idemconsumer.message.message import PROPERTIES, Message
@@ -142,8 +142,8 @@ def needed(spec: KeySpec) -> frozenset[Kind]:
 
 # ------------------------------------------------------------------------------------------ stored identity
 def digest(app: str, tenant: str | None, handler: str, key: str) -> bytes:
-    """The 32 bytes under which the key is stored (R10)."""
-    return sha256(_scope_prefix(app, tenant, handler) + _prefixed(key)).digest()
+    """The 32 bytes under which the key is stored (R10, R38)."""
+    return HASHING.digest(b"key", _scope_prefix(app, tenant, handler) + _prefixed(key))
 
 
 @lru_cache(maxsize=1_024)
@@ -194,8 +194,8 @@ def _unescape(part: str) -> str:
 
 
 def fingerprint(body: bytes) -> bytes:
-    """SHA-256 of what was sent."""
-    return sha256(body).digest()
+    """The hash of what was sent: SHA-256, or HMAC-SHA256 with the secret (R38)."""
+    return HASHING.digest(b"payload", body)
 
 
 # Numbers stay as they are written: as floats, two that differ in the 17th digit would be the same.
@@ -204,7 +204,7 @@ _encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 
 
 def canonical(body: bytes) -> bytes | None:
-    """The first 16 bytes of SHA-256 of the JSON value: the same whatever the order of fields, the spaces between them
+    """The first 16 bytes of the hash of the JSON value: the same whatever the order of fields, the spaces between them
     and the escapes in texts. None for what is not JSON."""
     try:
         return shortened(_encode_sorted(_decode_value(body)))
@@ -233,7 +233,7 @@ def compile_key(spec: KeySpec, payload_type: Any, *, handler: str, option: str =
         # Most keys are short ASCII text: one test instead of all checks.
         if type(value) is str and 0 < len(value) <= MAX_KEY_BYTES and value.isascii() and "\0" not in value:
             return value
-        return _text(value, what)
+        return as_text(value, what)
 
     return extract
 
@@ -277,7 +277,7 @@ def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Rea
                 return lambda message, _: message.position
             case "all":
                 parts = [compile_key(part, payload_type, handler=handler, option=option) for part in spec.specs]
-                return lambda message, payload: _join([part(message, payload) for part in parts])
+                return lambda message, payload: joined([part(message, payload) for part in parts])
             case "first":
                 return _first([_reader(part, payload_type, handler, option) for part in spec.specs])
     given: object = spec  # what was actually passed
@@ -307,7 +307,7 @@ def _header(name: str, what: str) -> _Read:
         value = message.headers.get(name)
         if value is None:  # AMQP and HTTP bridges change the case of header names
             value = next((v for k, v in message.headers.items() if k.casefold() == folded), None)
-        return _decoded(value, what) if isinstance(value, bytes) else value
+        return decoded(value, what) if isinstance(value, bytes) else value
 
     return read
 
@@ -326,12 +326,13 @@ def _property(name: str, handler: str, option: str) -> _Read:
 
 def _record_key(what: str) -> _Read:
     def read(message: Message, _: object) -> object:
-        return None if message.record_key is None else _decoded(message.record_key, what)
+        return None if message.record_key is None else decoded(message.record_key, what)
 
     return read
 
 
-def _decoded(value: bytes, what: str) -> str:
+def decoded(value: bytes, what: str) -> str:
+    """The text of a header or a record key. Raises BadMessage."""
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -392,12 +393,13 @@ def _pair(source: str | bytes | None, event_id: str | bytes | None) -> str | Non
     if not source or not event_id:
         return None
     try:
-        return _join([p.decode() if isinstance(p, bytes) else p for p in (source, event_id)])
+        return joined([p.decode() if isinstance(p, bytes) else p for p in (source, event_id)])
     except UnicodeDecodeError:
         raise _invalid("CloudEvent source and id", "is not UTF-8") from None
 
 
-def _join(parts: Sequence[str]) -> str:
+def joined(parts: Sequence[str]) -> str:
+    """Several texts as one, in which none of them can be mistaken for another."""
     return "".join(f"{len(part)}:{part}" for part in parts)
 
 
@@ -406,7 +408,8 @@ def _missing(value: object) -> bool:
     return value is None or value == "" or value is msgspec.UNSET
 
 
-def _text(value: object, what: str) -> str:
+def as_text(value: object, what: str) -> str:
+    """The text of a value as a key has it. Raises BadMessage as keys do."""
     if _missing(value):
         raise BadMessage("key_missing", f"{what} is missing")
     text = _scalar(value, what)

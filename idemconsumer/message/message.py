@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
@@ -60,10 +60,26 @@ class Message(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """What a handler returned, as it is stored and replayed byte for byte."""
+    """What a handler returned, as it is stored and replayed byte for byte (R36). `status` and `headers`, in their order
+    and without the content type, are those of an HTTP response; None and none for what is none."""
 
     body: bytes
     content_type: str = "application/json"
+    status: int | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What a handler may return whose result is asked for by HTTP: a `body` with a `status` and `headers`.
+
+    The `body` is stored as any result: bytes as they are, None as nothing, anything else as JSON. `headers` keep their
+    order. `content_type` is that of the body unless given. Elsewhere, as for a reply, the body counts alone.
+    """
+
+    body: object = None
+    status: int = 200
+    headers: Sequence[tuple[str, str]] = ()
+    content_type: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ import logging
 import os
 import sys
 import threading
+from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any, TextIO
 
 import msgspec
@@ -18,7 +20,8 @@ import psycopg
 import structlog
 from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 
-from idemconsumer.redaction import redact, traceback_text
+from idemconsumer.logs import Fields, log
+from idemconsumer.redaction import SHOWN, redact, traceback_text
 
 # These log the same thing hundreds of times while a server is down; our adapters log it once. Not below WARNING at
 # debug either: there botocore writes each request with its body and the session token, aiormq each frame.
@@ -26,41 +29,34 @@ _LOUD = ("aiokafka", "aio_pika", "aiormq", "pamqp", "aiobotocore", "botocore")
 # Never shown, not even at debug: its pool quotes addresses and statements, and is noisy.
 _SILENT = ("psycopg", "psycopg.pool")
 
-log = structlog.get_logger("idemconsumer")
-_KEY_DIGITS = 12
-
 
 def configure(log_format: str, level: str, stream: TextIO | None = None) -> None:
-    """Send structlog and the standard library's logging to `stream` (default stderr).
+    """Send the standard library's logging, and so our events, to `stream` (default stderr); and those of structlog, for
+    an app that uses it.
 
     `auto` is `console` on a terminal, else `json`, one object a line. If the application configures
-    logging at its import, that comes later and wins for the standard library's part. The values are those of the
-    settings.
+    logging at its import, that comes later and wins. The values are those of the settings.
     """
     stream = stream or sys.stderr
     number = logging.getLevelNamesMapping()[level.upper()]
-    shared: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        _with_worker,
-        _with_short_keys,
-        _redacted,
-    ]
-    rendering = _rendering(console=is_console(log_format, stream), colors=stream.isatty())
+    console = is_console(log_format, stream)
+    rendering = _rendering(console=console, colors=stream.isatty())
     structlog.configure(
-        processors=[*shared, *rendering],
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _with_worker,
+            _redacted,
+            *rendering,
+        ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.WriteLoggerFactory(stream),
     )
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
-        )
-    )
+    handler = _Lines(stream)
+    handler.setFormatter(_Formatter(rendering, console=console))
     logging.basicConfig(handlers=[handler], level=number, force=True)
+    logging.getLogger("idemconsumer").setLevel(number)
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.WARNING if level == "debug" else logging.CRITICAL)
     for name in _SILENT:
@@ -70,6 +66,11 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> None
     sys.excepthook = lambda _, error, __: log.critical("uncaught exception", exc_info=error)
     sys.unraisablehook = _log_ignored
     threading.excepthook = lambda caught: log.error("thread ended by an exception", exc_info=caught.exc_value)
+
+
+def keep_enabled() -> None:
+    """After the app was imported: its `dictConfig` switches off every logger that it does not name."""
+    logging.getLogger("idemconsumer").disabled = False
 
 
 def log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -90,6 +91,46 @@ def is_console(log_format: str, stream: TextIO) -> bool:
     return log_format == "console" or (log_format == "auto" and stream.isatty())
 
 
+class _Lines(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the standard library's
+        """Of a call with the wrong arguments Python would print twenty lines, with these in them."""
+        if not isinstance(error := sys.exc_info()[1], OSError) and not self.stream.closed:
+            with suppress(Exception):
+                place = f"{record.filename}:{record.lineno} {record.funcName}"
+                log.error(
+                    "cannot format a line of the log", logger=record.name, where=place, error=type(error).__name__
+                )
+
+
+class _Formatter(logging.Formatter):
+    """A record of any logger, rendered as the events of structlog are."""
+
+    def __init__(self, rendering: list[Processor], *, console: bool) -> None:
+        super().__init__()
+        self._console = console
+        self._processors = [structlog.contextvars.merge_contextvars, _with_worker, _redacted, *rendering]
+
+    def format(self, record: logging.LogRecord) -> str:
+        event, exception = _event(record), record.exc_text
+        if exception is None and record.exc_info and record.exc_info[1] is not None:
+            exception = _traceback(record.exc_info)
+        if exception and not self._console:
+            event["exception"] = exception
+        written: Any = event
+        for process in self._processors:
+            written = process(None, event["level"], written)
+        return f"{written}\n{exception}" if exception and self._console else str(written)
+
+
+def _event(record: logging.LogRecord) -> EventDict:
+    level, at = record.levelname.lower(), datetime.fromtimestamp(record.created, UTC)
+    timestamp = at.isoformat(timespec="microseconds").replace("+00:00", "Z")
+    if record.name == "idemconsumer":
+        fields = record.args if isinstance(record.args, Fields) else {}
+        return {"event": getattr(record, "event", record.msg), **fields, "level": level, "timestamp": timestamp}
+    return {"event": record.getMessage(), "logger": record.name, "level": level, "timestamp": timestamp}
+
+
 def _rendering(*, console: bool, colors: bool) -> list[Processor]:
     if console:
         # Not its default for exceptions, which prints local variables where `rich` is installed.
@@ -99,7 +140,7 @@ def _rendering(*, console: bool, colors: bool) -> list[Processor]:
 
 
 def _traceback(exc_info: ExcInfo) -> str:
-    return traceback_text(exc_info[1])
+    return traceback_text(exc_info[1], text=SHOWN.text)
 
 
 def _print_traceback(stream: TextIO, exc_info: ExcInfo) -> None:
@@ -114,12 +155,6 @@ def _with_worker(logger: WrappedLogger, method: str, event: EventDict) -> EventD
     # Read each time: the parent of several workers has none, and names the worker that an event is about.
     if (worker := os.environ.get("IDEMCONSUMER_WORKER")) is not None:
         event.setdefault("worker", int(worker))
-    return event
-
-
-def _with_short_keys(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    if isinstance(key := event.get("key"), bytes):
-        event["key"] = key.hex()[:_KEY_DIGITS]
     return event
 
 

@@ -6,13 +6,14 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from idemconsumer.errors import BadMessage
 from idemconsumer.message.headers import sent_headers
 from idemconsumer.message.message import Message, Subscription
+from idemconsumer.message.replies import Address
 
 
 class Epoch:
@@ -23,6 +24,7 @@ class Epoch:
     `probation` is the number of inherited deliveries that each lane treats as suspects first, since the broker cannot
     tell which of them was running when the former owner died (K10).
     `returns_count`: the broker counts what is given back as delivered, and may drop what was delivered too often.
+    `takes_back`: what is released is free for others at once, at no cost, also while its session goes on (O14).
     """
 
     __slots__ = (
@@ -33,13 +35,15 @@ class Epoch:
         "ended",
         "retiring",
         "returns_count",
+        "takes_back",
         "waiting",
     )
 
-    def __init__(self, probation: int = 0, *, returns_count: bool = False) -> None:
+    def __init__(self, probation: int = 0, *, returns_count: bool = False, takes_back: bool = False) -> None:
         self.retiring = False
         self.ended = False
         self.returns_count = returns_count
+        self.takes_back = takes_back
         self.waiting = 0
         self._probation = probation
         self._budget: dict[int, int] = {}
@@ -117,13 +121,39 @@ class Delivery(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to publish. `key` orders it (Kafka record key) or else identifies it (message id). It arrives after
-    `delay` seconds at the earliest, where its broker can do that."""
+    """A message to publish. `key` orders it (Kafka record key, unless it has a `record_key`) or else identifies it
+    (message id). It arrives after `delay` seconds at the earliest, where its broker can do that."""
 
     body: bytes
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str | bytes] = field(default_factory=dict)
     key: str | None = None
     delay: float = 0.0
+    record_key: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to one request. `id` becomes its message id; `outcome` is a header of it."""
+
+    address: Address
+    id: str
+    body: bytes
+    content_type: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """Why a reply is not confirmed. `final`: no further try would help, and `gone`: since there is no such queue or
+    topic any more."""
+
+    text: str
+    final: bool = False
+    gone: bool = False
+
+
+BEHIND: Final = Unsent("another message of the same order is not confirmed yet")
+"""Not sent, and for no fault of its own: it is to be sent again with the one that it waits for."""
 
 
 @dataclass(slots=True)
@@ -138,7 +168,8 @@ class BytesInHand:
 class Bounds:
     """What a session may have outstanding (D8). `group` is the largest group that may ever form. `in_flight` =
     lanes x group + waiting room, and no session exceeds it; times in seconds. `share` says for a source how many
-    messages its lanes can begin soon (D12), without those in the waiting room; `memory` is what all sessions hold."""
+    messages its lanes can begin soon (D12), without those in the waiting room; `memory` is what all sessions hold.
+    `paused` says whether nothing of a source is to be taken now (O14)."""
 
     lanes: int
     group: int
@@ -147,6 +178,7 @@ class Bounds:
     drain: float = 20.0
     share: Callable[[str], int] | None = None
     memory: BytesInHand = field(default_factory=BytesInHand)
+    paused: Callable[[str], bool] = lambda _: False
 
     @property
     def in_flight(self) -> int:
@@ -155,6 +187,22 @@ class Bounds:
     def wanted(self, source: str, waiting: int) -> int:
         """How many messages of a source may be outstanding now, `waiting` of them in the waiting room."""
         return self.in_flight if self.share is None else min(self.in_flight, self.share(source) + waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """How many messages of a source nobody has taken yet, and for how many seconds the oldest of them has been there at
+    most; None where that is not known. `part`: of what this session reads, else of the whole source."""
+
+    messages: int
+    seconds: float | None = None
+    part: bool = False
+
+    def beside(self, other: Lag) -> Lag:
+        """What two sessions know together of one source."""
+        seconds = max((each for each in (self.seconds, other.seconds) if each is not None), default=None)
+        together = self.messages + other.messages if self.part else max(self.messages, other.messages)
+        return Lag(together, seconds, self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +221,8 @@ class Session(Protocol):
         """The next deliveries; waits a short time (about a second at most) and may be empty.
 
         Keeps outstanding deliveries (fetched, not yet settled, released or forgotten) within the bounds by itself, by
-        pausing at the broker, which it logs once. Called by one task, which is never cancelled: it ends by
+        pausing at the broker, which it logs once; takes nothing of a source that is `paused`, from a second or so later
+        on, and stays a member of its group. Called by one task, which is never cancelled: it ends by
         SessionEnded, raised after a loss or `close()`; or by ConfigurationError, when no further one is to be opened.
         """
         ...
@@ -226,6 +275,58 @@ class Broker(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Replying(Protocol):
+    """A broker whose messages can ask for an answer."""
+
+    async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
+        """Send all at once, and wait until the broker has confirmed each: None; else what is known. Their ids differ.
+        Raises nothing of the broker's. It connects nowhere but where the requests came from."""
+        ...
+
+
+@runtime_checkable
+class Relaying(Protocol):
+    """A broker that messages of the outbox are relayed to."""
+
+    async def relay(self, name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
+        """Send in this order, and wait until the broker has confirmed each: None; else what is known, `final` for what
+        it refuses for that message's own sake. Behind one that is not confirmed nothing of its order is sent (X5): of
+        its record key, of its group in a FIFO queue, of its message id. What is given up after a time may still get
+        there. Raises BrokerUnavailable and ConfigurationError, and then some may be there."""
+        ...
+
+
+@runtime_checkable
+class InTheDatabase(Protocol):
+    """A broker in the database that has the records: what its session has open serves its process as well (O13)."""
+
+    def tell(self, told: Callable[[], None]) -> None:
+        """`told` is called when somebody has decided about handlers or workers. To be called before a session is
+        opened. Nothing may depend on it: some sessions hear nothing."""
+        ...
+
+    def relay_by(self, wake: Callable[[str], None]) -> None:
+        """`wake` is called with a destination to which something can be relayed, or with "" where that is not known
+        (X8). As `tell`."""
+        ...
+
+    async def ask(self, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """The rows of a short statement, by its name. Raises StoreUnavailable, also while no session is open; ends no
+        session."""
+        ...
+
+
+@runtime_checkable
+class KnowsLag(Protocol):
+    """A session that can say how far it is behind."""
+
+    async def lag(self, *, whole: bool) -> Mapping[str, Lag]:
+        """By source; of whole sources only if asked to, since every session would say the same. What cannot be told now
+        is left out, and the session goes on as if nobody had asked. May be cancelled."""
+        ...
 
 
 @runtime_checkable

@@ -142,6 +142,12 @@ class Step(Protocol):
         """How many times the remote was called for this step, this call included. An undo continues the count."""
         ...
 
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What carries the trace of this call on, to be sent with it: `traceparent` and what else the program's
+        propagators say. Empty unless `tracing` is on."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[T]):

@@ -238,8 +238,9 @@ class LeaseStore(Protocol):
         `held`: a function that it needs fails in all sagas (D17), which is noted once for as long as that lasts."""
         ...
 
-    async def park(self, saga: LeasedSaga, letter: DeadLetter) -> None:
-        """Record DEAD, dead letter, and the saga's row put aside for a person, in one commit."""
+    async def park(self, saga: LeasedSaga, letter: DeadLetter) -> int:
+        """Record DEAD, dead letter, and the saga's row put aside for a person, in one commit. Returns the
+        letter's id."""
         ...
 
     def completion(self, saga: LeasedSaga) -> AbstractAsyncContextManager[OpenCompletion]:

@@ -28,7 +28,9 @@ class Point(StrEnum):
     worker; `dispatched` to its lane; `suspects_marked` or `suspect_counted`, for the same ones before they run.
     In its transaction: `claimed`, `handled`, and `sealing` just before COMMIT.
     Once that is known: `committed` or `rolled_back`. After a failure: `attempt_counted`; `rejecting`, `rejected`;
-    `dead_lettering`, `dead_lettered`. Finally: `settling` and `settled` with the broker.
+    `dead_lettering`, `dead_lettered`. Finally: `settling` and `settled` with the broker. Beside that: `forwarded`, when
+    dead letters were sent to another destination, and are not marked so yet; `relaying` and `relayed`, around the
+    sending of outgoing messages, whose rows are deleted then: of these the handler is the destination.
     """
 
     FETCHED = "fetched"
@@ -49,6 +51,9 @@ class Point(StrEnum):
     DEAD_LETTERED = "dead_lettered"
     SETTLING = "settling"
     SETTLED = "settled"
+    FORWARDED = "forwarded"
+    RELAYING = "relaying"
+    RELAYED = "relayed"
 
 
 class SagaPoint(StrEnum):

@@ -21,7 +21,10 @@ class Claim(msgspec.Struct, frozen=True):
 
     `canonical` is the fingerprint of the payload's value, if the handler compares that too (R26).
     `retain` is how long its record will be kept, in seconds; it is stored with the scope. `pending`: the claim may take
-    a PENDING record, since this is the message that it waits for (D19).
+    a PENDING record, since this is the message that it waits for (D19). `expires`: for how many seconds a record that
+    is COMPLETED or FAILED counts, by the database's clock; then the key is new, even if that record is still there
+    (R37). None: as long as it is. `shown`: until the claim is committed, others can see its fingerprint (H4). `token`:
+    the claim may take a PENDING record that has the same one beside it, and no other payload (H46).
     """
 
     key: bytes
@@ -30,6 +33,9 @@ class Claim(msgspec.Struct, frozen=True):
     retain: float = 14 * 86_400.0
     canonical: bytes | None = None
     pending: bool = False
+    expires: float | None = None
+    shown: bool = False
+    token: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class DeadLetter:
 
     `body` and `headers` may be the beginning only; `body_size` and `body_sha256` are of the whole. `delivered` is what
     else the broker gave (`message.delivered`). `letter`: it was redriven from this one, which is written again (O3).
+    `traceback`: of the exception that `error` describes, if one does.
+    `forward`: the app whose workers forward it (O19).
     """
 
     identity: bytes
@@ -77,6 +85,28 @@ class DeadLetter:
     content: bytes | None = None
     again: bytes | None = None
     letter: int | None = None
+    traceback: str | None = None
+    forward: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedDeliveries:
+    """A row of the delivery log, of one handler and kept for `keep` seconds (O22): what became of each delivery, the
+    attempt that it was, and when it ended and when it had arrived here, as `time.monotonic` has it.
+
+    One element of `sources`, `outcomes`, `attempts` or `ended` stands for all."""
+
+    keep: float
+    app: str
+    handler: str
+    worker: str
+    keys: Sequence[bytes]
+    sources: Sequence[str]
+    positions: Sequence[str]
+    outcomes: Sequence[str]
+    attempts: Sequence[int]
+    ended: Sequence[float]
+    arrived: Sequence[float]
 
 
 class OpenTransaction(Protocol):
@@ -99,8 +129,9 @@ class OpenTransaction(Protocol):
         """After `check`: undo what the handler may have done to the session beyond this transaction."""
         ...
 
-    async def settled(self) -> None:
-        """The function has failed. Raises RunEagerly if a statement that was sent ahead has failed before that."""
+    async def settled(self, *, late: bool) -> None:
+        """The function has failed. Raises RunEagerly if a statement that was sent ahead has failed before that. `late`:
+        its time is over, so what the server still has at work is cancelled, and has failed."""
         ...
 
     async def waits_for_lock(self) -> bool:
@@ -134,11 +165,13 @@ class Claims(OpenTransaction, Protocol):
         forget: Sequence[bytes],
         *,
         failed: tuple[Claim, str] | None = None,
+        logged: LoggedDeliveries | None = None,
     ) -> int:
         """Store results, delete the attempt rows of `forget`, seal and COMMIT, as one act.
 
         `failed` is a message that failed behind these, and its error: one attempt of it is counted in the same commit.
-        Returns how many it has now, else 0.
+        Returns how many it has now, else 0. `logged` goes into the delivery log, in this commit; if the log cannot be
+        written, all else is committed without it (O22).
 
         Runs to its end even when the caller is cancelled, then re-raises the cancellation. Raises GuardViolated when
         the transaction is not the one that was opened, Contention, CommitUnknown when the answer of COMMIT was lost,
@@ -197,6 +230,11 @@ class JoinedStore(Protocol):
         """What committed records say now. Claims nothing."""
         ...
 
+    async def differs(self, claim: Claim) -> bool:
+        """Whether a rival holds this key, uncommitted, and has shown another fingerprint (`Claim.shown`). False where
+        that is not known."""
+        ...
+
     async def mark_attempts(self, claims: Sequence[Claim]) -> set[bytes]:
         """Put on record that these are about to run, in one commit and without counting an attempt.
 
@@ -249,6 +287,11 @@ class JoinedStore(Protocol):
         """
         ...
 
+    async def log_deliveries(self, rows: Sequence[LoggedDeliveries]) -> None:
+        """Write these into the delivery log, each in a commit of its own. A log that cannot be written raises nothing;
+        an outage does, and some may be written then (O23)."""
+        ...
+
     async def close(self) -> None: ...
 
     async def reject(self, claim: Claim, rejection: StoredResult) -> Record | None:
@@ -264,10 +307,11 @@ class JoinedStore(Protocol):
         if it has none any more."""
         ...
 
-    async def bury(self, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | None:
+    async def bury(self, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | int:
         """Write the dead letter and, where a claim is given, the record DEAD, in one transaction; its attempts, and
         those of `forget`, are deleted in it.
 
-        Returns None when written (or counted once more); the final record of a rival that was faster.
+        Returns the id of the letter that was written (or counted once more); or the final record of a rival that was
+        faster.
         """
         ...

@@ -17,17 +17,16 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import NoReturn, Protocol
 
-import structlog
-
 from idemconsumer.brokers.last_will import VARIABLE, WILL
+from idemconsumer.logs import log
 from idemconsumer.observe.logging import log_unhandled
-from idemconsumer.process import last_words, pulse
+from idemconsumer.observe.summing import say_all
+from idemconsumer.process import last_words, pulse, telling
 from idemconsumer.user_code.call import EXITS
-
-log = structlog.get_logger("idemconsumer")
 
 LIFELINE = "IDEMCONSUMER_LIFELINE"  # the pipe's file descriptor, in a child's environment
 WORKER = "IDEMCONSUMER_WORKER"  # the child's index, from 0
+DEV = "IDEMCONSUMER_DEV"  # it serves somebody who develops
 
 # Seconds. A worker ends its drain by itself at the deadline, and leaves its brokers. One GRACE later it is
 # cancelled as a whole, and one more GRACE later the process exits without it.
@@ -45,6 +44,9 @@ class Exit(IntEnum):
     USAGE = 2
     CRASHED = 3
     CUT_OFF = 4
+    PENDING = 5
+    NEWER = 6
+    DRAINED = 7
 
 
 MEANINGS: Mapping[Exit, str] = {
@@ -53,6 +55,9 @@ MEANINGS: Mapping[Exit, str] = {
     Exit.USAGE: "wrong usage or configuration; nothing was started, and a restart would not help",
     Exit.CRASHED: "a worker crashed too often (--max-restarts)",
     Exit.CUT_OFF: "the drain deadline passed, or a second signal stopped it; what ran was rolled back",
+    Exit.PENDING: "migrations are pending (migrate status), or a lock for one was not given in time (migrate up)",
+    Exit.NEWER: "the schema has migrations that this version does not know (migrate status)",
+    Exit.DRAINED: "only of a worker, to its launcher: drained since a person asked for it; its place stays empty",
 }
 
 
@@ -65,6 +70,9 @@ class Worker(Protocol):
 
     def drain(self) -> None: ...
     def abort(self) -> None: ...
+    def when_asked(self, leave: Callable[[], None]) -> None:
+        """`leave` is to be called when a person asks this worker to leave (O15)."""
+        ...
 
 
 def launch(make: Callable[[], Worker], drain_timeout: float) -> Exit:
@@ -93,6 +101,7 @@ def leave_as_killed(event: str, **more: str) -> NoReturn:
     """Say why, and end the process at once: what runs is on record, and the launcher starts another one."""
     log.critical(event, **more)
     last_words.LAST_WORDS.say(", ".join([event, *(f"{name}: {text}" for name, text in more.items())]))
+    say_all()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -107,6 +116,7 @@ class _Stop:
         self._worker: Worker | None = None
         self._deadline: float | None = None
         self._cut_off = False
+        self._asked = False
         self._timers: list[threading.Timer] = []
 
     def leave_as_killed(self, error: BaseException) -> None:
@@ -123,6 +133,7 @@ class _Stop:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(log_unhandled)
         self._worker = make()
+        self._worker.when_asked(self._leave_as_asked)
         loop.add_signal_handler(signal.SIGTERM, self._request_drain, "SIGTERM")
         # All are removed: they mean nothing to the processes that a handler may start.
         if (will := os.environ.pop(VARIABLE, None)) is not None:
@@ -131,6 +142,8 @@ class _Stop:
             pulse.PULSE.address(int(descriptor))
         if (descriptor := os.environ.pop(last_words.VARIABLE, None)) is not None:
             last_words.LAST_WORDS.address(int(descriptor))
+        if (descriptor := os.environ.pop(telling.VARIABLE, None)) is not None:
+            telling.TELLING.address(int(descriptor))
         if (lifeline := os.environ.pop(LIFELINE, None)) is None:
             loop.add_signal_handler(signal.SIGINT, self._request_drain, "SIGINT")
         else:
@@ -145,6 +158,8 @@ class _Stop:
         if self._deadline is None:
             self._exit_after(self._drain_timeout)  # for threads that do not return
         late = self._deadline is not None and loop.time() >= self._deadline
+        if self._asked:
+            return Exit.DRAINED
         return Exit.CUT_OFF if late or self._cut_off else Exit.DONE
 
     def dismiss(self) -> None:
@@ -155,6 +170,12 @@ class _Stop:
         asyncio.get_running_loop().remove_reader(lifeline)
         if self._deadline is None:
             self._request_drain("parent gone")
+
+    def _leave_as_asked(self) -> None:
+        """O15: the launcher is told by the exit code, or it would start another one at once."""
+        if self._deadline is None:
+            self._asked = True
+            self._request_drain("asked by a person")
 
     def _request_drain(self, why: str) -> None:
         assert self._worker is not None
@@ -178,7 +199,7 @@ class _Stop:
 
     def _exit_after(self, seconds: float) -> None:
         # A thread, since what keeps the loop from ending may be the loop.
-        timer = threading.Timer(seconds, os._exit, [Exit.CUT_OFF])
+        timer = threading.Timer(seconds, os._exit, [Exit.DRAINED if self._asked else Exit.CUT_OFF])
         timer.daemon = True
         timer.start()
         self._timers.append(timer)

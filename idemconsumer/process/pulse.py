@@ -68,14 +68,20 @@ PULSE: Final = Pulse()
 
 
 class Watch:
-    """The launcher's end of one worker's pipe; `silent` is called, with the seconds, when its time is over.
+    """The launcher's end of one worker's pipe; `silent` is called, with the seconds, when its time is over: from then
+    on it is `overdue`.
 
     Counted are looks in a row without a sign, and not seconds: of a machine that was suspended one look is missing.
     """
 
-    def __init__(self, descriptor: int, silent: Callable[[float], None]) -> None:
+    def __init__(
+        self, descriptor: int, silent: Callable[[float], None], heard: Callable[[], None] = lambda: None
+    ) -> None:
+        """`heard` is called at each sign."""
+        self.overdue = False
         self._descriptor = descriptor
         self._silent = silent
+        self._heard = heard
         self._loop = asyncio.get_running_loop()
         self._limit = 0.0
         self._missed = 0
@@ -94,6 +100,8 @@ class Watch:
             said = os.read(self._descriptor, 65_536)
             if not said:  # all of its processes have ended
                 self._loop.remove_reader(self._descriptor)
+        if said:
+            self._heard()
         last = said.rpartition(b"\n")[0].rpartition(b"\n")[2]
         self._missed = 0
         self._expect(float(last or 0))
@@ -110,6 +118,7 @@ class Watch:
         self._missed += 1
         if self._missed > _BEATS:
             self._timer = None
+            self.overdue = True
             self._silent(self._limit)
             return
         self._timer = self._loop.call_later(self._limit / _BEATS, self._look)

@@ -13,22 +13,23 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-import structlog
 
 from idemconsumer.brokers.last_will import VARIABLE
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
-from idemconsumer.process import last_words, pulse
+from idemconsumer.logs import log
+from idemconsumer.observe.crew import Crew
+from idemconsumer.process import last_words, pulse, telling
 from idemconsumer.process.child import GRACE, LIFELINE, STOP_NOW, WORKER, Exit
+from idemconsumer.process.notify import ServiceManager
 from idemconsumer.process.pulse import Watch
-
-log = structlog.get_logger("idemconsumer")
 
 # From the deadline to SIGKILL, which is for a worker that cannot even end itself.
 _KILL_AFTER = 2 * GRACE + 1.0
 _FIRST_WORD = 5.0  # how long a usage error waits for worker 0, which is the one that prints it
 _BURIAL = 10.0  # seconds
+_SETTLED = 30.0  # the same, beyond a drain, that the next child waits for a sign of life of the one that was renewed
 _FIRST_PAUSE = 0.5  # of the second crash; after the first one, another worker starts at once
 _LONGEST_PAUSE = 30.0
 _STEADY = 60.0  # a worker that lived this long starts its back-off anew
@@ -67,7 +68,12 @@ class Supervisor:
     everything, and the last line of the log says how the last one ended. With `changes`, a stream of names of changed
     files, each one restarts all children, and a crashed child waits for the next one. A child that is silent for longer
     than it said it would be gets SIGKILL (L56). `execute` is given the last will of each child that has ended, while
-    another takes its place; `prepare` is called in a thread before, once there is a will.
+    another takes its place; `prepare` is called in a thread before, once there is a will. `crew` is told what the
+    children report; without one they report nothing (O11).
+    A child that left since a person asked for it (O15) has no successor until a SIGHUP, which ends all children and
+    starts others, one after the other (O17). `reread` is called in a thread before, and if it raises ConfigurationError
+    nothing happens. Where stdin is a terminal, SIGHUP ends this process: the terminal is gone. A service
+    manager that the environment names is told when all children are at work, that they go on (O18), and of the stop.
     Not guaranteed: that grandchildren end. Times are seconds.
     """
 
@@ -83,6 +89,8 @@ class Supervisor:
         changes: AsyncIterator[str] | None = None,
         execute: Callable[[bytes], Awaitable[None]] | None = None,
         prepare: Callable[[], None] | None = None,
+        reread: Callable[[], None] | None = None,
+        crew: Crew | None = None,
     ) -> None:
         self._command = list(command)
         self._workers = workers
@@ -93,7 +101,15 @@ class Supervisor:
         self._changes = changes
         self._execute = execute
         self._prepare = prepare
+        self._reread = reread
+        self._hangups = asyncio.Event()
+        self._renewed: dict[int, asyncio.Event] = {}  # by place: its child is to be followed by another one
+        self._begun: dict[int, asyncio.Event] = {}  # by place: its child has shown a sign of life
+        self._crew = crew
         self._preparing: asyncio.Future[None] | None = None
+        self._manager = ServiceManager(self._environment)
+        self._worked: set[int] = set()  # places whose child has been at work
+        self._watches: dict[int, Watch] = {}
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._lifeline = -1
         self._burials: set[asyncio.Task[None]] = set()
@@ -106,10 +122,14 @@ class Supervisor:
         """Start the children, return when all have ended for good. Takes over SIGINT and SIGTERM."""
         loop = asyncio.get_running_loop()
         self._lifeline, write_end = os.pipe()
-        signals = (signal.SIGINT, signal.SIGTERM)
+        signals = [signal.SIGINT, signal.SIGTERM]
         for number in signals:
             loop.add_signal_handler(number, self._on_signal, number)
-        reloader = asyncio.create_task(self._reload())
+        if not os.isatty(0):
+            loop.add_signal_handler(signal.SIGHUP, self._hangups.set)
+            signals.append(signal.SIGHUP)
+        coroutines = (self._reload(), self._renew(), self._manager.watch(self._is_well))
+        beside = [asyncio.create_task(each) for each in coroutines]
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(self._workers):
@@ -117,8 +137,9 @@ class Supervisor:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
-            reloader.cancel()
-            await asyncio.gather(reloader, *self._burials, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, *self._burials, return_exceptions=True)
             os.close(write_end)  # the children that are left drain
             os.close(self._lifeline)
         if self._crashed:
@@ -137,7 +158,10 @@ class Supervisor:
     def _stop(self, code: Exit) -> None:
         if not self._stopping.is_set():
             self._blame(code)
+            self._manager.stopping()
             self._stopping.set()
+            if self._crew is not None:
+                self._crew.stopping = True
             self._changed.set()
             self._end(self._children, self._drain_timeout)
 
@@ -175,28 +199,59 @@ class Supervisor:
         except (OSError, RuntimeError) as error:
             log.error("file changes are no longer watched", error=str(error))
 
+    async def _renew(self) -> None:
+        """After each SIGHUP, one child after the other, each once the one before works (O17)."""
+        while True:
+            await self._hangups.wait()
+            self._hangups.clear()
+            try:
+                if self._reread is not None:
+                    await asyncio.to_thread(self._reread)
+            except ConfigurationError as error:
+                log.error("settings cannot be read, the workers keep theirs", error=str(error))
+                continue
+            log.info("starting all workers again, one after the other", signal="SIGHUP")
+            for index in range(self._workers):
+                if self._stopping.is_set():
+                    return
+                if (renewed := self._renewed.get(index)) is None:  # it has found everything empty
+                    continue
+                self._begun[index] = asyncio.Event()
+                renewed.set()
+                if (child := self._children.get(index)) is not None:
+                    self._end({index: child}, self._drain_timeout)
+                await _at_most(self._drain_timeout + _SETTLED, self._begun[index].wait())
+
     async def _keep(self, index: int) -> None:
         """Keep a child in one worker's place until the place may stay empty."""
         restarts = Restarts(self._max_restarts)
         while not self._stopping.is_set():
-            changed = self._changed
+            changed, renewed = self._changed, asyncio.Event()
+            self._renewed[index] = renewed
             born = time.monotonic()
             pid, code, words = await self._live(index, changed)
             lived = time.monotonic() - born
             if self._stopping.is_set():
                 # Killed by SIGTERM: it had no signal handler yet, so it had not begun.
-                if code not in (Exit.DONE, -signal.SIGTERM):
+                if code not in (Exit.DONE, Exit.DRAINED, -signal.SIGTERM):
                     self._blame(Exit.ERROR if code == Exit.ERROR else Exit.CUT_OFF)
                 return
-            if changed.is_set():
+            if changed.is_set() or renewed.is_set():
                 continue
-            if code == Exit.DONE and self._until_empty:
+            if code == Exit.DRAINED and not self._until_empty:
+                log.warning("worker drained as asked, its place stays empty until SIGHUP", worker=index, pid=pid)
+                await _first_of(changed, renewed)
+                continue
+            if code in (Exit.DONE, Exit.DRAINED) and self._until_empty:
                 log.info("worker finished", worker=index, pid=pid)
+                del self._renewed[index]
                 return
             how = {"signal": _SIGNALS.get(-code, -code)} if code < 0 else {"code": code}
             how |= {"error": words} if words else {}
             if code != Exit.USAGE:  # then worker 0 has said why, in one line
                 log.error("worker died", worker=index, pid=pid, lived=round(lived, 3), **how)
+            if self._crew is not None:
+                self._crew.deaths += 1
             if self._changes is not None:
                 log.info("waiting for a file change", worker=index)
                 await changed.wait()
@@ -211,6 +266,8 @@ class Supervisor:
                     log.error("worker crashed too often", worker=index, crashes=len(restarts.crashes))
                     if not self._stopping.is_set():
                         self._crashed = _last_line(index, len(restarts.crashes), lived, code, words)
+                        if self._crew is not None:
+                            self._crew.given_up = self._crashed
                     self._stop(Exit.CRASHED)
                 else:
                     log.info("worker restarting", worker=index, after=restarts.pause)
@@ -229,13 +286,21 @@ class Supervisor:
         listening, speaking = os.pipe()
         os.set_blocking(listening, False)
         pipes = {VARIABLE: str(writing), pulse.VARIABLE: str(beating), last_words.VARIABLE: str(speaking)}
-        watch = Watch(hearing, lambda seconds: self._end_silent(index, seconds))
+        begun = self._begun.setdefault(index, asyncio.Event())  # this one: another child will have one of its own
+        watch = Watch(hearing, lambda seconds: self._end_silent(index, seconds), lambda: self._at_work(index, begun))
+        self._watches[index] = watch
+        theirs = [writing, beating, speaking]
+        ear = None
+        if self._crew is not None:
+            ear, reporting = telling.pipe(partial(self._crew.told, index))
+            pipes[telling.VARIABLE] = str(reporting)
+            theirs.append(reporting)
         try:
             child = await asyncio.create_subprocess_exec(
                 *self._command,
                 env=self._environment | {LIFELINE: str(self._lifeline), WORKER: str(index), **pipes},
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(self._lifeline, writing, beating, speaking),
+                pass_fds=(self._lifeline, *theirs),
                 process_group=0,  # the terminal's Ctrl-C is for the parent alone, which passes it on once
             )
         except OSError as error:
@@ -243,12 +308,17 @@ class Supervisor:
             loop.remove_reader(reading)
             os.close(reading)
             os.close(listening)
+            del self._watches[index]
             watch.close()
+            if ear is not None:
+                ear.close()
             return 0, Exit.ERROR, str(error)
         finally:
-            for descriptor in (writing, beating, speaking):
+            for descriptor in theirs:
                 os.close(descriptor)
         self._children[index] = child
+        if self._crew is not None:
+            self._crew.begun(index)
         try:
             log.info("worker started", worker=index, pid=child.pid)
             if self._stopping.is_set() or changed.is_set():  # both signal only the children that were there
@@ -256,14 +326,28 @@ class Supervisor:
             code = await child.wait()
             return child.pid, code, last_words.read(listening)
         finally:
-            del self._children[index]
+            del self._children[index], self._watches[index]
             watch.close()
+            if ear is not None and self._crew is not None:
+                ear.close()
+                self._crew.ended(index)
             loop.remove_reader(reading)
             _read_on(reading, will)
             os.close(reading)
             os.close(listening)
             if self._execute is not None and will:
                 self._burials.add(asyncio.create_task(self._bury(index, self._execute(bytes(will)))))
+
+    def _at_work(self, index: int, begun: asyncio.Event) -> None:
+        begun.set()
+        if len(self._worked) < self._workers:
+            self._worked.add(index)
+            if len(self._worked) == self._workers:
+                self._manager.ready()
+
+    def _is_well(self) -> bool:
+        """O18: no child is left that was silent for too long. This one is well, since it says so in its event loop."""
+        return not any(watch.overdue for watch in self._watches.values())
 
     def _end_silent(self, index: int, seconds: float) -> None:
         """L56: only its end counts what ran, and makes room for another worker."""
@@ -321,6 +405,15 @@ def _read_on(descriptor: int, into: bytearray) -> None:
             into += more
     whole = into.rfind(b"\n") + 1
     del into[: into.rfind(b"\n", 0, max(0, whole - 1)) + 1]
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
 
 
 async def _at_most(seconds: float, waiting: Coroutine[object, object, object]) -> None:

@@ -18,10 +18,28 @@ _SAYS: Final[Mapping[State | None, str]] = {
 }
 
 
-def coming_again(state: State | None, *, compared: bool, over: bool, letter: int | None) -> str:
+def coming_again(
+    state: State | None,
+    *,
+    compared: bool,
+    over: bool,
+    letter: int | None,
+    lost: bool | None = None,
+    awaited: str | None = None,
+) -> str:
     """In words (R12). `compared`: with another payload it is a conflict. `over`: the record is past its retention.
-    `letter`: the newest dead letter of the key that waits for a person."""
+    `letter`: the newest dead letter of the key that waits for a person. `lost`: what is in hand is a request, and this
+    says whether its owner was lost (H24). `awaited`: the source from which the message is to come that was accepted."""
     text = _SAYS[state]
+    if state is State.PENDING and awaited is not None:
+        text = f"it would run if it is the message that was accepted and sent to {awaited}, and else be a duplicate"
+    if state is State.PROCESSING and lost is not None:
+        text = (
+            "it would run again, unless its route says otherwise: nobody knows how far the request came, whose owner "
+            "was lost"
+            if lost
+            else "it would wait: its request runs"
+        )
     if state is State.DEAD and letter is not None:
         text += f"; `dead redrive {letter}` runs it once more"
     if state is not None and compared:

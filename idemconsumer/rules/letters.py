@@ -12,12 +12,14 @@ LEFT_OUT: Final = "are left out here"
 class Redriven(StrEnum):
     """What became of a letter that was to be redriven. The texts are those of `redrive_letter` in the database.
 
-    `redrives`: its message waits in the queue. Nothing was done about the others: `incomplete`, its message is not
-    whole; `saga`, a person decides with `sagas resume`; `busy`, somebody else decides about the letter or its key right
-    now; `redriven`, somebody else has just redriven it; `decided`, its key is not DEAD any more.
+    `redrives`: its message waits in the queue. `resumes`: its saga is due, and goes on where it stopped. Nothing was
+    done about the others: `incomplete`, its message is not whole; `saga`, it has become a saga's meanwhile; `busy`,
+    somebody else decides about the letter or its key right now; `redriven`, somebody else has just redriven it;
+    `decided`, its key is not DEAD any more.
     """
 
     REDRIVES = "redrives"
+    RESUMES = "resumes"
     INCOMPLETE = "incomplete"
     SAGA = "saga"
     BUSY = "busy"

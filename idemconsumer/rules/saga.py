@@ -24,7 +24,7 @@ from idemconsumer.errors import (
     Unavailable,
 )
 from idemconsumer.rules.values import State, StepRow, StepState
-from idemconsumer.rules.verdicts import refused
+from idemconsumer.rules.verdicts import named_refusal, refused
 
 CANCELLED: Final = "cancelled"  # the code of the rejection
 MAX_DURATION: Final = "max_duration"  # the reason, or the code, of a saga that took longer than it may
@@ -150,7 +150,7 @@ def refusal(error: Exception, fail_on: tuple[type[Exception], ...]) -> Reject | 
         return error
     if not refused(error, fail_on) or isinstance(error, (Unavailable, Interrupted, SagaParked, SelfCancelled)):
         return None
-    final = Reject(type(error).__name__)
+    final = Reject(*named_refusal(error))
     final.__cause__ = error
     return final
 

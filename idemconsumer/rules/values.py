@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum
+from typing import Final
 
 import msgspec
 
@@ -19,6 +20,10 @@ class State(IntEnum):
     COMPLETED = 3
     FAILED = 4
     DEAD = 5
+
+
+ENDED: Final = (State.COMPLETED, State.FAILED, State.DEAD)
+"""What nothing but a person, or the end of its time, changes."""
 
 
 class OutcomeKind(StrEnum):
@@ -124,7 +129,8 @@ class Outcome(msgspec.Struct, frozen=True):
     `failed` or of a duplicate of one, with its `content_type`; `state` is the record's state where there is one.
     `attempt` counts the runs, from 1. `due` is, for `retrying`, the seconds until the next attempt. `reason` is that of
     the dead letter, where there is one; `letter` its id, for a message whose key was `dead` already. `error` names what
-    went wrong and never quotes the payload.
+    went wrong and never quotes the payload. `status` and `headers`, in their order, are those of a result that is an
+    HTTP response.
     """
 
     kind: OutcomeKind
@@ -136,3 +142,5 @@ class Outcome(msgspec.Struct, frozen=True):
     reason: str | None = None
     error: str | None = None
     letter: int | None = None
+    status: int | None = None
+    headers: tuple[tuple[str, str], ...] = ()

@@ -12,7 +12,10 @@ from enum import Enum, StrEnum
 from typing import Final
 
 from idemconsumer.errors import Reject, Retry
-from idemconsumer.rules.values import Found, Mark, Outcome, OutcomeKind, Record, State
+from idemconsumer.redaction import error_text
+from idemconsumer.rules.values import ENDED, Found, Mark, Outcome, OutcomeKind, Record, State
+
+_MOST_TEXT: Final = 4_000  # characters
 
 
 class Event(StrEnum):
@@ -46,7 +49,7 @@ def diagram() -> str:
         f"    {'[*]' if state is None else state.name} --> {after.name}: {event}"
         for (state, event), after in TRANSITIONS.items()
     ]
-    ends = [f"    {state.name} --> [*]" for state in (State.COMPLETED, State.FAILED, State.DEAD)]
+    ends = [f"    {state.name} --> [*]" for state in ENDED]
     return "\n".join(["stateDiagram-v2", *arrows, *ends])
 
 
@@ -130,6 +133,11 @@ def refused(error: BaseException | None, fail_on: tuple[type[Exception], ...]) -
         return True
     again = isinstance(error, Retry) or (isinstance(error, BaseExceptionGroup) and error.subgroup(Retry) is not None)
     return isinstance(error, fail_on) and not again
+
+
+def named_refusal(error: BaseException) -> tuple[str, str | None]:
+    """Code and body of the rejection that an error of `fail_on` is: its name, and what it says."""
+    return type(error).__name__, error_text(error)[:_MOST_TEXT] or None
 
 
 class Failure(Enum):

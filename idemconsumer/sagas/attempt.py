@@ -16,11 +16,11 @@ from typing import Final
 from idemconsumer.engine.blame import describe, rejection_of
 from idemconsumer.engine.contention import Contended
 from idemconsumer.engine.lost_connections import LostConnections
+from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
-from idemconsumer.errors import ConnectionLost, Contention, Reject, SagaChanged, UnknownEffect
+from idemconsumer.errors import ConnectionLost, Contention, Reject, RunEagerly, SagaChanged, UnknownEffect
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
-from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point
@@ -64,6 +64,7 @@ class Attempt:
         contended: Contended,
         lost_connections: LostConnections,
         probes: Probes,
+        telling: Telling,
         progressed: Callable[[], None],
     ) -> None:
         """`functions` calls those of the steps. `progressed` is called whenever a step has finished."""
@@ -73,7 +74,7 @@ class Attempt:
         self._leases = leases
         self._tell = at
         self._functions = functions
-        self._endings = Endings(work, leases, at, chance)
+        self._endings = Endings(work, leases, at, chance, telling)
         self._contended = contended
         self._lost_connections = lost_connections
         self._probes = probes
@@ -82,7 +83,7 @@ class Attempt:
         self.run: SagaRun | None = None
 
     async def go(self) -> Outcome:
-        """Raises Fenced, StoreUnavailable and CommitUnknown; no outcome is decided then."""
+        """Raises Fenced, StoreUnavailable, CommitUnknown and RunEagerly; no outcome is decided then."""
         try:
             if (loss := await self._lost_connections.judge(self._saga.key)) is not None:
                 return await self._lost_again(loss)
@@ -188,7 +189,7 @@ class Attempt:
 
     async def _superseded(self) -> bool:
         """Whether a newer worker runs the saga's version, and may know what this one does not."""
-        return await self._leases.superseded(self._handler.app, self._saga)
+        return await self._leases.superseded(self._handler.stored_as(self._saga.scope).app, self._saga)
 
     async def _run_handler(self, run: SagaRun, call: Call) -> tuple[object, BaseException | None]:
         """What the handler returned or raised, once none of its steps is in flight."""
@@ -214,6 +215,8 @@ class Attempt:
             return await self._endings.pause(cause.waits, self._left())
         if isinstance(cause, Held):
             return await self._endings.hold(cause.seconds)
+        if isinstance(cause, RunEagerly):
+            raise cause
         if run.interruption is not None and (rules.undecided(cause) or rules.parked(cause)):
             raise run.interruption
         if isinstance(cause, _Overdue):  # what is to follow begins with a run that knows it
@@ -225,7 +228,7 @@ class Attempt:
         if cause is None:
             run.check_complete()
             try:
-                result = codecs.encode(value)
+                result = codecs.encode_result(value)
             except TypeError as unencodable:
                 return await self._unencodable(run, unencodable)
             return await self._endings.finish(OutcomeKind.APPLIED, State.COMPLETED, result)
@@ -247,11 +250,11 @@ class Attempt:
             return again
         match rules.after_last_attempt(await self._leases.steps(self._saga.key), run.undoable):
             case LastResort.UNKNOWN_EFFECT:
-                return await endings.put_aside(UnknownEffect.reason, text)
+                return await endings.put_aside(UnknownEffect.reason, text, error)
             case LastResort.EXHAUSTED:
-                return await endings.put_aside("attempts_exhausted", text)
+                return await endings.put_aside("attempts_exhausted", text, error)
             case LastResort.UNDO:
-                return await self._reject(run, ("attempts_exhausted", type(error).__name__), error)
+                return await self._reject(run, ("attempts_exhausted", type(error).__name__, None), error)
 
     async def _again(self, run: SagaRun, error: BaseException, text: str) -> Outcome | None:
         """Another attempt, if one may follow."""
@@ -276,12 +279,12 @@ class Attempt:
         """All that it was to do is done. That its result cannot be stored is no reason to undo that (L27)."""
         self._endings.warn("saga failed", error, recovery_point=run.recovery_point)
         text = describe(error)
-        return await self._again(run, error, text) or await self._endings.put_aside("result_unencodable", text)
+        return await self._again(run, error, text) or await self._endings.put_aside("result_unencodable", text, error)
 
-    async def _reject(self, run: SagaRun, code_and_body: tuple[str, object], cause: BaseException) -> Outcome:
+    async def _reject(self, run: SagaRun, refusal: tuple[str, object, int | None], cause: BaseException) -> Outcome:
         """Commit UNDOING first, once the outcome of every call is known (L7)."""
         try:
-            rejection = codecs.encode_rejection(*code_and_body)
+            rejection = codecs.encode_rejection(*refusal)
         except TypeError as unencodable:
             return await self._failed(run, unencodable)
         self._endings.at(Point.REJECTING)
@@ -293,6 +296,8 @@ class Attempt:
         self._endings.at(Point.REJECTED)
         if undoing is None:
             raise UnknownEffect("it was rejected while a call's outcome is unknown")
+        if not isinstance(cause, Replayed):
+            self._endings.rejected(cause)
         self._work.of_saga.leased = undoing
         return await self._undo(run, cause, fresh=True)
 
@@ -327,7 +332,7 @@ class Attempt:
             place = f"undo of {failed.spec.name!r}"
             return await self._not_undone(place, failed.error, failed.spec, progressed=failed.progressed)
         assert saga.rejection is not None
-        return await endings.finish(OutcomeKind.FAILED, State.FAILED, StoredResult(saga.rejection))
+        return await endings.finish(OutcomeKind.FAILED, State.FAILED, codecs.stored_rejection(saga.rejection))
 
     # ------------------------------------------------------------------------------------------------- cancelled (L50)
     @property
@@ -352,7 +357,7 @@ class Attempt:
         if not (cause is None or isinstance(cause, Replayed) or refused(cause, self._options.fail_on)):
             return await self._failed(run, cause)
         if self._saga.cancel:
-            return await self._reject(run, (self._code, None), cause or Replayed())
+            return await self._reject(run, (self._code, None, None), cause or Replayed())
         return await self._resolve(run) or await self._end_as_it_is()
 
     async def _end_as_it_is(self) -> Outcome:
@@ -363,7 +368,7 @@ class Attempt:
         self, place: str, error: BaseException, spec: StepSpec | None = None, *, progressed: bool = False
     ) -> Outcome:
         attempt, endings, text = self._saga.attempt, self._endings, describe_in(place, error)
-        endings.warn("undo failed", error)
+        endings.warn("undo failed", error, step=None if spec is None else spec.name)
         own = NONE if spec is None else spec.limits
         most = rules.attempts_of_undo(own.max_attempts, self._options.max_attempts)
         undo, first = None if spec is None else spec.undo, progressed or attempt == 1
@@ -371,7 +376,7 @@ class Attempt:
             return await endings.spare(error, text, self._probes.seconds(undo))
         if rules.may_try_again(attempt=attempt, max_attempts=most, progressed=progressed):
             return await endings.release(error, text, failures=attempt, backoff=own.backoff)
-        return await endings.put_aside("undo_failed", text)
+        return await endings.put_aside("undo_failed", text, error)
 
     async def _collided(self, collision: Contention) -> Outcome:
         """It costs no attempt (B3), until the saga has done nothing else for `max_contention` (B15)."""
@@ -417,7 +422,7 @@ class Attempt:
         endings.warn("reconcile failed", error)
         if rules.may_try_again(attempt=saga.attempt, max_attempts=self._options.max_attempts):
             return await endings.release(error, text, failures=saga.attempt)
-        return await endings.put_aside(UnknownEffect.reason, text)
+        return await endings.put_aside(UnknownEffect.reason, text, error)
 
     async def _both_lists(self) -> str:
         """What a person compares to decide about a changed handler."""

@@ -82,7 +82,7 @@ class StartSpec(StepSpec):
     def scope(self, child: Child[Any]) -> str:
         assert self.starts is not None
         bound = self.starts.bound
-        return keys.scope_name(bound.app, child.tenant, bound.name)
+        return bound.identity.scope(child.tenant)
 
     async def cancel(self, child: Child[Any]) -> None:
         """Request that it is undone, unless it has ended."""
@@ -125,7 +125,7 @@ class Children:
         tenant = keys.tenant_of(saga.scope)
         given = str(step_key(saga.scope, saga.key, name)) if key is None else key
         bound = handler.plan.bind(self.app)
-        child = Child(handler, given, tenant, keys.digest(self.app, tenant, handler.name, str(given)).hex())
+        child = Child(handler, given, tenant, bound.identity.digest(tenant, str(given)).hex())
 
         async def begin(tx: Tx, payload: object) -> Any:
             await starter.start(handler, payload, key=given, tenant=tenant, tx=tx)

@@ -8,21 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-import structlog
-
-from idemconsumer.engine.blame import describe, where
+from idemconsumer.engine.blame import describe
 from idemconsumer.engine.letters import dead_letter
+from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import Contention, Retry
 from idemconsumer.handlers.durations import MAX_INLINE_DELAY, retry_delay
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.redaction import traceback_text
 from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.rules.verdicts import contention_pause
-
-log = structlog.get_logger("idemconsumer")
 
 _UNTIL_NEWER: Final = 5.0  # seconds; then any worker may take it
 
@@ -32,8 +30,9 @@ At: TypeAlias = Callable[[Point | SagaPoint, str, Sequence[bytes]], None]
 class Endings:
     """The ways in which an attempt of the saga in `work` ends."""
 
-    def __init__(self, work: Work, leases: LeaseStore, at: At, chance: Callable[[], float]) -> None:
+    def __init__(self, work: Work, leases: LeaseStore, at: At, chance: Callable[[], float], telling: Telling) -> None:
         self._work = work
+        self._telling = telling
         self._handler = work.handler
         self._leases = leases
         self._tell = at
@@ -123,24 +122,28 @@ class Endings:
         self.at(SagaPoint.RELEASED)
         return Outcome(OutcomeKind.RETRYING, state=saga.state, due=delay, attempt=saga.attempt, error=kind)
 
-    async def put_aside(self, reason: str, error: str) -> Outcome:
-        """Leave the saga to a person: it is never completed, undone or run again automatically."""
+    async def put_aside(self, reason: str, text: str, error: BaseException | None = None) -> Outcome:
+        """Leave the saga to a person: it is never completed, undone or run again automatically. `text` says why;
+        `error` is the exception that it describes, if there is one."""
         saga = self._saga
+        traceback = None if error is None else traceback_text(error)
         self.at(Point.DEAD_LETTERING)
-        await self._leases.park(saga, dead_letter(self._work, reason, error, saga.attempt))
+        letter = await self._leases.park(saga, dead_letter(self._work, reason, text, saga.attempt, traceback))
         self.at(Point.DEAD_LETTERED)
-        log.error("dead letter", reason=reason, **self._named())
-        return Outcome(OutcomeKind.DEAD, state=State.DEAD, attempt=saga.attempt, reason=reason, error=error)
+        self._telling.dead(self._work, saga.attempt, reason, letter, text, error)
+        kind, state = OutcomeKind.DEAD, State.DEAD
+        return Outcome(kind, state=state, attempt=saga.attempt, reason=reason, error=text)
 
     def at(self, point: Point | SagaPoint) -> None:
         self._tell(point, self._handler.name, (self._saga.key,))
 
-    def warn(self, event: str, error: BaseException, **more: object) -> None:
-        log.warning(event, error=type(error).__name__, where=where(error), **self._named(), **more)
+    def warn(self, event: str, error: BaseException, *, step: str | None = None, **its: object) -> None:
+        kind: dict[str, object] | None = None if step is None else {"step": step}
+        self._telling.failed(event, self._work, self._saga.attempt, error, kind, **its)
 
-    def _named(self) -> dict[str, object]:
-        saga = self._saga
-        return {"handler": self._handler.name, "key": saga.key.hex()[:12], "attempt": saga.attempt}
+    def rejected(self, error: BaseException) -> None:
+        """How it ends is committed."""
+        self._telling.rejected(self._work, self._saga.attempt, error)
 
 
 def describe_in(place: str | None, error: BaseException) -> str:

@@ -17,23 +17,22 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
-import structlog
 
 from idemconsumer.engine.company import Stay
 from idemconsumer.engine.contention import Contended
 from idemconsumer.engine.engine import Engine
-from idemconsumer.engine.work import Work
-from idemconsumer.errors import CommitUnknown, Contention, Fenced, SagaCancelled, StoreUnavailable
+from idemconsumer.engine.work import Work, traced
+from idemconsumer.errors import CommitUnknown, Contention, Fenced, RunEagerly, SagaCancelled, StoreUnavailable
+from idemconsumer.logs import log
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import NullObserver, Observer, Point, SagaPoint
+from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.sagas.attempt import Attempt
 from idemconsumer.sagas.functions import StepFunctions
 from idemconsumer.sagas.probes import Probes
 from idemconsumer.user_code.cancellation import CancellationWatch
-
-log = structlog.get_logger("idemconsumer")
 
 _STORED = (OutcomeKind.BUSY, OutcomeKind.RETRYING, OutcomeKind.FENCED, OutcomeKind.CANCELLED)
 _GAVE_WAY = Outcome(OutcomeKind.RETRYING)
@@ -61,6 +60,7 @@ class LeasedEngine:
         self._chance = chance
         self._contended = Contended()
         self._probes = Probes(watched=engine.endings.failing.watched)
+        self._habits: dict[str, Habits] = {}
         self._active: dict[asyncio.Task[object], Attempt | None] = {}
         self._in_hand: set[Work] = set()
         self._lost: set[asyncio.Task[object]] = set()
@@ -118,14 +118,23 @@ class LeasedEngine:
         `defer` a saga that has begun is not taken over here. `unfed`: no source of this process continues sagas that an
         earlier call left behind, so this call does, also after it gave way to another message.
         """
+        with traced(self._engine.tracing, [work]) as processing:
+            outcome = await self._decide(work, claimed, defer=defer, unfed=unfed)
+            processing.decided([outcome])
+            return outcome
+
+    async def _decide(self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool, unfed: bool) -> Outcome:
         while (outcome := await self._run(work, claimed, defer=defer, unfed=unfed)) is _GAVE_WAY:
             if not unfed:
                 outcome = Outcome(OutcomeKind.RETRYING, state=None if work.leased is None else work.leased.state)
                 break
             work.of_saga.leased, work.of_saga.in_doubt = None, False
-        if outcome.kind in _STORED and work.handler.options.settle == "finished" and not work.of_saga.resumed:
+        if work.of_saga.resumed:  # it came from the store, and is no delivery
+            return outcome
+        if outcome.kind in _STORED and work.handler.options.settle == "finished":
             work.of_saga.leased = None
-            return msgspec.structs.replace(outcome, state=None)  # L20: held until the saga ends
+            outcome = msgspec.structs.replace(outcome, state=None)  # L20: held until the saga ends
+        self._engine.deliveries.add([work], [outcome])
         return outcome
 
     async def _run(self, work: Work, claimed: Callable[[], Awaitable[None]], *, defer: bool, unfed: bool) -> Outcome:
@@ -172,7 +181,7 @@ class LeasedEngine:
         return outcome
 
     def _fenced(self, work: Work) -> Outcome:
-        log.warning("fenced", handler=work.handler.name, key=work.key.hex()[:12])
+        log.warning("fenced", **work.named)
         # If it was cancelled before its claim was known, it may not be stored, and the broker must keep the message.
         return Outcome(OutcomeKind.FENCED, state=None if work.leased is None else State.PROCESSING)
 
@@ -229,10 +238,10 @@ class LeasedEngine:
     async def _begin(self, work: Work, *, defer: bool, unfed: bool) -> LeasedSaga | Outcome:
         call = work.call
         assert call is not None
-        options = work.handler.options
+        name, options = work.handler.stored_as(call.claim.scope), work.handler.options
         while True:
             try:
-                found = await self._leases.begin(call.claim, work.message, work.handler.name, options.version)
+                found = await self._leases.begin(call.claim, work.message, name.handler, options.version)
             except CommitUnknown:
                 if (ours := await self._leases.retake(work.key, None)) is not None:
                     work.of_saga.noted = True
@@ -242,6 +251,7 @@ class LeasedEngine:
                 work.of_saga.noted = True
                 self._at(Point.CLAIMED, work.handler.name, (work.key,))
                 return found
+            work.claimed(found)
             if isinstance(found, Record) and judge(found, call.claim.fingerprint, call.claim.canonical) is Verdict.BUSY:
                 if not work.of_saga.noted:
                     work.of_saga.noted = True
@@ -250,9 +260,10 @@ class LeasedEngine:
                     return Outcome(OutcomeKind.BUSY, state=found.state)
                 # A redelivery may be the first to notice that the owner was lost.
                 unheld = await self._unheld(work) if unfed else ()
-                app, name = work.handler.app, work.handler.name
-                taken = await self._leases.take(app, [name], 1, unheld=unheld, key=work.key)
-                return taken[0] if taken else Outcome(OutcomeKind.BUSY, state=found.state)
+                for app, handler in work.handler.names:
+                    if taken := await self._leases.take(app, [handler], 1, unheld=unheld, key=work.key):
+                        return taken[0]
+                return Outcome(OutcomeKind.BUSY, state=found.state)
             return Outcome(OutcomeKind.BUSY) if found is Mark.BUSY else await self._engine.endings.replay(work, found)
 
     async def _unheld(self, work: Work) -> Sequence[tuple[bytes, int]]:
@@ -261,7 +272,8 @@ class LeasedEngine:
         return () if any(other.key == work.key for other in self._in_hand if other is not work) else own
 
     async def _attempt(self, work: Work, saga: LeasedSaga, stay: Stay) -> Outcome | LeasedSaga:
-        """One run of the handler. When a COMMIT's answer was lost: the saga with a new token, to be run again."""
+        """One run of the handler. When a COMMIT's answer was lost: the saga with a new token, to be run again. As it is
+        when a statement that was sent ahead has failed, which decides nothing (J27)."""
 
         def progressed() -> None:
             if work.leased is not None and work.leased.suspect:
@@ -272,11 +284,18 @@ class LeasedEngine:
             work,
             self._leases,
             self._at,
-            StepFunctions(work.handler.resources, work.handler.options.timeout, self._lease),
+            StepFunctions(
+                work.handler.resources,
+                work.handler.options.timeout,
+                self._lease,
+                self._habits_of(work, saga),
+                self._engine.tracing,
+            ),
             self._chance,
             self._contended,
             self._engine.lost_connections,
             self._probes,
+            self._engine.endings.telling,
             progressed,
         )
         task = asyncio.current_task()
@@ -286,8 +305,17 @@ class LeasedEngine:
         try:
             return await attempt.go()
         except CommitUnknown as unknown:
-            log.warning("commit unknown, taking the saga over again", handler=work.handler.name, error=str(unknown))
+            log.warning("commit unknown, taking the saga over again", **work.named, error=str(unknown))
+            work.eager = True  # one of its statements may be what the connection was lost over
             return await self._retake(work, work.leased or saga)
+        except RunEagerly:
+            work.eager = True
+            return work.leased or saga
+
+    def _habits_of(self, work: Work, saga: LeasedSaga) -> Habits | None:
+        if work.eager or saga.suspect or not work.handler.options.pipeline:
+            return None
+        return self._habits.setdefault(work.handler.name, Habits())
 
     async def _retake(self, work: Work, saga: LeasedSaga) -> Outcome | LeasedSaga:
         """A new token for our saga, once all writes under the old one have ended; its outcome if it has ended."""

@@ -10,15 +10,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
+from uuid import UUID
 
-import structlog
-
+from idemconsumer.logs import log
+from idemconsumer.ports.tracing import NO_TRACING, Tracing
+from idemconsumer.rules.habits import Habits
 from idemconsumer.sagas.injection import injected
+from idemconsumer.sagas.step import StepCall
 from idemconsumer.user_code.call import without_exit
 from idemconsumer.user_code.cancellation import run_mortal
 from idemconsumer.user_code.time_limit import TimeLimit
-
-log = structlog.get_logger("idemconsumer")
 
 GRACE: Final = 5.0  # seconds for what a cancelled function has to tidy up
 
@@ -31,11 +32,14 @@ def left_behind(function: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepFunctions:
-    """`timeout` and `lease` in seconds; the lease bounds what runs in a transaction (L5)."""
+    """`timeout` and `lease` in seconds; the lease bounds what runs in a transaction (L5). `habits`: those of the steps
+    that are one; None: each of their statements is waited for (J26)."""
 
     resources: Mapping[type, object]
     timeout: float
     lease: float
+    habits: Habits | None = None
+    tracing: Tracing = NO_TRACING
 
     def seconds(self, own: float | None = None) -> float:
         """For how long a step's function may run. `own`: the step's `timeout`, if it has one (L45)."""
@@ -47,6 +51,10 @@ class StepFunctions:
 
     def limit_in_transaction(self, own: float | None = None) -> TimeLimit:
         return TimeLimit(self.seconds(own), self.lease)
+
+    def call(self, key: UUID, attempt: int) -> StepCall:
+        """What the function of a call is given."""
+        return StepCall(key, attempt, self.tracing.carried({}))
 
     def begin(self, fn: Callable[..., Awaitable[Any]], *args: object, gets: str) -> Awaitable[Any]:
         """Call a step's function with `args` and the resources that it asks for; it runs once it is awaited. It is left

@@ -13,14 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias
 
-import structlog
-
-from idemconsumer.engine.blame import where
+from idemconsumer.engine.blame import said
 from idemconsumer.errors import OfTheEngine, Retry
+from idemconsumer.logs import log
 from idemconsumer.rules.failing import Health
 from idemconsumer.rules.verdicts import refused
-
-log = structlog.get_logger("idemconsumer")
 
 _SOON: Final = 0.5  # seconds
 _LONGEST: Final = 30.0  # seconds that a saga waits for a function that may work again at any time
@@ -104,8 +101,7 @@ class Probes:
                 "a function fails in all sagas, trying one at a time",
                 function=its[0],
                 failed=failing.health.failures,
-                error=type(error).__name__,
-                where=where(error),
+                **said(error),
             )
         return failing.health.is_free(now)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ class StepCall:
 
     key: uuid.UUID
     attempt: int
+    headers: Mapping[str, str]
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ from idemconsumer.sagas.functions import StepFunctions
 from idemconsumer.sagas.probes import Probes
 from idemconsumer.sagas.reconcile import ask_remote
 from idemconsumer.sagas.recorded import Outputs
-from idemconsumer.sagas.step import StepCall, StepSpec, step_key
+from idemconsumer.sagas.step import StepSpec, step_key
 from idemconsumer.sagas.waits import WaitSpec
 from idemconsumer.user_code.call import call_in_transaction, call_user_code
 
@@ -52,8 +52,13 @@ class Steps:
     async def run(self, spec: StepSpec, row: StepRow | None) -> Any:
         """Run a step that has no recorded outcome. `row` is its open intent, if there is one. Marks it as finished.
         Raises Held."""
+        tracing = self._functions.tracing
         with self._probes.trying(spec.fn, self._fail_on):
-            return await (self._transaction(spec) if spec.kind is StepKind.TX else self._call(spec, row))
+            if spec.kind is StepKind.TX:
+                with tracing.step("tx", spec.name, None):
+                    return await self._transaction(spec)
+            with tracing.step("call", spec.name, 1 if row is None else row.attempt + 1):
+                return await self._call(spec, row)
 
     async def wait(self, spec: WaitSpec) -> StepRow | float:
         """Begin the wait, or look whether it is over. A float: it is not, for so many seconds."""
@@ -84,7 +89,7 @@ class Steps:
             try:
                 if isinstance(spec, StartSpec):
                     await spec.begin(opened)
-                running = functions.begin(spec.fn, opened.tx(), *spec.args, gets="tx")
+                running = functions.begin(spec.fn, opened.tx(functions.habits), *spec.args, gets="tx")
                 limit = functions.limit_in_transaction(spec.limits.timeout)
                 output, value = await call_in_transaction(opened, running, limit, accept)
             except Exception as error:
@@ -104,7 +109,7 @@ class Steps:
         saga, functions = self._saga, self._functions
         key = step_key(saga.scope, saga.key, spec.name)
         if row is not None and spec.reconcile is not None:  # an intent without outcome: the remote may have done it
-            found = await ask_remote(functions, spec, StepCall(key, row.attempt), self._fail_on)
+            found = await ask_remote(functions, spec, functions.call(key, row.attempt), self._fail_on)
             if isinstance(found, Done):
                 return await self._record_output(spec, found.result)
             if not isinstance(found, NotDone):
@@ -121,7 +126,7 @@ class Steps:
         self._at(SagaPoint.INTENDED)
         limit = functions.limit(spec.limits.timeout)
         try:
-            running = functions.begin(spec.fn, StepCall(key, attempt), *spec.args, gets="step")
+            running = functions.begin(spec.fn, functions.call(key, attempt), *spec.args, gets="step")
             value = await call_user_code(running, limit)
         except Exception as error:
             refused = None if limit.caused(error) else refusal(error, self._fail_on)
@@ -138,7 +143,9 @@ class Steps:
         return value
 
     async def _record_refusal(self, spec: StepSpec, refused: Reject) -> None:
-        await self._record(spec, StepState.REJECTED, codecs.encode_rejection(refused.code, refused.body))
+        await self._record(
+            spec, StepState.REJECTED, codecs.encode_rejection(refused.code, refused.body, refused.status)
+        )
 
     async def _record(self, spec: StepSpec, state: StepState, output: StoredResult | None) -> None:
         await self._store.record(

@@ -18,7 +18,7 @@ from idemconsumer.sagas.probes import Probes
 from idemconsumer.sagas.reconcile import ask_remote_of_undo
 from idemconsumer.sagas.recorded import Outputs
 from idemconsumer.sagas.run import SagaInterrupted
-from idemconsumer.sagas.step import StepCall, StepSpec, step_key
+from idemconsumer.sagas.step import StepSpec, step_key
 from idemconsumer.user_code.call import call_in_transaction, call_user_code
 from idemconsumer.user_code.cancellation import run_isolated
 
@@ -82,7 +82,8 @@ class Undo:
         if isinstance(spec, StartSpec):
             spec = await self._stop_child(spec, output)
         assert spec.undo is not None
-        with self._probes.trying(spec.undo):
+        attempt = None if row.kind is StepKind.TX else row.attempt + 1
+        with self._probes.trying(spec.undo), self._functions.tracing.step("undo", row.name, attempt):
             if row.kind is StepKind.TX:
                 await self._undo_transaction(row, spec, output)
             else:
@@ -106,7 +107,7 @@ class Undo:
         functions, gets = self._functions, "tx and the step's output"
         seconds = functions.seconds(spec.limits.timeout)
         async with self._store.step(self._saga, row.name, has_undo=True, undo=True, timeout=seconds) as opened:
-            undoing = functions.begin(spec.undo, opened.tx(), output, *spec.args, gets=gets)
+            undoing = functions.begin(spec.undo, opened.tx(functions.habits), output, *spec.args, gets=gets)
             limit = functions.limit_in_transaction(spec.limits.timeout)
             await call_in_transaction(opened, undoing, limit, lambda _: opened.check())
             await opened.finish(None, overlapped=False)
@@ -118,7 +119,7 @@ class Undo:
         if not await self._was_undone(row, spec, output, key):
             seconds = functions.seconds(spec.limits.timeout)
             attempt = await self._store.intend(saga, row.name, has_undo=True, undo=True, timeout=seconds)
-            undoing = functions.begin(spec.undo, StepCall(key, attempt), output, *spec.args, gets=gets)
+            undoing = functions.begin(spec.undo, functions.call(key, attempt), output, *spec.args, gets=gets)
             await call_user_code(undoing, functions.limit(spec.limits.timeout))
             self._at(SagaPoint.CALLED)
         await self._store.record(
@@ -129,7 +130,7 @@ class Undo:
         """Of an undo that was begun and whose outcome is unknown. Raises UnknownEffect where the remote cannot tell."""
         if row.state is not StepState.UNDO_INTENT or spec.reconcile_undo is None:
             return False
-        found = await ask_remote_of_undo(self._functions, spec, StepCall(key, row.attempt), output)
+        found = await ask_remote_of_undo(self._functions, spec, self._functions.call(key, row.attempt), output)
         if not isinstance(found, Done | NotDone):
             raise UnknownEffect(f"undo of step {row.name!r}: the remote cannot say whether it was done")
         return isinstance(found, Done)

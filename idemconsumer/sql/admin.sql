@@ -12,7 +12,7 @@
 
 -- name: dead_list
 select d.id, d.handler, d.source, d.position, d.reason, d.error, d.attempts, d.arrivals, d.first_at, d.last_at,
-    d.redriven_at
+    d.redriven_at, (select f.forwarded_at from {schema}.forward as f where f.letter = d.id) as forwarded_at
 from {schema}.dead_letter as d
 where (%(before)s::bigint is null or d.id < %(before)s) and {chosen}
 order by d.id desc limit %(limit)s
@@ -20,7 +20,8 @@ order by d.id desc limit %(limit)s
 -- name: dead_show
 select id, handler, scope, source, position, reason, error, key, body, headers, attempts, arrivals, first_at, last_at,
     delivered, coalesce(body_size, length(body)) as body_size, coalesce(body_sha256, sha256(body)) as body_sha256,
-    redriven_at, emptied_at
+    redriven_at, emptied_at, traceback,
+    (select f.forwarded_at from {schema}.forward as f where f.letter = id) as forwarded_at
 from {schema}.dead_letter where id = any(%(ids)s::bigint[]) order by id
 
 -- name: dead_groups
@@ -48,7 +49,7 @@ select max(id) as id from {schema}.dead_letter
 -- The next ones of a run, which redrives a letter once however often it fails. Not their bodies: those stay here.
 select d.id, d.handler, d.scope, d.source, d.position, d.reason, d.error, d.key, d.headers, d.delivered,
     case when d.emptied_at is null then length(d.body) end as kept, coalesce(d.body_size, length(d.body)) as body_size,
-    exists (select from {schema}.saga as s where s.key = d.key) as of_saga
+    (select s.parked is not null from {schema}.saga as s where s.key = d.key) as parked
 from {schema}.dead_letter as d
 where d.id > %(after)s and d.id <= %(last)s and {chosen}
   and not exists (select from {schema}.redrive as t where t.letter = d.id and t.run = %(run)s)
@@ -56,6 +57,9 @@ order by d.id limit %(limit)s
 
 -- name: redrive_letter
 select {schema}.redrive_letter(%(letter)s, %(queue)s, %(headers)s, %(run)s, %(by)s)
+
+-- name: redrive_saga
+select {schema}.redrive_saga(%(letter)s, %(run)s, %(by)s)
 
 -- name: dead_redrives
 -- Those of one letter, or of its key under other letters.
@@ -83,6 +87,11 @@ from {schema}.dead_letter as d where {chosen}
 
 -- name: delayed
 select name, count(*) as messages, min(due_at) as due_at from {schema}.delayed group by name order by name
+
+-- name: unforwarded
+-- Dead letters of an app that are to be forwarded (O19).
+select handler, count(*) as letters, max(tries) as tries from {schema}.forward
+where app = %(app)s and forwarded_at is null group by handler order by handler
 
 -- name: saga_list
 -- Sagas that run, wait for their next attempt, or wait for a person (dead). Stale means the same as in take_sagas.
@@ -148,6 +157,17 @@ order by 1, 2
 -- name: live_workers
 select runs from {schema}.worker where until >= clock_timestamp()
 
+-- name: last_name
+-- L68. Which of these names, the first being 1, has the newest record. Of one name alone that is not asked: all records would
+-- be read. Those of a name that is not in use any more are pruned after its `retain`.
+with named as (
+    select c.id, w.place from unnest(%(apps)s::text[], %(handlers)s::text[]) with ordinality as w (app, handler, place)
+    join {schema}.scope as c on split_part(c.name, '/', 1) = w.app and split_part(c.name, '/', 3) = w.handler
+)
+select n.place from {schema}.record as r join named as n on n.id = r.scope_id
+where (select max(place) from named) > 1
+order by r.changed_at desc, n.place limit 1
+
 -- name: move_sagas
 -- L31. Not those that a live worker holds. What was begun from code is in a queue of its handler's.
 with moved as (
@@ -179,7 +199,7 @@ select c.name as scope, r.state, r.changed_at, e.body as result
 from {schema}.record as r
 join {schema}.scope as c on c.id = r.scope_id
 left join {schema}.result as e on e.key = r.key
-where r.key = %(key)s
+where r.key = %(key)s and {counts}
 
 -- name: saga_steps
 select name, case when until is null then kind when signal is null then 3 else 4 end as kind, state, has_undo, overlapped,
@@ -269,11 +289,17 @@ select id, name from {schema}.scope
 
 -- name: key_record
 select c.name as scope, r.state, r.changed_at, r.fingerprint is not null as compared, e.body as result,
-    r.changed_at + c.retain as until, r.changed_at + c.retain < clock_timestamp() as over
+    coalesce(r.expires_at, r.changed_at + c.retain) as until,
+    coalesce(r.expires_at, r.changed_at + c.retain) < clock_timestamp() as over,
+    s.started_at as request_since, s.again as request_again, not {held} as request_lost, w.name as request_owner,
+    a.created_at as accepted_at, a.via, a.token is not null as awaited
 from {schema}.record as r
 join {schema}.scope as c on c.id = r.scope_id
+left join {schema}.accepted as a on a.key = r.key
 left join {schema}.result as e on e.key = r.key
-where r.key = %(key)s
+left join {schema}.request as s on s.key = r.key
+left join {schema}.worker as w on w.id = s.worker
+where r.key = %(key)s and {counts}
 
 -- name: key_attempts
 select c.name as scope, a.count, a.error, a.changed_at
@@ -288,17 +314,24 @@ select due_at from {schema}.delayed where name = %(name)s and position(%(digits)
 limit 1
 
 -- name: key_letters
-select id, handler, source, position, reason, error, attempts, arrivals, first_at, last_at, redriven_at
+select id, handler, source, position, reason, error, attempts, arrivals, first_at, last_at, redriven_at,
+    (select f.forwarded_at from {schema}.forward as f where f.letter = id) as forwarded_at
 from {schema}.dead_letter where key = %(key)s order by id
 
 -- name: lock_key
 -- As a claim does (J1), but waits.
 select pg_advisory_xact_lock(('x' || encode(substring(%(key)s::bytea for 8), 'hex'))::bit(64)::bigint)
 
+-- name: lock_request
+-- From then on nobody takes it over, which needs no lock of the key (H24).
+select 1 from {schema}.request where key = %(key)s for update
+
 -- name: decided_key
--- In a statement of its own, after the lock.
+-- In a statement of its own, after the locks.
 select r.state, exists (select from {schema}.saga where key = %(key)s) as runs,
-    exists (select from {schema}.step where key = %(key)s) as stepped
+    exists (select from {schema}.step where key = %(key)s) as stepped,
+    (select {held} from {schema}.request as s where s.key = %(key)s) as requested,
+    exists (select from {schema}.accepted where key = %(key)s and token is not null) as awaited
 from (select %(key)s::bytea as key) as k left join {schema}.record as r on r.key = k.key
 
 -- name: forget_key
@@ -313,15 +346,44 @@ with results as (delete from {schema}.result where key = %(key)s),
     started as (delete from {schema}.child where parent = %(key)s),
     traces as (delete from {schema}.redrive where key = %(key)s),
     records as (update {schema}.record set fingerprint = null, canonical = null where key = %(key)s),
+    acceptances as (update {schema}.accepted set body = null, headers = null where key = %(key)s),
     letters as (delete from {schema}.dead_letter where key = %(key)s returning id)
 select count(*) from letters
 
+-- name: key_deliveries
+-- The newest. There is no index on keys, which would cost each message what the rest of its row does.
+select d.at - make_interval(secs => coalesce(d.ended[k.i], d.ended[1]) / 1000.0) as at,
+    coalesce(w.outcomes[k.i], w.outcomes[1]) as outcome,
+    coalesce(w.sources[k.i], w.sources[1]) || ' ' || coalesce(w.positions[k.i], '') as place, d.worker,
+    coalesce(d.attempts[k.i], d.attempts[1]) as attempt,
+    (coalesce(d.arrived[k.i], d.arrived[1]) - coalesce(d.ended[k.i], d.ended[1])) / 1000.0::float8 as seconds
+from {schema}.delivery_log as d
+cross join lateral (
+    select string_to_array(d.sources, e'\n') as sources, string_to_array(d.positions, e'\n') as positions,
+        string_to_array(d.outcomes, e'\n') as outcomes
+) as w
+cross join unnest(d.keys) with ordinality as k (key, i)
+where %(first)s = any(d.keys) and k.key = %(first)s
+order by at desc limit %(limit)s
+
+-- name: forget_deliveries
+-- The position too, which may be an id that its producer has chosen. What stays says that some delivery was there.
+update {schema}.delivery_log as d
+set keys = array_replace(d.keys, %(first)s::bigint, null), positions = array_to_string(array(
+    select case when p.key = %(first)s then '' else p.place end
+    from unnest(d.keys, string_to_array(d.positions, e'\n')) with ordinality as p (key, place, i) order by p.i), e'\n')
+where %(first)s = any(d.keys)
+
 -- name: delete_record
+with requests as (delete from {schema}.request where key = %(key)s),
+    acceptances as (delete from {schema}.accepted where key = %(key)s)
 delete from {schema}.record where key = %(key)s
 
 -- name: release_key
 -- Its letters are closed, and say by whom.
 with records as (delete from {schema}.record where key = %(key)s),
+    requests as (delete from {schema}.request where key = %(key)s),
+    acceptances as (delete from {schema}.accepted where key = %(key)s),
     results as (delete from {schema}.result where key = %(key)s),
     attempts as (delete from {schema}.attempt where key = %(key)s),
     letters as (
@@ -332,3 +394,57 @@ with records as (delete from {schema}.record where key = %(key)s),
         select id, %(key)s, 'release', %(by)s, clock_timestamp(), 0, 'released', clock_timestamp() from letters
     )
 select count(*) from letters
+
+-- name: import_table
+-- A table of the user's, by the name that he has given it.
+select c.oid, n.nspname as schema, c.relname as name, c.relkind in ('r', 'p') as is_table
+from pg_class as c join pg_namespace as n on n.oid = c.relnamespace where c.oid = to_regclass(%(table)s)
+
+-- name: import_columns
+select a.attname as name, format_type(a.atttypid, a.atttypmod) as type, c.data_type as family, c.udt_name as base,
+    coalesce(c.numeric_scale, 0) as scale
+from pg_attribute as a
+join information_schema.columns as c
+    on c.table_schema = %(schema)s and c.table_name = %(name)s and c.column_name = a.attname
+where a.attrelid = %(oid)s and a.attnum > 0 and not a.attisdropped
+order by a.attnum
+
+-- name: import_order
+-- The columns of its primary key, or else of a unique index that knows each row.
+select to_json(array(
+    select a.attname::text from unnest(i.indkey::int2[]) with ordinality as k (attnum, n)
+    join pg_attribute as a on a.attrelid = i.indrelid and a.attnum = k.attnum
+    where k.n <= i.indnkeyatts order by k.n
+)) as columns
+from pg_index as i
+where i.indrelid = %(oid)s and i.indisunique and i.indisvalid and i.indpred is null and i.indexprs is null
+  and not exists (
+      select from pg_attribute as a
+      where a.attrelid = i.indrelid and a.attnum = any (i.indkey::int2[]) and not a.attnotnull)
+order by i.indisprimary desc, i.indnkeyatts, i.indexrelid limit 1
+
+-- name: import_stands
+select to_json(position) as position from {schema}.import_position
+where app = %(app)s and handler = %(handler)s and source = %(source)s and chosen = %(chosen)s
+
+-- name: import_note
+insert into {schema}.import_position (app, handler, source, chosen, position, changed_at)
+values (%(app)s, %(handler)s, %(source)s, %(chosen)s, %(position)s::text[], clock_timestamp())
+on conflict (app, handler, source) do update
+set chosen = excluded.chosen, position = excluded.position, changed_at = excluded.changed_at
+
+-- name: import_over
+delete from {schema}.import_position where app = %(app)s and handler = %(handler)s and source = %(source)s
+
+-- name: import_keys
+-- R31. As a claim (J1, R3): what is not returned has a record, or is held by a rival. Without a fingerprint.
+insert into {schema}.record (key, scope_id, state, changed_at)
+select key, scope_id, {COMPLETED}, coalesce(at, clock_timestamp())
+from unnest(%(keys)s::bytea[], %(scopes)s::integer[], %(times)s::timestamptz[]) as w (key, scope_id, at)
+where pg_try_advisory_xact_lock(('x' || encode(substring(key for 8), 'hex'))::bit(64)::bigint)
+on conflict do nothing
+returning key
+
+-- name: record_states
+select w.key, r.state from unnest(%(keys)s::bytea[]) as w (key)
+cross join lateral (select state from {schema}.record where key = w.key offset 0) as r

@@ -12,9 +12,10 @@ import asyncio
 import os
 import socket
 import threading
+import traceback
 from collections.abc import Awaitable, Generator
 from contextlib import contextmanager, suppress
-from typing import Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import psycopg
 from psycopg.rows import Row
@@ -45,6 +46,17 @@ class AnsweringConnection(psycopg.AsyncConnection[Row]):
 
     patience: float = PATIENCE
     silent = False
+
+    @classmethod
+    async def connect(cls, conninfo: str = "", **more: Any) -> Self:
+        """See `psycopg.AsyncConnection.connect`. An attempt that is given up ends at once."""
+        try:
+            return await super().connect(conninfo, **more)
+        except BaseException as error:
+            # psycopg closes its socket with the last reference to it, and its frames have one, which the error keeps.
+            # To the server it would be somebody who logs in: for up to a minute no DROP DATABASE would get on.
+            traceback.clear_frames(error.__traceback__)
+            raise
 
     async def wait(self, gen: Exchange[RV], interval: float = INTERVAL, timeout: float | None = None) -> RV:
         """See `psycopg.AsyncConnection.wait`."""

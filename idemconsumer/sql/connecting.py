@@ -30,6 +30,8 @@ def _defaults() -> AdaptersMap:
 
 ADAPTERS: Final = _defaults()
 READ_COMMITTED: Final = {"default_transaction_isolation": "read committed"}  # R15
+NAME: Final = "idemconsumer"  # of our connections, where nobody has given them another
+_MOST_OF_APP: Final = 27  # characters, so that place and purpose still fit
 _STANDBYS: Final = ("standby", "prefer-standby", "read-only")
 
 
@@ -44,14 +46,24 @@ class OwnCursor(psycopg.AsyncCursor[tuple[Any, ...]]):
         return ADAPTERS
 
 
-def connect(dsn: str, settings: Mapping[str, str] | None = None, **more: Any) -> BlockingConnection[Any]:
+def named(dsn: str, app: str, worker: str | None = None) -> str:
+    """The DSN, whose connections say what they are of to those who look at pg_stat_activity; not where it has an
+    `application_name` itself, or PGAPPNAME is set. The server keeps 63 bytes, so of a long name only the beginning."""
+    plain = "".join(character if " " <= character <= "~" else "?" for character in app)[:_MOST_OF_APP]
+    place = "" if worker is None else f" worker {worker}"
+    return make_conninfo(dsn, fallback_application_name=f"{NAME} {plain}{place}")
+
+
+def connect(
+    dsn: str, settings: Mapping[str, str] | None = None, *, purpose: str = "looks", **more: Any
+) -> BlockingConnection[Any]:
     """A connection that no handler uses: autocommit, READ COMMITTED, nothing prepared unless asked for.
 
     It writes in `transaction()` alone: behind a pooler that takes no settings (R18) it has those of its role, which
-    may be read-only outside of that. Raises psycopg.Error, or ConfigurationError for the address of a standby, or
-    where settings that the address itself asks for do not hold (R18).
+    may be read-only outside of that. `purpose` is a word behind its name (see `named`). Raises psycopg.Error, or
+    ConfigurationError for the address of a standby, or where settings that the address asks for do not hold (R18).
     """
-    conninfo, options, asked = _own(dsn, settings, more)
+    conninfo, options, asked = _own(dsn, settings, purpose, more)
     try:
         connection = BlockingConnection.connect(conninfo, **options)
     except psycopg.OperationalError as error:
@@ -68,9 +80,11 @@ def connect(dsn: str, settings: Mapping[str, str] | None = None, **more: Any) ->
     return connection
 
 
-async def connect_async(dsn: str, settings: Mapping[str, str] | None = None, **more: Any) -> AnsweringConnection[Any]:
+async def connect_async(
+    dsn: str, settings: Mapping[str, str] | None = None, *, purpose: str = "looks", **more: Any
+) -> AnsweringConnection[Any]:
     """See `connect`."""
-    conninfo, options, asked = _own(dsn, settings, more)
+    conninfo, options, asked = _own(dsn, settings, purpose, more)
     try:
         connection = await AnsweringConnection.connect(conninfo, **options)
     except psycopg.OperationalError as error:
@@ -99,11 +113,14 @@ async def is_pooled(connection: psycopg.AsyncConnection[Any]) -> bool:
 
 
 def _own(
-    dsn: str, settings: Mapping[str, str] | None, more: Mapping[str, Any]
+    dsn: str, settings: Mapping[str, str] | None, purpose: str, more: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any], dict[str, str]]:
     """The address, the arguments, and what to read back."""
     wanted = READ_COMMITTED | {"default_transaction_read_only": "off"} | dict(settings or {})
-    ours = {"autocommit": True, "context": ADAPTERS, "prepare_threshold": None}
+    name = f"{conninfo_to_dict(dsn).get('fallback_application_name', NAME)} {purpose}"
+    ours = {
+        "autocommit": True, "context": ADAPTERS, "prepare_threshold": None, "fallback_application_name": name
+    }  # fmt: skip
     return with_settings(dsn, wanted), ours | dict(more), asked_for(dsn, wanted)
 
 

@@ -20,7 +20,9 @@ from psycopg import sql
 
 from idemconsumer.errors import ConfigurationError
 
-_FILES: Final = ("records", "queue", "kafka", "sagas", "admin")
+_FILES: Final = (
+    "records", "accepting", "queue", "outbox", "kafka", "sagas", "requests", "admin", "control", "upkeep", "metrics",
+)  # fmt: skip
 # The stored numbers of `State` and `StepState`, which belong to a layer above. A test compares them.
 STORED_STATES: Final[Mapping[str, int]] = {
     "PENDING": 0, "PROCESSING": 1, "UNDOING": 2, "COMPLETED": 3, "FAILED": 4, "DEAD": 5,

@@ -1,10 +1,11 @@
 -- The queue behind `postgres:` sources. queries.py describes the format: {schema} is the configured schema.
 
 -- name: enqueue
-select {schema}.publish_bytes(%(name)s, %(body)s, %(key)s, %(headers)s)
+-- A queue's name may be any text, such as kafka:orders.
+select {schema}.publish_bytes('postgres:' || %(name)s, %(body)s, %(key)s, %(headers)s)
 
 -- name: enqueue_later
-select {schema}.publish_bytes(%(name)s, %(body)s, %(key)s, %(headers)s, make_interval(secs => %(delay)s))
+select {schema}.publish_bytes('postgres:' || %(name)s, %(body)s, %(key)s, %(headers)s, make_interval(secs => %(delay)s))
 
 -- name: fall_due
 -- What is due comes into its queue, at the end and in the order in which it was due (P7). The time is in a sub-select: as a
@@ -33,6 +34,15 @@ select %(name)s, %(message_id)s, %(body)s, %(headers)s::bytea, clock_timestamp()
 where %(id)s::bigint is null or exists (select from gone)
 returning id
 
+-- fragment: outbox_look
+-- X8. Whether something can be sent to another broker, for those who relay: they name it as if it were a queue.
+(select clock_timestamp() from {schema}.outbox
+where w.name = 'outbox:' and due_at is null and parked_at is null limit 1)
+union all
+(select due_at from {schema}.outbox
+where w.name = 'outbox:' and due_at <= (select clock_timestamp()) and due_at is not null and parked_at is null
+order by due_at limit 1)
+
 -- fragment: messages
 -- In how many seconds something of each of these queues can be taken, if that is soon (L61): not more than 0 if something
 -- can be now. Of a queue only the first row that is visible is read, and of what is not due the first one.
@@ -46,6 +56,8 @@ messages (name, seconds) as (
         (select due_at from {schema}.delayed
         where name = w.name and due_at <= (select clock_timestamp() + make_interval(secs => %(ahead)s))
         order by due_at limit 1)
+        union all
+        {outbox_look}
     ) as next
     group by w.name
 )

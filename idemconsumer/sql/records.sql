@@ -1,4 +1,4 @@
--- Joined mode: the transaction, claims, attempts, dead letters and retention, one statement per name.
+-- Joined mode: the transaction, claims, attempts and dead letters, one statement per name.
 -- queries.py describes the format: {schema} is the configured schema, {COMPLETED} the number stored for that state.
 
 -- fragment: session
@@ -38,6 +38,20 @@ select pg_catalog.set_config('idemconsumer.open', %(seal)s, true),
 -- name: waits_for_lock
 -- Unlike pg_stat_activity, this tells every role.
 select cardinality(pg_blocking_pids(%(pid)s)) > 0
+
+-- name: settle_hashing
+-- R38. The first one to open the schema says how its keys are hashed. With a secret only if there is none yet.
+insert into {schema}.hashing (wrapped) select %(wrapped)s
+where %(wrapped)s = ''::bytea or not exists (select from {schema}.record) and not exists (select from {schema}.attempt)
+    and not exists (select from {schema}.dead_letter where key is not null) and not exists (select from {schema}.signal)
+on conflict do nothing
+
+-- name: hashing
+select wrapped from {schema}.hashing
+
+-- name: wrap_anew
+-- R39. Unless another process has meanwhile.
+update {schema}.hashing set wrapped = %(anew)s where wrapped = %(wrapped)s returning one
 
 -- name: server_started
 select pg_postmaster_start_time()
@@ -99,16 +113,53 @@ begin
 end
 $$
 
--- name: scope
--- The id of a scope, created on first use. `retain` is that of the handler that was started last.
-insert into {schema}.scope (name, retain) values (%(name)s, make_interval(secs => %(retain)s))
-on conflict (name) do update set retain = excluded.retain
-returning id
+-- name: meet_scopes
+-- The ids of scopes, created on first use. `retain` is that of the handler that was started last. In the order of their
+-- names, so that two workers cannot deadlock here.
+with given as materialized (
+    select w.name, make_interval(secs => w.retain) as retain
+    from unnest(%(names)s::text[], %(retains)s::float8[]) as w (name, retain)
+), known as materialized (
+    select s.name, s.id from given as g
+    join {schema}.scope as s on s.name = g.name and s.retain = g.retain and s.retired_at is null
+), met as (
+    insert into {schema}.scope (name, retain)
+    select g.name, g.retain from given as g where not exists (select from known as k where k.name = g.name)
+    order by g.name
+    on conflict (name) do update set retain = excluded.retain
+    returning name, id
+)
+select name, id from known union all select name, id from met
+
+-- fragment: counts
+-- R37. A record that does not is none.
+(expires_at is null or expires_at > clock_timestamp() or state not in ({COMPLETED}, {FAILED}))
 
 -- name: claim
--- The insert is in the function (migrations/0011). What it returns was not claimed.
-select * from {schema}.claim(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[],
-    %(canonicals)s::bytea[], %(state)s::smallint)
+-- The insert is in the function (migrations/0036). What it returns was not claimed.
+select * from {schema}.claim_keys(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[],
+    %(canonicals)s::bytea[], %(expires)s::float8[], %(state)s::smallint, true)
+
+-- name: show
+-- H4: the fingerprint, as a lock that excludes nobody. The two-part locks are a space of their own; the first part is not
+-- that of the gate.
+select pg_advisory_xact_lock_shared(1768187504, %(fingerprint)s)
+
+-- name: differs
+-- What a rival shows whose claim of the key is not committed (J1, `show`). One look at all locks, so that both are of one
+-- moment.
+with held as materialized (
+    select pid, classid::bigint as high, objid::bigint as low, objsubid from pg_locks
+    where locktype = 'advisory' and granted and database = (
+        select oid from pg_database where datname = current_database()
+    )
+), wanted as (
+    select ('x' || encode(substring(%(key)s::bytea for 8), 'hex'))::bit(64)::bigint as lock
+)
+select count(*) > 0 and count(*) filter (where s.low = %(fingerprint)s::bigint & 4294967295) = 0
+from wanted as w
+join held as k on k.objsubid = 1 and k.high = (w.lock >> 32) & 4294967295 and k.low = w.lock & 4294967295
+join held as s on s.pid = k.pid and s.objsubid = 2 and s.high = 1768187504
 
 -- name: resume
 -- Before the claim: the records that wait for these messages make room for it (D19). The lock is the claim's (J1), so
@@ -119,17 +170,28 @@ delete from {schema}.record where key = any(%(keys)s::bytea[]) and state = {PEND
 -- name: read
 -- The records that the claim did not insert, in a separate statement and so with a new snapshot (R3). LATERAL …
 -- OFFSET 0 keeps this an index lookup for each key even when it was planned while the table was empty (G5).
-select w.key, r.state, r.fingerprint, s.body, s.content_type, r.canonical
+select w.key, r.state, r.fingerprint, s.body, s.content_type, r.canonical, s.status, s.headers
 from unnest(%(keys)s::bytea[]) as w (key)
-cross join lateral (select state, fingerprint, canonical from {schema}.record where key = w.key offset 0) as r
-left join lateral (select body, content_type from {schema}.result where key = w.key offset 0) as s on true
+cross join lateral (
+    select state, fingerprint, canonical from {schema}.record where key = w.key and {counts} offset 0
+) as r
+left join lateral (
+    select body, content_type, status, headers from {schema}.result where key = w.key offset 0
+) as s on true
 
 -- name: store_results
-insert into {schema}.result (key, body, content_type)
-select * from unnest(%(keys)s::bytea[], %(bodies)s::bytea[], %(types)s::text[])
+-- `statuses` and `headers` are null where no result has any (R36).
+insert into {schema}.result (key, body, content_type, status, headers)
+select * from unnest(%(keys)s::bytea[], %(bodies)s::bytea[], %(types)s::text[], %(statuses)s::smallint[],
+    %(headers)s::bytea[])
 
 -- name: forget_attempts
 delete from {schema}.attempt where key = any(%(keys)s::bytea[])
+
+-- name: log_deliveries
+-- Returns what is wrong: nothing of it fails (migrations/0040).
+select {schema}.log_deliveries(%(keep)s, %(app)s, %(handler)s, %(worker)s, %(keys)s::bigint[], %(sources)s,
+    %(positions)s, %(outcomes)s, %(attempts)s::integer[], %(ended)s::integer[], %(arrived)s::integer[])
 
 -- name: seal
 -- The last statement before COMMIT: raises unless this is still the transaction that was opened (J3).
@@ -162,8 +224,9 @@ returning key
 delete from {schema}.attempt where key = any(%(keys)s) and count = 0
 
 -- name: count_attempt
+-- By the scope's name: in a transaction that is open none can be met, and what a process remembers it may forget.
 insert into {schema}.attempt (key, scope_id, count, error, changed_at)
-values (%(key)s, %(scope)s, 1, %(error)s, clock_timestamp())
+values (%(key)s, (select id from {schema}.scope where name = %(scope)s), 1, %(error)s, clock_timestamp())
 on conflict (key) do update
 set count = attempt.count + 1, error = coalesce(excluded.error, attempt.error), changed_at = excluded.changed_at
 returning count
@@ -214,14 +277,14 @@ delete from {schema}.attempt where key = any(%(keys)s::bytea[]) and reader = %(r
 -- name: dead_letter
 -- Another arrival only raises the count, so that a poison message that keeps arriving stays one row (R24). `again` is
 -- the content of one that was delivered before and has no identity of its own; `letter` is the one that was redriven (O3),
--- which says from now on why its message failed this time.
+-- which says from now on why its message failed this time. A saga has it in its row (O24).
 with reopened as (
     update {schema}.dead_letter
     set arrivals = arrivals + 1, last_at = clock_timestamp(), reason = %(reason)s, error = %(error)s,
         attempts = %(attempts)s, scope = %(scope)s, key = coalesce(%(key)s::bytea, key), body = %(body)s::bytea,
         headers = %(headers)s::bytea, delivered = %(delivered)s::bytea, body_sha256 = %(body_sha256)s::bytea,
-        emptied_at = null
-    where id = %(letter)s::bigint
+        traceback = %(traceback)s, emptied_at = null
+    where id = coalesce(%(letter)s::bigint, (select s.letter from {schema}.saga as s where s.key = %(key)s::bytea))
     returning id
 ), known as (
     update {schema}.dead_letter set arrivals = arrivals + 1, last_at = clock_timestamp()
@@ -231,110 +294,56 @@ with reopened as (
 ), added as (
     insert into {schema}.dead_letter
         (identity, handler, scope, source, position, reason, error, key, body, headers, attempts, delivered, body_size,
-         body_sha256, content, first_at, last_at)
+         body_sha256, content, traceback, first_at, last_at)
     select %(identity)s, %(handler)s, %(scope)s, %(source)s, %(position)s, %(reason)s, %(error)s, %(key)s::bytea,
         %(body)s::bytea, %(headers)s::bytea, %(attempts)s, %(delivered)s::bytea, %(body_size)s, %(body_sha256)s::bytea,
-        %(content)s::bytea, clock_timestamp(), clock_timestamp()
+        %(content)s::bytea, %(traceback)s, clock_timestamp(), clock_timestamp()
     where not exists (select from reopened) and not exists (select from known)
     on conflict (identity) do update
     set arrivals = dead_letter.arrivals + 1, last_at = excluded.last_at
-    returning id
+    returning id, xmax = 0 as inserted
+), forwards as (  -- O19: each time that it is written, and not for each arrival
+    insert into {schema}.forward (letter, app, handler, due_at)
+    select id, %(forward)s, %(handler)s, clock_timestamp()
+    from (select id from reopened union all select id from added where inserted) as written
+    where %(forward)s::text is not null
+    on conflict (letter) do update
+    set round = forward.round + 1, tries = 0, due_at = excluded.due_at, forwarded_at = null
 )
 select id from reopened union all select id from known union all select id from added
+
+-- name: take_forwards
+-- O19. Those that are due, which nobody else takes for so many seconds.
+with due as (
+    select f.letter from {schema}.forward as f
+    where f.app = %(app)s and f.handler = any(%(handlers)s) and f.forwarded_at is null
+      and f.due_at <= (select clock_timestamp()) and exists (select from {schema}.dead_letter as d where d.id = f.letter)
+    order by f.due_at limit %(limit)s for update of f skip locked
+), taken as (
+    update {schema}.forward as f
+    set tries = f.tries + 1, due_at = clock_timestamp() + make_interval(secs => %(taken)s)
+    from due where f.letter = due.letter
+    returning f.letter, f.round, f.tries
+)
+select t.tries, d.id, t.round, d.handler, d.source, d.position, d.reason,
+    case when {schema}.error_place(d.error) is not null then {schema}.error_type(d.error) end,
+    d.body, d.headers, d.delivered, coalesce(d.body_size, length(d.body)), coalesce(d.body_sha256, sha256(d.body))
+from taken as t join {schema}.dead_letter as d on d.id = t.letter
+order by d.id
+
+-- name: forwarded
+update {schema}.forward as f set forwarded_at = clock_timestamp()
+from unnest(%(letters)s::bigint[], %(rounds)s::integer[]) as w (letter, round)
+where f.letter = w.letter and f.round = w.round
+
+-- name: forward_later
+-- Not all at the same time, so that one that cannot be sent parts from the others.
+update {schema}.forward as f
+set due_at = clock_timestamp() + make_interval(secs => %(after)s) * (1 + random() / 2)
+from unnest(%(letters)s::bigint[], %(rounds)s::integer[]) as w (letter, round)
+where f.letter = w.letter and f.round = w.round and f.forwarded_at is null
 
 -- name: count_dead
 update {schema}.dead_letter set arrivals = arrivals + 1, last_at = clock_timestamp()
 where id = (select max(id) from {schema}.dead_letter where key = %(key)s)
 returning id, reason
-
--- name: blocks
-select pg_relation_size('{schema}.record') / current_setting('block_size')::bigint
-
--- fragment: over
--- R11: final records that are past their scope's retention. A DEAD one waits for a person as long as it has a letter, or
--- a saga.
-r.changed_at < clock_timestamp() - s.retain and (
-    r.state in ({COMPLETED}, {FAILED})
-    or r.state = {DEAD} and not exists (select from {schema}.dead_letter as d where d.key = r.key)
-       and not exists (select from {schema}.saga as g where g.key = r.key))
-
--- name: prune
-delete from {schema}.record as r using {schema}.scope as s
-where r.ctid >= %(low)s::tid and r.ctid < %(high)s::tid and s.id = r.scope_id and {over}
-returning r.key
-
--- name: prunable
-select count(*) from {schema}.record as r join {schema}.scope as s on s.id = r.scope_id
-where r.ctid >= %(low)s::tid and r.ctid < %(high)s::tid and {over}
-
--- name: keep_letters
--- O5: what the handlers of this worker say.
-insert into {schema}.dead_retention (app, handler, letters, bodies)
-select %(app)s, w.name, make_interval(secs => w.letters), make_interval(secs => w.bodies)
-from unnest(%(names)s::text[], %(letters)s::float8[], %(bodies)s::float8[]) as w (name, letters, bodies)
-on conflict (app, handler) do update set letters = excluded.letters, bodies = excluded.bodies
-where (dead_retention.letters, dead_retention.bodies) is distinct from (excluded.letters, excluded.bodies)
-
--- fragment: aged
--- A letter of handler `k` that nobody needs: not one of a saga that waits for a person.
-d.handler = k.handler and starts_with(d.scope, k.app || '/')
-and not exists (select from {schema}.saga as g where g.key = d.key)
-
--- name: prune_letters
--- O5: of each handler that bounds them up to the limit, by the index on their time. One that was redriven is as young as
--- that.
-with gone as (
-    delete from {schema}.dead_letter where id in (
-        select old.id from {schema}.dead_retention as k cross join lateral (
-            select d.id from {schema}.dead_letter as d
-            where d.last_at < (select clock_timestamp()) - k.letters
-              and coalesce(d.redriven_at, d.last_at) < (select clock_timestamp()) - k.letters and {aged}
-            order by d.last_at limit %(limit)s for update skip locked
-        ) as old where k.letters is not null
-    )
-    returning id
-), traces as (
-    delete from {schema}.redrive where letter in (select id from gone)
-)
-select count(*) from gone
-
--- name: empty_letters
--- What an exception says may quote the message; its type and its place do not.
-with emptied as (
-    update {schema}.dead_letter as l
-    set body_size = coalesce(body_size, length(body)), body_sha256 = '', body = '', headers = '\x7b7d', delivered = null,
-        emptied_at = clock_timestamp(),
-        error = coalesce({schema}.error_type(error) || ' (' || {schema}.error_place(error) || ')', error)
-    where id in (
-        select old.id from {schema}.dead_retention as k cross join lateral (
-            select d.id from {schema}.dead_letter as d
-            where d.emptied_at is null and d.last_at < (select clock_timestamp()) - k.bodies
-              and coalesce(d.redriven_at, d.last_at) < (select clock_timestamp()) - k.bodies and {aged}
-            order by d.last_at limit %(limit)s for update skip locked
-        ) as old where k.bodies is not null
-    )
-    returning id
-)
-select count(*) from emptied
-
--- name: prune_results
-delete from {schema}.result where key = any(%(keys)s)
-
--- name: prune_steps
-with history as (delete from {schema}.history where key = any(%(keys)s)),
-    signals as (delete from {schema}.signal where key = any(%(keys)s)),
-    children as (delete from {schema}.child where parent = any(%(keys)s))
-delete from {schema}.step where key = any(%(keys)s)
-
--- name: prune_attempts
--- Leftovers: another worker applied the message, or it is gone from the broker.
--- What is PENDING still needs them.
-delete from {schema}.attempt as a using {schema}.scope as s
-where s.id = a.scope_id and a.changed_at < clock_timestamp() - s.retain
-  and not exists (select from {schema}.record as r where r.key = a.key and r.state = {PENDING})
-
--- name: prune_signals
--- L43: for sagas that never came. Those of a saga that has begun go with its record.
-delete from {schema}.signal as g using {schema}.scope as s
-where s.id = g.scope_id and g.sent_at < clock_timestamp() - s.retain
-  and not exists (select from {schema}.record as r where r.key = g.key)

@@ -138,10 +138,10 @@ where me.id = %(worker)s and coalesce(w.born, w.id) > coalesce(me.born, me.id)
 limit 1
 
 -- name: begin_sagas
--- Claims the keys, and begins a saga for each that was inserted: a row for each key, with its token, or as `claim` has it.
+-- Claims the keys, and begins a saga for each that was inserted: a row for each key, as `claim` has it, and its token.
 with missed as materialized (
-    select * from {schema}.claim(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[],
-        %(canonicals)s::bytea[], {PROCESSING}::smallint)
+    select * from {schema}.claim_keys(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[],
+        %(canonicals)s::bytea[], %(expires)s::float8[], {PROCESSING}::smallint, false)
 ), begun as (
     insert into {schema}.saga (key, scope_id, handler, state, token, worker, due, attempt, version, source, position,
         message_id, body, headers, delivered, started_at)
@@ -154,9 +154,9 @@ with missed as materialized (
     where not exists (select from missed where missed.key = w.key)
     returning key, token
 )
-select key, found, fingerprint, body, content_type, canonical, null::bigint from missed
+select key, found, fingerprint, body, content_type, canonical, status, headers, null::bigint from missed
 union all
-select key, null, null, null, null, null, token from begun
+select key, null, null, null, null, null, null, null, token from begun
 
 -- name: own_sagas
 select key, token from {schema}.saga where worker = %(worker)s and (%(key)s::bytea is null or key = %(key)s)
@@ -453,10 +453,11 @@ select set_config('enable_seqscan', 'off', true)
 -- Fenced like `begin_steps`, but FOR UPDATE: a saga with an open step is passed over. One that is to be cancelled does not
 -- complete (L50).
 with fenced as materialized (
-    select w.key, w.final, w.result, w.content_type
+    select w.key, w.final, w.result, w.content_type, w.status, w.sent
     from unnest(%(key)s::bytea[], %(token)s::bigint[], %(worker)s::bigint[], %(phase)s::smallint[],
-        %(final)s::smallint[], %(result)s::bytea[], %(content_type)s::text[])
-        as w (key, token, worker, phase, final, result, content_type)
+        %(final)s::smallint[], %(result)s::bytea[], %(content_type)s::text[], %(status)s::smallint[],
+        %(sent)s::bytea[])
+        as w (key, token, worker, phase, final, result, content_type, status, sent)
     cross join lateral (
         select 1 from {schema}.saga where key = w.key and token = w.token and worker = w.worker and state = w.phase
           and (cancel is null or w.final = {FAILED})
@@ -467,8 +468,8 @@ with fenced as materialized (
     set state = (select final from fenced where fenced.key = r.key), changed_at = clock_timestamp()
     where r.key = any(array(select key from fenced))
 ), stored as (
-    insert into {schema}.result (key, body, content_type)
-    select key, result, content_type from fenced where result is not null
+    insert into {schema}.result (key, body, content_type, status, headers)
+    select key, result, content_type, status, sent from fenced where result is not null
 )
 delete from {schema}.saga as s where s.key = any(array(select key from fenced))
 returning s.key, '', s.attempt

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
+import msgspec
+import psycopg
 from psycopg import pq
+from psycopg.adapt import Transformer
 from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGresult
 
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
-from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.values import Found, Mark, Record, State
+from idemconsumer.sql.connecting import OwnCursor
+from idemconsumer.stores.results import read_result
 
-_COLUMNS: Final = 6
+_COLUMNS: Final = 8
 _ESCAPING: Final = pq.Escaping()
 
 
@@ -48,16 +52,21 @@ def begun(answer: PGresult, keys: Sequence[bytes]) -> list[Found | int]:
         raise CommitUnknown("the database's answer to a claim is not one, and may be committed") from error
 
 
+def loaded(connection: psycopg.AsyncConnection[Any], answer: PGresult) -> list[tuple[Any, ...]]:
+    """The rows that a statement of the engine's own returned (R14)."""
+    transformer = Transformer(OwnCursor(connection))
+    transformer.set_pgresult(answer)
+    return transformer.load_rows(0, answer.ntuples, tuple)
+
+
 def records(rows: Iterable[Sequence[Any]], keys: Collection[bytes]) -> dict[bytes, Record]:
     """By key, from rows of `claim` or `read`, which were asked for these."""
     try:
         found = {
-            key: Record(
-                State(state), fingerprint, None if body is None else StoredResult(body, content_type), canonical
-            )
-            for key, state, fingerprint, body, content_type, canonical in rows
+            key: Record(State(state), fingerprint, read_result(body, content_type, status, headers), canonical)
+            for key, state, fingerprint, body, content_type, canonical, status, headers in rows
         }
-    except ValueError as error:
+    except (ValueError, msgspec.MsgspecError) as error:
         raise _unclear() from error
     if not found.keys() <= set(keys):
         raise _unclear()
@@ -77,7 +86,7 @@ def readers(answer: PGresult) -> tuple[set[bytes], set[bytes]]:
 
 
 def _missed(answer: PGresult, row: int) -> tuple[Any, ...]:
-    key, state, fingerprint, body, content_type, canonical = (
+    key, state, fingerprint, body, content_type, canonical, status, headers = (
         answer.get_value(row, column) for column in range(_COLUMNS)
     )
     if key is None:
@@ -89,6 +98,8 @@ def _missed(answer: PGresult, row: int) -> tuple[Any, ...]:
         None if body is None else _bytea(body),
         None if content_type is None else content_type.decode(),
         None if canonical is None else _bytea(canonical),
+        None if status is None else int(status),
+        None if headers is None else _bytea(headers),
     )
 
 

@@ -13,6 +13,7 @@ from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.redaction import error_text
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import check_schema
+from idemconsumer.stores import grants
 from idemconsumer.stores.migrations import files
 from idemconsumer.stores.session import OLDEST, SessionRules
 from idemconsumer.stores.standbys import refuse_unless_synchronous
@@ -40,9 +41,18 @@ left join pg_proc f on f.pronamespace = n.oid and f.proname = 'guard'
 left join pg_trigger g on g.tgrelid = c.oid and g.tgfoid = f.oid and g.tgname = 'sealed'
 where g.tgenabled is null or g.tgenabled not in ('O', 'A')
 """
-_TABLES: Final = (
+TABLES: Final = (
     "scope", "record", "result", "attempt", "dead_letter", "queue", "saga", "step", "worker", "history",
     "kafka_position", "kafka_stop", "delayed", "signal", "schedule", "child", "redrive", "dead_retention",
+    "process", "control", "audit", "import_position", "upkeep", "upkeep_range",
+    "forward", "accepted", "outbox", "request", "delivery_log", "hashing",
+)  # fmt: skip
+# Those that statements call, and what these call in turn. Triggers need no right.
+FUNCTIONS: Final = (
+    "claim", "seal", "begin_step", "finish_step", "publish", "publish_bytes", "await_step", "pause_saga", "send_signal",
+    "signal", "saga_key", "saga_scope", "start_child", "copy_end", "await_child", "stop_child", "pause_undo",
+    "redrive_letter", "error_place", "error_type", "use_scopes", "claim_met", "claim_keys",
+    "log_deliveries", "redrive_saga",
 )  # fmt: skip
 # Each lacking right in words. What is not there yet is pending, not forbidden. Identity columns need no right.
 _LACKING: Final = """
@@ -63,15 +73,8 @@ from ours join pg_class c on c.relnamespace = ours.oid and c.relname in ('queue_
 where not has_sequence_privilege(c.oid, 'usage')
 union all
 select 'EXECUTE on ' || f.proname from ours join pg_proc f on f.pronamespace = ours.oid
-where f.proname in ('claim', 'seal', 'begin_step', 'finish_step', 'publish_bytes', 'publish')
-  and not has_function_privilege(f.oid, 'execute')
+where f.proname = any(%(functions)s) and not has_function_privilege(f.oid, 'execute')
 """
-_GRANT: Final = (
-    "GRANT USAGE ON SCHEMA {schema} TO {role}; "
-    "GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO {role}; "
-    "GRANT USAGE ON ALL SEQUENCES IN SCHEMA {schema} TO {role}; "
-    "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role}"
-)
 # As migrations/0001 and 0002 make them.
 _TRIGGERS: Final[dict[str, LiteralString]] = {
     "record": "CREATE CONSTRAINT TRIGGER sealed AFTER INSERT OR UPDATE ON {} DEFERRABLE INITIALLY DEFERRED "
@@ -149,20 +152,26 @@ async def _check(connection: Connection, schema: str) -> int:
         )
     if not migrated:
         raise ConfigurationError(f"database: schema {schema!r} does not exist; run `idemconsumer migrate up` first")
-    places = {"schema": schema, "tables": list(_TABLES)}
+    places = {"schema": schema, "tables": list(TABLES), "functions": list(FUNCTIONS)}
     lacking = [right for (right,) in await (await connection.execute(_LACKING, places)).fetchall()]
     if lacking:
         more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
-        names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
         raise ConfigurationError(
             f"database: role {role!r} lacks rights in schema {schema!r}: {', '.join(lacking[:_NAMED])}{more}; "
-            f"run as the schema's owner: {sql.SQL(_GRANT).format(**names).as_string(None)}"
+            f"run as the schema's owner: {'; '.join(grants.worker(schema, role, TABLES))}"
         )
     noted = sql.SQL("select version from {}").format(sql.Identifier(schema, "migration"))
     applied = {number for (number,) in await (await connection.execute(noted)).fetchall()}
-    if pending := [f"{each.version:04}_{each.name}" for each in files() if each.version not in applied]:
+    if pending := [str(each) for each in files() if each.version not in applied]:
         raise ConfigurationError(
             f"database: schema {schema!r} lacks {', '.join(pending)}; run `idemconsumer migrate up` first"
+        )
+    asked = sql.SQL("select coalesce(max(oldest), 0) from {}").format(sql.Identifier(schema, "migration"))
+    ((oldest,),) = await (await connection.execute(asked)).fetchall()
+    if oldest > (newest := files()[-1]).version:  # R32
+        raise ConfigurationError(
+            f"database: schema {schema!r} takes only versions of idemconsumer that know migration {oldest:04}, and "
+            f"this one ends with {newest}; run a newer one"
         )
     for (table,) in await (await connection.execute(_UNLOGGED, places)).fetchall():
         remedy = sql.SQL("ALTER TABLE {} SET LOGGED").format(sql.Identifier(schema, table)).as_string(None)

@@ -7,16 +7,15 @@ only sends it in the right order.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import psycopg
-import structlog
 from psycopg import pq
-from psycopg.adapt import Transformer
 from psycopg.pq.abc import PGresult
 
 from idemconsumer.errors import (
@@ -30,22 +29,27 @@ from idemconsumer.errors import (
     ServerSilent,
     StoreUnavailable,
 )
+from idemconsumer.logs import log
 from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.store import Claim, DeadLetter
+from idemconsumer.ports.store import Claim, DeadLetter, LoggedDeliveries
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.habits import Habits
 from idemconsumer.rules.values import Found, State
 from idemconsumer.sql.answering import PATIENCE
 from idemconsumer.sql.connecting import OwnCursor
-from idemconsumer.stores.answers import outcomes
+from idemconsumer.stores.answers import loaded, outcomes
+from idemconsumer.stores.awaited import in_hand, taking
+from idemconsumer.stores.deliveries import columns_of
 from idemconsumer.stores.lending import Lending
 from idemconsumer.stores.literals import bytea_array, clean, written
 from idemconsumer.stores.pool import Pool
+from idemconsumer.stores.results import stored_columns
 from idemconsumer.stores.session import LOCK_TIMEOUT, Session
 from idemconsumer.stores.sqlstates import (
     GUARD,
     NOT_DURABLE,
+    PRUNED,
     broken_under_handler,
     may_be_changed,
     not_durable,
@@ -56,13 +60,12 @@ from idemconsumer.stores.standbys import SETTINGS, WAITING
 from idemconsumer.stores.tx import PostgresTx
 from idemconsumer.user_code.cancellation import uninterrupted
 
-log = structlog.get_logger("idemconsumer")
-
 Statement = tuple[str, dict[str, Any]]  # of the engine's own: its name, and its parameters
 
 _GROUP_LOCK_TIMEOUT: Final = "50ms"  # G12: a group that waits for another lane's rows is better rerun smaller
 
 _RESET: Final = "a session was reset, which a function, trigger or view had changed for all messages"
+_LATE: Final = 0.2  # seconds for the answers to what a handler has sent whose time is over
 _GATE_TIMEOUT: Final = "30s"  # J22: long enough for the groups ahead, each of which is bounded
 
 
@@ -128,20 +131,30 @@ class PostgresClaims:
             b"scopes": b"'{%s}'" % b",".join(b"%d" % scope for scope in scopes),
             b"fingerprints": bytea_array([claim.fingerprint for claim in claims]),
             b"canonicals": bytea_array([claim.canonical for claim in claims]),
+            b"expires": _float8_array([claim.expires for claim in claims]),
             b"state": b"%d" % state,
         }
+        before = [self._written("show", shown(claim)) for claim in claims if claim.shown and claim.fingerprint]
         if pending := [claim.key for claim in claims if claim.pending]:
-            statement = self._queries["resume"] % {b"keys": bytea_array(pending)} + b"; " + statement
+            before.append(self._queries["resume"] % {b"keys": bytea_array(pending)})
+        if (accepted := taking(claims)) is not None:
+            before.append(self._written(*accepted))
+        statement = b"; ".join([*before, statement])
         # One round trip, as a pipeline would be. But psycopg ends a pipeline with a Flush after its Sync, which makes
         # the server forget idle_in_transaction_session_timeout (J6, J11).
         if not self._seal:
-            at = -3 if pending else -2
-            return outcomes((await self._opened(lambda: self._opening() + b"; " + statement, at))[-1], keys)
-        try:
-            answers = await self._connection.simple(statement)
-        except psycopg.Error as error:
-            raise translate(self._connection, error, ours=True) from error
-        return outcomes(answers[-1], keys)
+            at = -2 - len(before)
+            answers = await self._opened(lambda: self._opening() + b"; " + statement, at)
+        else:
+            try:
+                answers = await self._connection.simple(statement)
+            except psycopg.Error as error:
+                raise self._ours(error) from error
+        found = outcomes(answers[-1], keys)
+        if accepted is None:
+            return found
+        awaited = {key for (key,) in self.rows(answers[-2])}
+        return [in_hand(key, each, awaited) for key, each in zip(keys, found, strict=True)]
 
     async def _opened(self, opening: Callable[[], bytes], at: int) -> list[PGresult]:
         """Open the transaction: the answers, of which that `at` tells about the session.
@@ -155,15 +168,21 @@ class PostgresClaims:
                 return answers
         except psycopg.Error as error:
             if not may_be_changed(connection, error):
-                raise translate(connection, error, ours=True) from error
+                raise self._ours(error) from error
         try:
             await self._pool.reset(connection)
             answers = await connection.simple(opening())
         except psycopg.Error as error:
-            raise translate(connection, error, ours=True) from error
+            raise self._ours(error) from error
         connection.opened(answers[at])
         log.warning(_RESET)
         return answers
+
+    def _ours(self, error: psycopg.Error) -> Exception:
+        """What a statement of the engine's own failed with."""
+        if error.sqlstate == PRUNED:
+            self._pool.forget_scopes()
+        return translate(self._connection, error, ours=True)
 
     def _opening(self) -> bytes:
         self._seal = secrets.token_hex(8)
@@ -185,9 +204,7 @@ class PostgresClaims:
     # --------------------------------------------------------------------------------------------------- what is inside
     def rows(self, answer: PGresult) -> list[tuple[Any, ...]]:
         """What a statement of the engine's own returned (R14)."""
-        transformer = Transformer(OwnCursor(self._connection))
-        transformer.set_pgresult(answer)
-        return transformer.load_rows(0, answer.ntuples, tuple)
+        return loaded(self._connection, answer)
 
     async def send(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         """One more statement of the engine's own in this transaction, and its rows."""
@@ -199,13 +216,14 @@ class PostgresClaims:
 
     async def count_attempt(self, claim: Claim, error: str) -> int:
         """As `JoinedStore.count_attempt`, of a key that is claimed here."""
-        (scope,) = await self._pool.scope_ids(self._connection, [claim])  # known: it was claimed
-        params = {"key": claim.key, "scope": scope, "error": clean(error)}
+        params = {"key": claim.key, "scope": claim.scope, "error": clean(error)}
         return int((await self.send("count_attempt", params))[0][0])
 
-    async def write_letter(self, letter: DeadLetter, key: bytes | None) -> None:
+    async def write_letter(self, letter: DeadLetter, key: bytes | None) -> int:
+        """The id of the letter, which may be one that is counted once more."""
         await self.begin()
-        await self.send(*dead_letter(letter, key))
+        ((number,),) = await self.send(*dead_letter(letter, key))
+        return int(number)
 
     def tx(self, habits: Habits | None = None) -> PostgresTx:
         self.end()
@@ -284,10 +302,12 @@ class PostgresClaims:
             raise GuardViolated("the handler ended the transaction it ran in, or left a statement running")
         self._lending.check()
 
-    async def settled(self) -> None:
+    async def settled(self, *, late: bool) -> None:
         connection = self._connection
         if connection.ahead.on and not connection.lock.locked():
-            await connection.answered()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LATE if late else None):
+                    await connection.answered()
         connection.ahead.check()  # a wait that was cancelled has read the answers, and raised none of them
         if connection.ahead.signal is not None:
             raise connection.ahead.signal
@@ -314,6 +334,7 @@ class PostgresClaims:
         forget: Sequence[bytes],
         *,
         failed: tuple[Claim, str] | None = None,
+        logged: LoggedDeliveries | None = None,
         more: Sequence[Statement] = (),
         last: Statement | None = None,
     ) -> int:
@@ -321,7 +342,7 @@ class PostgresClaims:
         self.end()
         await self.restore()
         # J4: a connection that is given back busy would commit later.
-        completion = self._complete(results, forget, failed, more, last)
+        completion = self._complete(results, forget, failed, logged, more, last)
         return await uninterrupted(completion, hurry=self._connection.hurry)
 
     async def _complete(
@@ -329,6 +350,7 @@ class PostgresClaims:
         results: Sequence[tuple[bytes, StoredResult]],
         forget: Sequence[bytes],
         failed: tuple[Claim, str] | None,
+        logged: LoggedDeliveries | None,
         more: Sequence[Statement],
         last: Statement | None,
     ) -> int:
@@ -336,24 +358,24 @@ class PostgresClaims:
         statements = [self._written(*each) for each in more]
         if failed is not None:
             claim, error = failed
-            (scope,) = await self._pool.scope_ids(connection, [claim])  # known: it was claimed before it failed
-            attempt = {"key": claim.key, "scope": scope, "error": clean(error)}
+            attempt = {"key": claim.key, "scope": claim.scope, "error": clean(error)}
             statements.append(self._written("count_attempt", attempt))
         if results:
-            columns = {
-                "keys": [key for key, _ in results],
-                "bodies": [result.body for _, result in results],
-                "types": [result.content_type for _, result in results],
-            }
-            statements.append(self._written("store_results", columns))
+            columns = stored_columns([result for _, result in results])
+            statements.append(self._written("store_results", {"keys": [key for key, _ in results], **columns}))
         if forget:
             statements.append(self._written("forget_attempts", {"keys": list(forget)}))
+        log_at = len(statements)
+        if logged is not None:
+            statements.append(self._written("log_deliveries", columns_of(logged)))
         if self._pool.require_standby:
             statements.append(self._queries["standby"])
         seal = {"seal": self._seal, "session": connection.state}
         name, params = last or ("seal_group" if self._group > 1 else "seal", {})
         statements.append(self._written(name, params | seal))
         answers = await self._committed(lambda: [*statements, b"COMMIT"])
+        if logged is not None:
+            self._pool.unlogged.heard(self.rows(answers[log_at])[0][0])
         return 0 if failed is None else int(answers[len(more)].get_value(0, 0) or 0)
 
     async def commit(self, statements: Sequence[Statement]) -> list[PGresult]:
@@ -402,7 +424,7 @@ class PostgresClaims:
                 raise CommitUnknown(f"the answer to COMMIT was lost: {error_text(error)}") from error
             if error.sqlstate == NOT_DURABLE and not await self._durable():
                 raise ConfigurationError(not_durable(error)) from error
-            raise translate(connection, error, ours=not self._lent) from error
+            raise (translate(connection, error) if self._lent else self._ours(error)) from error
         finally:
             connection.slow_commit = None
         # Postgres answers COMMIT of a failed transaction with ROLLBACK, and no error (J9).
@@ -424,6 +446,18 @@ class PostgresClaims:
         return row[1] in WAITING and bool(row[0]) if self._pool.require_standby else row[1] != "off"
 
 
+def _float8_array(values: Sequence[float | None]) -> bytes:
+    """Null where all are None, as in most claims."""
+    if all(value is None for value in values):
+        return b"null"
+    return b"'{%s}'" % b",".join(b"null" if value is None else repr(value).encode() for value in values)
+
+
+def shown(claim: Claim) -> dict[str, Any]:
+    """What a claim shows of its fingerprint: 32 bits, as the number of a lock."""
+    return {"fingerprint": int.from_bytes((claim.fingerprint or b"")[:4], "big", signed=True)}
+
+
 def dead_letter(letter: DeadLetter, key: bytes | None) -> Statement:
     params = {
         "identity": letter.identity,
@@ -437,6 +471,8 @@ def dead_letter(letter: DeadLetter, key: bytes | None) -> Statement:
         "content": letter.content,
         "again": letter.again,
         "letter": letter.letter,
+        "traceback": None if letter.traceback is None else clean(letter.traceback),
+        "forward": letter.forward,
     }
     texts = ("handler", "scope", "source", "position", "reason", "error")
     return "dead_letter", params | {name: clean(getattr(letter, name)) for name in texts}

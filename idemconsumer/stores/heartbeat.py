@@ -20,9 +20,9 @@ from contextlib import nullcontext, suppress
 from typing import Any, Final
 
 import psycopg
-import structlog
 
 from idemconsumer.errors import Fenced, StoreUnavailable
+from idemconsumer.logs import log
 from idemconsumer.ports.leases import Runs
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.lease import MARGIN, may_begin
@@ -31,8 +31,6 @@ from idemconsumer.sql.connecting import connect
 from idemconsumer.sql.queries import load
 from idemconsumer.user_code.place import place
 
-log = structlog.get_logger("idemconsumer")
-
 _Connection = BlockingConnection[Any]
 _STATEMENTS: Final = 60.0  # seconds that a step's statements may take beside its function, and what follows it (R20)
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -40,7 +38,8 @@ _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 class Heartbeat:
     """`worker` is the id of the lease. Renewal stops while the loop has not ticked for `patience` seconds, or while the
-    sagas that run have not got on for twice that and a minute.
+    sagas that run have not got on for twice that and a minute. It ends with `stop`, which ends the lease too, or when
+    the loop is closed, which leaves the lease to its time (H15).
 
     `stuck` is called, in the thread, with the place where the loop is, once it has stood still for so long that the
     lease is over too: nothing else can end this worker.
@@ -110,7 +109,7 @@ class Heartbeat:
         """Also watches the deadline, since the thread may hang in a renewal that gets no answer."""
         while True:
             self._ticked = _now()
-            if self._left() <= 0 and not self._given_up:
+            if self._left() <= 0 and not self.over:
                 self._abandoned = self.worker
                 self._lost()
             await asyncio.sleep(self._lease / 20)
@@ -129,8 +128,9 @@ class Heartbeat:
                 raise Fenced("the lease of this worker was lost")
 
     @property
-    def _given_up(self) -> bool:
-        """Its sagas were told that it is lost. A renewal that comes through afterwards would keep them from others."""
+    def over(self) -> bool:
+        """It was given up, and there is no other one yet: its sagas were told that it is lost. A renewal that comes
+        through afterwards would keep them from others."""
         return self._abandoned == self.worker
 
     def _left(self) -> float:
@@ -157,20 +157,26 @@ class Heartbeat:
                     log.debug("lease not renewed", error=error_text(error))
                     _close(connection)
                     connection = None
-            if self._left() <= 0 or self._given_up:
+            if self._left() <= 0 or self.over:
                 _close(connection)
                 connection = None
                 self._lose()
-        with suppress(psycopg.Error):
-            connection = connection or self._connect()
-            _write(connection, self._queries["forget_workers"], {"worker": self.worker})
+        if self._stopping.is_set():
+            with suppress(psycopg.Error):
+                connection = connection or self._connect()
+                _write(connection, self._queries["forget_workers"], {"worker": self.worker})
         _close(connection)
 
     def _stops_within(self, seconds: float) -> bool:
         """Whether it is to stop; after that time, or as soon as a step wants a renewal."""
         self._wanted.wait(seconds)
         self._wanted.clear()
-        return self._stopping.is_set()
+        return self._ends
+
+    @property
+    def _ends(self) -> bool:
+        """H15: a loop that was closed without `stop`, as test clients do, will never have it called."""
+        return self._stopping.is_set() or (self._loop is not None and self._loop.is_closed())
 
     def _connect(self) -> _Connection:
         # A statement must time out early enough to notice that the lease is over.
@@ -180,7 +186,7 @@ class Heartbeat:
             {"statement_timeout": str(milliseconds)},
             connect_timeout=max(2, int(self._lease / 3)),
             tcp_user_timeout=milliseconds,
-            application_name="idemconsumer-heartbeat",
+            purpose="heartbeat",
         )
         connection.patience = milliseconds / 1000
         return connection
@@ -205,8 +211,9 @@ class Heartbeat:
 
     def _lose(self) -> None:
         log.error("lease lost, sagas cancelled", worker=self.worker)
+        self._abandoned = self.worker
         self._in_loop(self._lost)
-        while not self._stopping.is_set():
+        while not self._ends:
             try:
                 self._register()
             except psycopg.Error:

@@ -11,12 +11,14 @@ from idemconsumer.message.delivered import storable_text
 from idemconsumer.message.headers import encode_headers
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.message.origin import Pending, with_origin
-from idemconsumer.ports.store import Claim, DeadLetter, NextAttempt
+from idemconsumer.ports.store import Claim, DeadLetter, LoggedDeliveries, NextAttempt
 from idemconsumer.rules.values import Mark, Record, State
-from idemconsumer.stores.answers import records
 from idemconsumer.stores.checks import check_database
-from idemconsumer.stores.claims import PostgresClaims, transaction
+from idemconsumer.stores.claims import PostgresClaims, shown, transaction
+from idemconsumer.stores.deliveries import columns_of
+from idemconsumer.stores.hashing import settle_hashing
 from idemconsumer.stores.literals import clean
+from idemconsumer.stores.looks import Looks
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.readings import PostgresReading, begin_reading, take_over_reading
 
@@ -27,6 +29,7 @@ class PostgresStore:
     def __init__(self, pool: Pool, most_locks: int) -> None:
         self.pool = pool
         self.most_locks = most_locks
+        self._looks = Looks(pool)
 
     @classmethod
     async def open(
@@ -57,6 +60,11 @@ class PostgresStore:
             parties=parties,
         )
         await pool.open()
+        try:
+            await settle_hashing(pool, schema)
+        except BaseException:
+            await pool.close()
+            raise
         return cls(pool, most_locks)
 
     async def close(self) -> None:
@@ -69,8 +77,17 @@ class PostgresStore:
         return await self.pool.server_started()
 
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
-        found = records(await self.pool.alone("read", {"keys": list(keys)}), keys)
-        return [found.get(key) for key in keys]
+        return [await self._looks.record(keys[0])] if len(keys) == 1 else await self._looks.records(keys)
+
+    async def differs(self, claim: Claim) -> bool:
+        if not claim.fingerprint:
+            return False
+        return bool((await self.pool.alone("differs", {"key": claim.key, **shown(claim)}))[0][0])
+
+    async def log_deliveries(self, rows: Sequence[LoggedDeliveries]) -> None:
+        for row in rows:
+            ((problem,),) = await self.pool.alone("log_deliveries", columns_of(row))
+            self.pool.unlogged.heard(problem)
 
     # --------------------------------------------------------------------------------------------------------- attempts
     async def mark_attempts(self, claims: Sequence[Claim]) -> set[bytes]:
@@ -85,8 +102,8 @@ class PostgresStore:
 
     async def count_attempt(self, claim: Claim, error: str | None) -> int:
         async with self.pool.connection() as connection:
-            (scope,) = await self.pool.scope_ids(connection, [claim])
-            params = {"key": claim.key, "scope": scope, "error": None if error is None else clean(error)}
+            await self.pool.scope_ids(connection, [claim])  # so that there is one
+            params = {"key": claim.key, "scope": claim.scope, "error": None if error is None else clean(error)}
             return int((await self.pool.run(connection, "count_attempt", params))[0][0])
 
     async def uncount_attempt(self, claim: Claim) -> None:
@@ -144,9 +161,10 @@ class PostgresStore:
             return attempts
 
     async def reject(self, claim: Claim, rejection: StoredResult) -> Record | None:
-        return await self._finalise(claim, State.FAILED, rejection, None)
+        found = await self._finalise(claim, State.FAILED, rejection, None)
+        return found if isinstance(found, Record) else None
 
-    async def bury(self, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | None:
+    async def bury(self, letter: DeadLetter, claim: Claim | None, *, forget: Sequence[bytes] = ()) -> Record | int:
         return await self._finalise(claim, State.DEAD, None, letter, forget)
 
     async def count_dead(self, key: bytes) -> tuple[int, str] | None:
@@ -160,7 +178,9 @@ class PostgresStore:
         result: StoredResult | None,
         letter: DeadLetter | None,
         forget: Sequence[bytes] = (),
-    ) -> Record | None:
+    ) -> Record | int:
+        """The id of the letter, 0 without one; or the record that a rival has left."""
+        number = 0
         async with self.transaction(group=1) as claims:
             if claim is not None:
                 (found,) = await claims.claim([claim], state=state)
@@ -169,7 +189,7 @@ class PostgresStore:
                 if isinstance(found, Record):
                     return found
             if letter is not None:
-                await claims.write_letter(letter, None if claim is None else claim.key)
+                number = await claims.write_letter(letter, None if claim is None else claim.key)
             results = [] if claim is None or result is None else [(claim.key, result)]
             await claims.complete(results, [*forget, *([] if claim is None else [claim.key])])
-            return None
+            return number

@@ -25,9 +25,10 @@ from idemconsumer.ports.leases import Kinship, LeasedSaga, Look
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.saga import ANY_VERSION, CANCELLED, CONFLICT
 from idemconsumer.rules.values import Found, Record, State, StepKind, StepRow, StepState
-from idemconsumer.stores.claims import PostgresClaims, Statement, dead_letter, transaction
+from idemconsumer.stores.claims import PostgresClaims, Statement, transaction
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.pool import Pool
+from idemconsumer.stores.results import stored_row
 from idemconsumer.stores.shared_commits import (
     BEGIN_SAGAS,
     BEGIN_STEPS,
@@ -42,7 +43,7 @@ from idemconsumer.stores.shared_reads import SharedReads, step_row
 
 _AHEAD: Final = 5.0  # seconds; what is due later is found by a later look
 VERSION_GRACE: Final = 600.0  # seconds; a deployment that is taken back brings a version back
-_ANY: Final[Mapping[str, str | None]] = MappingProxyType({})
+_ANY: Final[Mapping[tuple[str, str], str | None]] = MappingProxyType({})
 _NOT_OURS: Final = "the saga has another owner, or another phase"
 _ENDED: Final = "the step has already ended, so another worker has resumed the saga"
 
@@ -62,9 +63,14 @@ class PostgresLeases:
     """See `ports.LeaseStore`."""
 
     def __init__(
-        self, pool: Pool, lease: Lease, versions: Mapping[str, str | None] = _ANY, *, grace: float = VERSION_GRACE
+        self,
+        pool: Pool,
+        lease: Lease,
+        versions: Mapping[tuple[str, str], str | None] = _ANY,
+        *,
+        grace: float = VERSION_GRACE,
     ) -> None:
-        """`versions`: of the handlers that this process runs; sagas of other handlers are taken whatever their version.
+        """`versions`: of what this process runs, by app and handler; others are taken whatever their version.
         `grace`: for how many seconds a version that no worker runs is waited for (L28)."""
         self._pool = pool
         self._lease = lease
@@ -133,11 +139,11 @@ class PostgresLeases:
         """What says which sagas this process may run."""
         return {
             "scopes": keys.scopes_of(app), "app": app, "worker": self._lease.worker, "grace": self._grace,
-            "handlers": list(handlers), "versions": [self._version(handler) for handler in handlers],
+            "handlers": list(handlers), "versions": [self._version(app, handler) for handler in handlers],
         }  # fmt: skip
 
-    def _version(self, handler: str) -> str:
-        return (self._versions[handler] or "") if handler in self._versions else ANY_VERSION
+    def _version(self, app: str, handler: str) -> str:
+        return (self._versions[app, handler] or "") if (app, handler) in self._versions else ANY_VERSION
 
     async def superseded(self, app: str, saga: LeasedSaga) -> bool:
         params = {"app": app, "handler": saga.handler, "version": saga.version, "grace": self._grace}
@@ -259,8 +265,7 @@ class PostgresLeases:
         return float(seconds)
 
     async def complete(self, saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
-        body, content_type = (None, None) if result is None else (result.body, result.content_type)
-        row = _fence(saga) | {"final": int(state), "result": body, "content_type": content_type}
+        row = _fence(saga) | {"final": int(state), **stored_row(result)}
         await self._commit(saga, Write(END_SAGAS, row))
 
     async def _commit(self, saga: LeasedSaga, write: Write) -> int:
@@ -296,12 +301,13 @@ class PostgresLeases:
             params |= {"heeded": saga.cancel is not None, "held": held}
             await claims.complete([], [], more=[("release_saga", params)])
 
-    async def park(self, saga: LeasedSaga, letter: DeadLetter) -> None:
+    async def park(self, saga: LeasedSaga, letter: DeadLetter) -> int:
         async with self._locked(saga) as claims:
             params = {"key": saga.key, "reason": letter.reason, "error": clean(letter.error), "worker": saga.worker}
             dead = {"key": saga.key, "state": int(State.DEAD)}
-            more = [("park_saga", params), ("set_record", dead), dead_letter(letter, saga.key)]
-            await claims.complete([], [], more=more)
+            number = await claims.write_letter(letter, saga.key)
+            await claims.complete([], [], more=[("park_saga", params), ("set_record", dead)])
+            return number
 
     async def note(self, key: bytes, what: str, detail: str | None) -> None:
         detail = None if detail is None else clean(detail)

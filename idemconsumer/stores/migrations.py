@@ -2,16 +2,17 @@
 
 Any number of workers may do it at once. Each migration takes one advisory lock for its transaction and, holding
 it, checks again what has been applied, so a second runner finds the work done. The lock belongs to the
-transaction, not to the session: it does not outlive a crash, and it works behind a pooler.
+transaction, not to the session: it does not outlive a crash, and it works behind a pooler. How locks are waited for
+is in `waiting_for_locks.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -21,18 +22,18 @@ import psycopg
 from psycopg import sql
 
 from idemconsumer.addresses import check_dsn
-from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.errors import ConfigurationError, LockNotGiven, StoreUnavailable
 from idemconsumer.redaction import error_text
 from idemconsumer.sql.answering import BlockingConnection
 from idemconsumer.sql.connecting import connect as connect_own
 from idemconsumer.sql.queries import check_schema
+from idemconsumer.stores.waiting_for_locks import LOCKS, Waiting, asking_shortly
 
 _FILE = re.compile(r"(\d{4})_(\w+)\.sql")
 _CONNECT_SECONDS = 10
+_SHORTLY = "set local lock_timeout = '1500ms';"  # R32, where a person runs it
 _PATIENCE = 3600.0  # seconds: a statement of a migration may have to rewrite a table
 
-# For another process that migrates, or a table that somebody has locked.
-_LOCK_TIMEOUT = "set local lock_timeout = '5min'"
 _LOCK = "select pg_advisory_xact_lock(hashtextextended('idemconsumer.migration.' || %s, 0))"
 _HAS_SCHEMA = "select to_regnamespace(quote_ident(%s)) is not null"
 _HAS_TABLE = "select to_regclass(quote_ident(%s) || '.migration') is not null"
@@ -45,47 +46,82 @@ _TABLE = """create table {schema}.migration (
     applied_at  timestamptz not null default clock_timestamp()
 );"""
 _NOTE = "insert into {schema}.migration (version, name, checksum) values ({version}, {name}, {checksum});"
-_APPLIED = "select version, checksum, applied_at from {schema}.migration"
+_APPLIED = "select version, name, checksum, applied_at from {schema}.migration order by version"
 
 
-_Applied = dict[int, tuple[str, datetime]]  # checksum and time, by version
+_Applied = dict[int, "Migration"]  # by version
 
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One numbered file. `applied_at` is None while it is pending."""
+    """One numbered file. `applied_at` is None while it is pending. `text` is None where only the database knows it: a
+    later version of this package has applied it."""
 
     version: int
     name: str
     checksum: str
-    text: str
+    text: str | None
     applied_at: datetime | None = None
 
+    @property
+    def pending(self) -> bool:
+        return self.applied_at is None
 
-def migrate(dsn: str, schema: str) -> list[Migration]:
-    """Apply the pending migrations and return them; empty when there were none, or others applied them meanwhile.
+    @property
+    def known(self) -> bool:
+        return self.text is not None
 
-    Each migration is committed separately: if one fails, those before it stay and its own changes do not.
-    Raises ConfigurationError when an applied file has changed since or the schema's name cannot be used,
-    StoreUnavailable when the database cannot be reached, psycopg.Error when a statement fails.
+    def __str__(self) -> str:
+        return f"{self.version:04}_{self.name}"
+
+
+def migrate(
+    dsn: str, schema: str, *, wait: float | None = None, say: Callable[[str], None] = lambda _: None
+) -> list[Migration]:
+    """`apply`, to its end."""
+    return list(apply(dsn, schema, wait=wait, say=say))
+
+
+def apply(
+    dsn: str, schema: str, *, wait: float | None = None, say: Callable[[str], None] = lambda _: None
+) -> Iterator[Migration]:
+    """Apply the pending migrations, each as it is asked for; none when there are none, or others apply them meanwhile.
+
+    Each migration is committed separately: if one fails, those before it stay and its own changes do not. A lock is
+    asked for shortly, and again (R32). `wait`: seconds to wait altogether, for locks and for a server that takes no
+    connections; without it five minutes for locks, and a server that cannot be reached is an error at once. `say` is
+    told what is waited for. Raises ConfigurationError when an applied file has changed since or the schema's name
+    cannot be used, LockNotGiven, StoreUnavailable when the database cannot be reached, psycopg.Error when a statement
+    fails.
     """
     check_schema(schema)
-    done = []
-    with connect(dsn) as connection, _rights(connection, schema):
-        connection.patience = _PATIENCE
-        while (migration := _apply_next(connection, schema)) is not None:
-            done.append(migration)
-    return done
+    waiting = Waiting(LOCKS if wait is None else wait, say)
+    while True:
+        try:
+            with waiting.counted(lambda: connect(dsn)) as connection, _rights(connection, schema):
+                connection.patience = _PATIENCE
+                while (migration := waiting.for_locks(lambda: _apply_next(connection, schema, dsn))) is not None:
+                    yield migration
+                return
+        except LockNotGiven:
+            raise
+        except StoreUnavailable as error:  # what was committed is found again by the next connection
+            if wait is None:
+                raise
+            waiting.for_server(error)
 
 
 def status(dsn: str, schema: str) -> list[Migration]:
-    """All migrations of this version of the package, applied or pending, in order. Changes nothing.
+    """All migrations of this version of the package, applied or pending, in order, and behind them those that only the
+    database knows. Changes nothing.
 
     Raises like `migrate`.
     """
     check_schema(schema)
     with connect(dsn) as connection, _rights(connection, schema):
-        return _compare(files(), _applied(connection, schema), schema)
+        applied = _applied(connection, schema)
+        known = _compare(files(), applied, schema)
+        return known + [each for each in applied.values() if each.version not in {its.version for its in known}]
 
 
 def script(migrations: Sequence[Migration], schema: str) -> str:
@@ -94,10 +130,11 @@ def script(migrations: Sequence[Migration], schema: str) -> str:
     parts = []
     for migration in migrations:
         first = (_SCHEMA.replace("schema ", "schema if not exists ", 1), _TABLE)
+        assert migration.text is not None
         texts = [*(first if migration.version == 1 else ()), migration.text]
         lines = [*(_fill(text, schema) for text in texts), _note(migration, schema)]
         body = "\n\n".join(line.as_string(None).strip() for line in lines)
-        parts.append(f"-- {migration.version:04}_{migration.name}\nbegin;\n{body}\ncommit;\n")
+        parts.append(f"-- {migration}\nbegin;\n{_SHORTLY}\n{body}\ncommit;\n")
     return "\n".join(parts)
 
 
@@ -124,7 +161,7 @@ def connect(dsn: str) -> BlockingConnection[tuple[Any, ...]]:
     """
     check_dsn(dsn)
     try:
-        return connect_own(dsn, connect_timeout=_CONNECT_SECONDS, application_name="idemconsumer")
+        return connect_own(dsn, connect_timeout=_CONNECT_SECONDS, purpose="migrate")
     except psycopg.OperationalError as error:
         raise StoreUnavailable(f"the database cannot be reached: {error_text(error)}") from error
 
@@ -140,16 +177,15 @@ def _rights(connection: psycopg.Connection, schema: str) -> Iterator[None]:
             "`idemconsumer migrate sql` prints"
         ) from error
     except psycopg.OperationalError as error:
-        raise StoreUnavailable(f"the database did not answer, or kept a lock: {error_text(error)}") from error
+        raise StoreUnavailable(f"the database did not answer: {error_text(error)}") from error
 
 
-def _apply_next(connection: psycopg.Connection, schema: str) -> Migration | None:
-    with connection.transaction():
-        connection.execute(_LOCK_TIMEOUT)
+def _apply_next(connection: psycopg.Connection, schema: str, dsn: str) -> Migration | None:
+    with connection.transaction(), asking_shortly(connection, lambda: connect(dsn)):
         connection.execute(_LOCK, [schema])
         applied = _applied(connection, schema)
-        pending = [each for each in _compare(files(), applied, schema) if each.applied_at is None]
-        if not pending:
+        first = next((each for each in _compare(files(), applied, schema) if each.pending), None)
+        if first is None or first.text is None:
             return None
         if not applied:
             if not _ask(connection, _HAS_SCHEMA, schema):
@@ -157,29 +193,28 @@ def _apply_next(connection: psycopg.Connection, schema: str) -> Migration | None
             if not _ask(connection, _HAS_TABLE, schema):
                 connection.execute(_fill(_TABLE, schema))
         # Without parameters, so that a file may hold several statements.
-        connection.execute(_fill(pending[0].text, schema))
-        connection.execute(_note(pending[0], schema))
-        return pending[0]
+        connection.execute(_fill(first.text, schema))
+        connection.execute(_note(first, schema))
+        return first
 
 
 def _applied(connection: psycopg.Connection, schema: str) -> _Applied:
     if not _ask(connection, _HAS_TABLE, schema):
         return {}
     rows = connection.execute(_fill(_APPLIED, schema)).fetchall()
-    return {version: (checksum, applied_at) for version, checksum, applied_at in rows}
+    return {row[0]: Migration(row[0], row[1], row[2], None, row[3]) for row in rows}
 
 
 def _compare(wanted: Sequence[Migration], applied: _Applied, schema: str) -> list[Migration]:
-    """Pair files with what the database has applied. A newer database is fine: old workers run beside new ones."""
+    """Pair files with what the database has applied. A newer database is fine (R32)."""
     result = []
     for each in wanted:
-        checksum, applied_at = applied.get(each.version, (each.checksum, None))
-        if checksum != each.checksum:
+        if (found := applied.get(each.version)) is not None and found.checksum != each.checksum:
             raise ConfigurationError(
-                f"migration {each.version:04}_{each.name} has changed since it was applied to schema "
+                f"migration {each} has changed since it was applied to schema "
                 f"{schema!r}; restore the file, and put the change into a new migration"
             )
-        result.append(Migration(each.version, each.name, checksum, each.text, applied_at))
+        result.append(each if found is None else replace(each, applied_at=found.applied_at))
     return result
 
 

@@ -18,6 +18,7 @@ from psycopg.pq.abc import PGresult
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.sql.connecting import (
     ADAPTERS,
+    NAME,
     READ_COMMITTED,
     OwnCursor,
     is_pooled,
@@ -214,7 +215,7 @@ def _conninfo(dsn: str, settings: Mapping[str, str]) -> str:
         "keepalives_idle": 10,
         "keepalives_interval": 5,
         "keepalives_count": 3,
-        "application_name": "idemconsumer",
+        "fallback_application_name": NAME,
     }
     given = conninfo_to_dict(dsn)
     missing = {name: value for name, value in defaults.items() if name not in given}

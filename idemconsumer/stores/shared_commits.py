@@ -14,18 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import structlog
 from psycopg.pq.abc import PGresult
 
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
+from idemconsumer.logs import log
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record
 from idemconsumer.stores.answers import begun
+from idemconsumer.stores.awaited import TAKE_ACCEPTED, in_hand, taking
 from idemconsumer.stores.claims import PostgresClaims, Statement, transaction
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.sharing import OTHERS, PARTY
-
-log = structlog.get_logger("idemconsumer")
 
 BEGIN_SAGAS: Final = "begin_sagas"
 BEGIN_STEPS: Final = "begin_steps"
@@ -75,16 +74,20 @@ async def commit(claims: PostgresClaims, writes: Sequence[Write]) -> dict[Write,
             sent.append((await _statement(claims, kind), kind))
     answers = await claims.commit([statement for statement, _ in sent])
     written: dict[Write, Answer] = {}
-    for answer, (_, kind) in zip(answers, sent, strict=True):
+    awaited = set[bytes]()
+    for answer, ((name, _), kind) in zip(answers, sent, strict=True):
+        if name == TAKE_ACCEPTED:
+            awaited = {key for (key,) in claims.rows(answer)}
         written |= _answered(claims, answer, kind)
-    return written
+    return {write: in_hand(write.identity[0], answer, awaited) for write, answer in written.items()}
 
 
 def _before(kind: Sequence[Write]) -> list[Statement]:
     if kind[0].statement == END_SAGAS and len(kind) > 1:
         return [("no_scans", {})]
-    pending = [write.claim.key for write in kind if write.claim is not None and write.claim.pending]
-    return [("resume", {"keys": pending})] if pending else []
+    claimed = [write.claim for write in kind if write.claim is not None]
+    pending, accepted = [claim.key for claim in claimed if claim.pending], taking(claimed)
+    return ([("resume", {"keys": pending})] if pending else []) + ([] if accepted is None else [accepted])
 
 
 async def _statement(claims: PostgresClaims, kind: Sequence[Write]) -> Statement:
@@ -98,6 +101,7 @@ async def _statement(claims: PostgresClaims, kind: Sequence[Write]) -> Statement
             "scopes": scopes,
             "fingerprints": [claim.fingerprint for claim in claimed],
             "canonicals": [claim.canonical for claim in claimed],
+            "expires": [claim.expires for claim in claimed],
         }
     if len(kind) == 1:
         return f"{name}:one", {column: value for column, (value,) in columns.items()} | arrays

@@ -28,6 +28,16 @@ class Sharing:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order in which parties began to wait
         assert self._spare >= 0
 
+    @property
+    def used(self) -> int:
+        """How many places are taken."""
+        return sum(self._held.values())
+
+    @property
+    def pending(self) -> int:
+        """How many wait for one."""
+        return sum(map(len, self._waiting.values()))
+
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         """One place, for the party of the current task."""

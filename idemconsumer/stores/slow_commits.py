@@ -7,14 +7,12 @@ from collections.abc import Collection
 from typing import Final
 
 import psycopg
-import structlog
 
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.logs import log
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.session import Session
-
-log = structlog.get_logger("idemconsumer")
 
 _ASK_EVERY: Final = 5.0
 _PATIENCE: Final = 5.0

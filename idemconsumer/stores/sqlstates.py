@@ -23,6 +23,7 @@ from idemconsumer.stores.connection import Connection
 
 GUARD: Final = "IC001"  # raised by the guard and the seal (migrations/0001)
 NOT_DURABLE: Final = "IC002"  # raised by the seal, and before it by `standby` (R22)
+PRUNED: Final = "IC003"  # raised by a claim whose scope has been pruned (R30)
 _GUARD: Final = (GUARD, NOT_DURABLE)
 _IDLE_TOO_LONG: Final = "25P03"
 _CRASHED_BESIDE: Final = "57P02"  # all sessions but the one that crashed (B13)
@@ -50,6 +51,8 @@ def translate(connection: Connection, error: psycopg.Error, *, ours: bool = Fals
     if connection.closed:
         return StoreUnavailable(f"the connection to the database broke: {error_text(error)}")
     state = error.sqlstate or ""
+    if ours and state == PRUNED:
+        return Contention(f"{state}: {error.diag.message_primary}")
     if state in _CONTENTION and error.diag.source_function != _PLPGSQL_RAISE:
         return Contention(f"{state}: {error.diag.message_primary}", cap_groups=state == _OUT_OF_LOCKS)
     if state == _CANCELLED and _WAITED_FOR_ROW.match(error.diag.context or ""):  # by a statement_timeout (B14)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from idemconsumer.testing.broker_contract import BrokerContract, BrokerHarness
     from idemconsumer.testing.lease_contract import LeaseStoreContract
     from idemconsumer.testing.lease_harness import LeaseHarness, LeaseWorker
+    from idemconsumer.testing.request_contract import RequestHarness, RequestProcess, RequestStoreContract
     from idemconsumer.testing.store_contract import JoinedStoreContract, StoreHarness
 
 __all__ = [
@@ -37,6 +38,9 @@ __all__ = [
     "LeaseWorker",
     "Point",
     "Replay",
+    "RequestHarness",
+    "RequestProcess",
+    "RequestStoreContract",
     "SagaHistory",
     "SagaPoint",
     "StoreHarness",
@@ -52,6 +56,9 @@ _SUITES: Final = {
     "LeaseHarness": "lease_harness",
     "LeaseStoreContract": "lease_contract",
     "LeaseWorker": "lease_harness",
+    "RequestHarness": "request_contract",
+    "RequestProcess": "request_contract",
+    "RequestStoreContract": "request_contract",
     "StoreHarness": "store_contract",
 }
 _ASSERTING: Final = (*_SUITES.values(), "fence_contract", "step_contract")

@@ -16,13 +16,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import pytest
 
 from idemconsumer.errors import BrokerUnavailable, SessionEnded
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import Bounds, Broker, BytesInHand, Delivery, Outgoing, Session
+from idemconsumer.ports.broker import Bounds, Broker, BytesInHand, Delivery, KnowsLag, Outgoing, Session
 
 # Seconds allowed for anything expected; a first Kafka join is the slowest.
 PATIENCE = 30.0
@@ -232,6 +233,48 @@ class BrokerContract:
                 assert not await session.fetch()
                 await session.settle(alone)
 
+    async def test_of_a_paused_source_nothing_is_taken_and_later_all(
+        self, broker: Broker, harness: BrokerHarness
+    ) -> None:
+        name = await harness.destination()
+        await broker.publish(name, [Outgoing(b"before")])
+        paused = True
+        async with consuming(broker, harness, name, replace(WIDE, paused=lambda source: paused)) as session:
+            assert not await session.fetch()
+            paused = False
+            before = await arriving(session, 1)
+            paused = True
+            for _ in range(2):  # what is under way may still come
+                assert not await session.fetch()
+            await broker.publish(name, [Outgoing(b"meanwhile")])
+            assert not await session.fetch()
+            await session.settle(before)
+            assert not await session.fetch()
+            paused = False
+            meanwhile = await arriving(session, 1)
+            assert bodies(meanwhile) == [b"meanwhile"]
+            await session.settle(meanwhile)
+        assert await remaining(broker, harness, name) == []
+
+    async def test_a_session_that_knows_its_lag_says_how_much_nobody_has_taken(
+        self, broker: Broker, harness: BrokerHarness
+    ) -> None:
+        name = await harness.destination()
+        source = harness.subscription(name).source
+        await broker.publish(name, [Outgoing(b"%d" % n) for n in range(30)])
+        async with consuming(broker, harness, name, Bounds(lanes=1, group=1, room=1)) as session:
+            if not isinstance(session, KnowsLag):
+                pytest.skip("this session does not know its lag")
+            held = await arriving(session, 2)
+            seen = len(held)
+            await _until_lag(session, source, 30 - seen)
+            while seen < 30:
+                await session.settle(held)
+                held = await arriving(session, 1)
+                seen += len(held)
+            assert await _until_lag(session, source, 0) == 0.0
+            await session.settle(held)
+
     async def test_a_message_arrives_as_it_was_published(self, broker: Broker, harness: BrokerHarness) -> None:
         name = await harness.destination()
         body = bytes(range(256)) * 5
@@ -301,6 +344,15 @@ async def arriving(session: Session, count: int) -> list[Delivery]:
         assert time.monotonic() < deadline, f"{len(deliveries)} of {count} arrived in {PATIENCE:.0f} s"
         deliveries += await session.fetch()
     return deliveries
+
+
+async def _until_lag(session: KnowsLag, source: str, messages: int) -> float | None:
+    """Until so many are left; returns for how long. Some brokers count with a delay."""
+    deadline = time.monotonic() + PATIENCE
+    while (lag := (await session.lag(whole=True)).get(source)) is None or lag.messages != messages:
+        assert time.monotonic() < deadline, f"{lag}, not {messages} messages after {PATIENCE:.0f} s"
+        await asyncio.sleep(0.1)
+    return lag.seconds
 
 
 async def until_idle(session: Session) -> list[Delivery]:

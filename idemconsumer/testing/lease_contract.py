@@ -44,7 +44,7 @@ from idemconsumer.testing.lease_harness import (
     waits,
 )
 from idemconsumer.testing.step_contract import StepContract
-from idemconsumer.testing.store_contract import A, B, claim_of, complete, letter_of
+from idemconsumer.testing.store_contract import SEE_OTHER, A, B, claim_of, complete, letter_of
 
 
 class LeaseStoreContract(StepContract, FenceContract):
@@ -336,7 +336,11 @@ class LeaseStoreContract(StepContract, FenceContract):
 
     # ---------------------------------------------------------------------------------------------------------- the end
     @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
-    @pytest.mark.parametrize("result", [OUTPUT, StoredResult(b"\x00\xff", "x/y"), None], ids=["JSON", "bytes", "none"])
+    @pytest.mark.parametrize(
+        "result",
+        [OUTPUT, StoredResult(b"\x00\xff", "x/y"), SEE_OTHER, None],
+        ids=["JSON", "bytes", "response", "none"],
+    )
     async def test_an_end_is_the_record_its_result_and_no_saga(
         self, one: LeaseWorker, two: LeaseWorker, state: State, result: StoredResult | None
     ) -> None:

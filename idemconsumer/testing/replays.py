@@ -21,6 +21,7 @@ from idemconsumer.app.app import App
 from idemconsumer.app.sagas import AppStarter
 from idemconsumer.engine.contention import Contended
 from idemconsumer.engine.lost_connections import LostConnections
+from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import ConfigurationError, SagaChanged
 from idemconsumer.handlers.handler import BoundHandler
@@ -87,11 +88,12 @@ async def replay(
         Work.of(handler, leased.message, leased=leased),
         cast("LeaseStore", recorded),
         _ignore,
-        _Uncalled(_NO_RESOURCES, _LONG, _LONG, recorded.beyond),
+        _Uncalled(_NO_RESOURCES, _LONG, _LONG, beyond=recorded.beyond),
         lambda: 0.0,
         Contended(),
         LostConnections(_now),
         Probes(watched=False),
+        Telling(),
         lambda: None,
     )
     going = asyncio.create_task(attempt.go())
@@ -126,10 +128,12 @@ def _ended(recorded: _Recorded, kind: OutcomeKind) -> Replay:
 
 
 def _bind(app: App, history: SagaHistory, resources: Mapping[type, object], patience: float) -> BoundHandler:
-    name, known = history.handler, ", ".join(app.sagas) or "none"
-    if name not in app.sagas:
+    name = history.handler
+    plans = [handler.plan for handler in app.handlers.values() if handler.plan.signature.needs_saga]
+    its = next((plan for plan in plans if name in [each.handler for each in plan.names(app.name)]), None)
+    if its is None:
+        known = ", ".join(plan.name for plan in plans) or "none"
         raise ConfigurationError(f"app {app.name!r} has no saga {name!r}; its sagas: {known}")
-    its = app.handlers[name].plan
     for parameter, wanted in its.signature.resources:
         if wanted not in resources:
             raise ConfigurationError(
@@ -180,8 +184,9 @@ class _Recorded:
     ) -> None:
         self.why = _AGAIN, error or ""
 
-    async def park(self, saga: LeasedSaga, letter: DeadLetter) -> None:
+    async def park(self, saga: LeasedSaga, letter: DeadLetter) -> int:
         self.why = letter.reason, letter.error
+        return 0
 
     def step(self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool, timeout: float = 0.0) -> _Beyond:
         return _Beyond(self._begin(name, undo))
@@ -227,7 +232,7 @@ class _Beyond:
         return
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Uncalled(StepFunctions):
     """Of the functions only the reconciles come here: before all others something is written."""
 

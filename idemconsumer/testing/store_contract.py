@@ -29,6 +29,7 @@ from idemconsumer.rules.values import Mark, Record, State
 PATIENCE = 10.0  # seconds allowed for anything that must not wait for a rival
 
 JSON = StoredResult(b'{"charged": 1}')
+SEE_OTHER = StoredResult(b"", "text/html", 303, (("Location", "/a?b=ü"), ("Set-Cookie", "b"), ("Set-Cookie", "a\0")))
 
 
 class StoreHarness(Protocol):
@@ -229,14 +230,22 @@ class JoinedStoreContract:
             StoredResult(b'{ "a" :1.0e0,"a":\t2}'),
             StoredResult(bytes(range(256)), "application/octet-stream"),
             StoredResult(b"x" * 1_000_000, "text/plain"),
+            StoredResult(b"", "", 204),
+            SEE_OTHER,
         ],
-        ids=["empty", "odd JSON", "all bytes", "a megabyte"],
+        ids=["empty", "odd JSON", "all bytes", "a megabyte", "no content", "headers in order"],
     )
     async def test_a_result_is_given_back_byte_for_byte(self, store: JoinedStore, result: StoredResult) -> None:
         await complete(store, [A], [(A.key, result)])
         assert await store.peek([A.key]) == [Record(State.COMPLETED, A.fingerprint, result)]
         async with store.transaction(group=1) as claims:
             assert await claims.claim([A]) == [Record(State.COMPLETED, A.fingerprint, result)]
+
+    async def test_results_with_a_status_and_without_are_stored_together(self, store: JoinedStore) -> None:
+        results = [(A.key, SEE_OTHER), (B.key, JSON), (C.key, StoredResult(b"", "", 204))]
+        await complete(store, [A, B, C], results)
+        found = await store.peek([A.key, B.key, C.key])
+        assert [each.result for each in found if each is not None] == [result for _, result in results]
 
     async def test_a_transaction_that_claimed_nothing_new_may_be_completed(self, store: JoinedStore) -> None:
         await complete(store, [A])
@@ -402,6 +411,8 @@ class JoinedStoreContract:
         rejected = Record(State.FAILED, A.fingerprint, JSON)
         assert await rival.peek([A.key]) == [rejected]
         assert await rival.reject(A, StoredResult(b"another")) == rejected
+        assert await store.reject(B, SEE_OTHER) is None
+        assert await rival.reject(B, JSON) == Record(State.FAILED, B.fingerprint, SEE_OTHER)
         assert await store.count_attempt(A, None) == 1
 
     async def test_a_rejection_is_judged_again(self, store: JoinedStore, rival: JoinedStore) -> None:
@@ -417,7 +428,7 @@ class JoinedStoreContract:
         self, store: JoinedStore, rival: JoinedStore, harness: StoreHarness
     ) -> None:
         await store.count_attempt(A, "boom")
-        assert await store.bury(letter_of("a"), A) is None
+        assert isinstance(await store.bury(letter_of("a"), A), int)
         assert await harness.letters() == [("attempts_exhausted", 1)]
         dead = Record(State.DEAD, A.fingerprint)
         assert await rival.peek([A.key]) == [dead]
@@ -440,7 +451,7 @@ class JoinedStoreContract:
         self, store: JoinedStore, rival: JoinedStore, harness: StoreHarness
     ) -> None:
         for arrival in (store, rival, store):
-            assert await arrival.bury(letter_of("x", reason="undecodable"), None) is None
+            assert isinstance(await arrival.bury(letter_of("x", reason="undecodable"), None), int)
         await store.bury(letter_of("y", reason="undecodable"), None)
         assert await harness.letters() == [("undecodable", 3), ("undecodable", 1)]
 

@@ -14,6 +14,7 @@ from idemconsumer.user_code.time_limit import TimeLimit
 
 T = TypeVar("T")
 R = TypeVar("R")
+E = TypeVar("E", bound=BaseException)
 
 EXITS: Final = (SystemExit, KeyboardInterrupt)
 
@@ -78,13 +79,13 @@ async def call_user_code(run: Awaitable[T], limit: TimeLimit, opened: OpenTransa
         if timer.expired() and (isinstance(error, TimeoutError) or from_cancellation(error)):
             cut = error.__cause__ or error  # its traceback tells where the function was
             raise limit.exceeded().with_traceback(cut.__traceback__) from None
-        _mark(error)
+        mark(error)
         raise
     except OfTheEngine:
         raise
     except BaseException as error:  # else it would end its lane, and so its worker
         outside.withdraw()
-        raise _mark(exit_refused(error)) from error
+        raise mark(exit_refused(error)) from error
     finally:
         limit.cut_off = timer.expired()
     outside.withdraw()
@@ -105,18 +106,18 @@ async def call_in_transaction(
         limit.check()
         accepted = accept(value)
     except Exception as error:
-        await opened.settled()  # J27
+        await opened.settled(late=limit.over)  # J27
         cause = limit.blame(opened.diagnose(error))
         if limit.locked_out and limit.caused(cause):
             raise Contention("its time was over while it waited for a lock") from error
         if cause is error:
-            _mark(error)
+            mark(error)
             raise
         raise cause from error
     except (asyncio.CancelledError, OfTheEngine):
         raise
     except BaseException as error:  # what encodes its value is the user's code too (B18)
-        raise _mark(exit_refused(error)) from error
+        raise mark(exit_refused(error)) from error
     await opened.restore()
     return accepted
 
@@ -140,7 +141,8 @@ def exit_refused(error: BaseException) -> HandlerFault:
     return fault.with_traceback(error.__traceback__)
 
 
-def _mark(error: Exception) -> Exception:
+def mark(error: E) -> E:
+    """It left a user's function, whatever its type says (B12)."""
     if isinstance(error, IdemConsumerError):
         error.by_function = True
     return error

@@ -8,15 +8,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
-import structlog
-
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.logs import log
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Batch, Saga, Tx
 from idemconsumer.redaction import error_text
 from idemconsumer.user_code.cancellation import CancellationWatch
-
-log = structlog.get_logger("idemconsumer")
 
 _OURS: Final = (Batch, Tx, Saga, Message)
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from itertools import groupby, islice
 from typing import Final
 
-import structlog
-
 from idemconsumer.brokers.due_sagas import SCHEME
-from idemconsumer.engine.work import Work
+from idemconsumer.engine.work import Work, named
 from idemconsumer.errors import BadMessage, BrokerUnavailable, SessionEnded, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
 from idemconsumer.message.message import Subscription
 from idemconsumer.message.origin import letter_of, pending_of, restored
-from idemconsumer.ports.broker import Bounds, Broker, Delivery, Session
+from idemconsumer.ports.broker import Bounds, Broker, Delivery, KnowsLag, Lag, Session
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.ports.store import JoinedStore
@@ -26,10 +26,8 @@ from idemconsumer.worker.intake import Intake
 from idemconsumer.worker.lanes import Lanes
 from idemconsumer.worker.sources import warn_of_sources
 
-log = structlog.get_logger("idemconsumer")
-
-
 _TOGETHER: Final = 64  # new deliveries that are decoded before the lanes go on
+_LONGEST_POLL: Final = 60.0  # seconds: more than any server is waited for in one (O12)
 
 
 class _Kind(Enum):
@@ -62,7 +60,7 @@ class Feed:
     ) -> None:
         self.task: asyncio.Task[None] | None = None
         self.opened = asyncio.Event()
-        self._name = name
+        self.name = name
         self._broker = broker
         self._subscriptions = subscriptions
         by_name = {handler.name: handler for handler in handlers}
@@ -76,6 +74,9 @@ class Feed:
         self._observer = observer
         self._at = observer.at
         self._session: Session | None = None
+        self._polls_since: float | None = None
+        for source, handler in self._handlers.items():
+            self._in_hand.counts.of(handler.name).deliveries[source] += 0
         self._dispatching = asyncio.Lock()
         # By queue: the reading of its suspects, behind which all else of it waits, and no other queue. Elsewhere few
         # sources share a session, and a rebalance of Kafka happens in a fetch, which is to come after the reading.
@@ -92,7 +93,7 @@ class Feed:
             except BrokerUnavailable as error:
                 if failures == 0:
                     news = news or "consuming again"
-                    log.error("broker unavailable, waiting", feed=self._name, error=str(error))
+                    log.error("broker unavailable, waiting", feed=self.name, error=str(error))
                 failures += 1
                 await pause(self._draining, failures)
                 continue
@@ -101,7 +102,7 @@ class Feed:
                 return
             self.opened.set()
             if news is not None:
-                log.info(news, feed=self._name, sources=[each.source for each in self._given])
+                log.info(news, feed=self.name, sources=[each.source for each in self._given])
                 news = None
             try:
                 await self._consume(session)
@@ -113,7 +114,7 @@ class Feed:
                 failures = 0 if self._in_hand.settled(session) else failures + 1
                 if failures <= 1:
                     news = "consuming again"
-                    log.warning("broker session lost, reconnecting", feed=self._name, error=str(error))
+                    log.warning("broker session lost, reconnecting", feed=self.name, error=str(error))
                 self._session = None  # a drain has nothing to close now, and must end the reconnecting instead
                 await session.close()
                 await pause(self._draining, max(1, failures), longest=60.0)
@@ -131,15 +132,19 @@ class Feed:
         )
         try:
             while True:
+                self._polls_since = time.monotonic()
                 fetched = await session.fetch()
+                self._polls_since = None
                 for _ in fetched:
-                    self._at(Point.FETCHED, self._name, ())
+                    self._at(Point.FETCHED, self.name, ())
                 async with self._dispatching:
                     for kind, deliveries in groupby(fetched, key=_kind):
                         await self._dispatch_in_line(kind, list(deliveries), session, intake)
+                await self._lanes.give_back()
                 for line in [each for each in self._lines.values() if each.done()]:
                     line.result()  # a bug there is one of this feed
         except SessionEnded:
+            self._polls_since = None
             await asyncio.gather(*self._lines.values())  # they give up what this session had
             raise
         finally:
@@ -154,6 +159,7 @@ class Feed:
         for delivery in deliveries:
             sources.setdefault(delivery.source or delivery.message.source, []).append(delivery)
         for source, theirs in sources.items():
+            self._count(source, theirs)
             before = self._lines.get(source)
             if before is None and not (self._apart and kind is _Kind.SUSPECT):
                 await self._dispatch_all(kind, theirs, session, intake)
@@ -161,6 +167,14 @@ class Feed:
             dispatch = partial(self._dispatch_all, kind, theirs, session, intake)
             line = self._lines[source] = asyncio.create_task(_behind(before, dispatch))
             line.add_done_callback(partial(self._end_line, source))
+
+    def _count(self, source: str, deliveries: Sequence[Delivery]) -> None:
+        of = self._in_hand.counts.of
+        if (handler := self._handlers.get(source)) is not None:
+            of(handler.name).deliveries[source] += len(deliveries)
+            return
+        for name in (self._handler_of(each).name for each in deliveries):  # sagas, whose messages came from elsewhere
+            of(name).deliveries[f"{SCHEME}:{name}"] += 1
 
     def _end_line(self, source: str, line: asyncio.Task[None]) -> None:
         if self._lines.get(source) is line and not line.cancelled() and line.exception() is None:
@@ -197,8 +211,8 @@ class Feed:
         leased = delivery.handle if isinstance(delivery.handle, LeasedSaga) else None
         pending, row, letter, own_id = None, None, None, delivery.own_id
         if leased is None:
-            if message.source in (handler.own_source, handler.retry_source):
-                suspect = suspect or message.source == handler.own_source
+            if handler.is_own(message.source):
+                suspect = suspect or message.source in handler.own_sources
                 message, pending, letter = restored(message) or message, pending_of(message), letter_of(message)
             if pending is not None:
                 row, own_id = delivery.handle, pending.own_id
@@ -217,7 +231,7 @@ class Feed:
             letter=letter,
         )
         self._lanes.dispatch(work, delivery, session)
-        self._at(Point.DISPATCHED, self._name, ())
+        self._at(Point.DISPATCHED, self.name, ())
 
     async def _take_over(self, delivery: Delivery, session: Session, handler: BoundHandler) -> None:
         """Commit here first, then settle: a crash in between leaves a duplicate, which is recognised as one."""
@@ -227,7 +241,8 @@ class Feed:
             except StoreUnavailable as error:
                 await self._in_hand.outage.wait(error)
             else:
-                log.warning("delivered too often, moved to postgres", handler=handler.name, count=delivery.count)
+                its = named(handler, delivery.message)
+                log.warning("delivered too often, moved to postgres", **its, count=delivery.count)
                 await session.settle([delivery])
                 return
 
@@ -243,8 +258,23 @@ class Feed:
         return [each for each in self._subscriptions if not self._is_own(each)]
 
     def _is_own(self, subscription: Subscription) -> bool:
-        handler = self._handlers[subscription.source]
-        return subscription.source in (handler.own_source, handler.retry_source)
+        return self._handlers[subscription.source].is_own(subscription.source)
+
+    @property
+    def stalled(self) -> float | None:
+        """For how many seconds a poll has not come back, if that is longer than it may take."""
+        seconds = 0.0 if self._polls_since is None else time.monotonic() - self._polls_since
+        return seconds if seconds > _LONGEST_POLL else None
+
+    @property
+    def consuming(self) -> bool:
+        """Whether it has a session now."""
+        return self._session is not None
+
+    async def lag(self, *, whole: bool) -> Mapping[str, Lag]:
+        """As its session says; nothing without one."""
+        session: object = self._session
+        return await session.lag(whole=whole) if isinstance(session, KnowsLag) else {}
 
     async def idle(self) -> bool:
         try:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-import structlog
 
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import StoreUnavailable
+from idemconsumer.logs import log
+from idemconsumer.observe.counts import Counts
 from idemconsumer.ports.broker import Delivery, Session
 from idemconsumer.ports.observer import Observer, Point
+from idemconsumer.rules.replies import pause_after
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.sagas.engine import LeasedEngine
-
-log = structlog.get_logger("idemconsumer")
+from idemconsumer.worker.replies import Replies
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +29,7 @@ class Held:
     """A delivery that this process has in hand.
 
     `due` is when it may run, on the loop's clock. `ordered`: it has a lane, and what is behind it there waits for it.
-    `settled`: the broker knows that the message is stored here.
+    `settled`: the broker knows that the message is stored here. `unanswered`: how often its reply was not confirmed.
     """
 
     work: Work
@@ -37,6 +38,12 @@ class Held:
     due: float = 0.0
     ordered: bool = False
     settled: bool = False
+    unanswered: int = 0
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether it can be given back at no cost before it has begun (O14)."""
+        return self.delivery.epoch.takes_back and not self.settled
 
     @property
     def abandoned(self) -> bool:
@@ -79,16 +86,33 @@ class Outage:
             log.info("store reachable again")
 
 
-class InHand:
-    """Shared by all lanes and the waiting room. `sagas` runs the handlers that are leased."""
+def _nobody() -> None:
+    return
 
-    def __init__(self, engine: Engine, observer: Observer, *, sagas: LeasedEngine | None = None) -> None:
+
+class InHand:
+    """Shared by all lanes and the waiting room. `sagas` runs the handlers that are leased; `replies` answers requests;
+    `buried` is called when a dead letter may have been written."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        observer: Observer,
+        *,
+        sagas: LeasedEngine | None = None,
+        replies: Replies | None = None,
+        counts: Counts | None = None,
+        buried: Callable[[], None] = _nobody,
+    ) -> None:
         self.engine = engine
         self.outage = Outage()
-        self.counts: Counter[OutcomeKind] = Counter()
+        self.counts = counts or Counts()
         self.draining = False
+        self.paused: frozenset[str] = frozenset()  # handlers
         self.in_flight = 0
         self._sagas = sagas
+        self._replies = replies
+        self._buried = buried
         self._at = observer.at
         self._settled: set[Session] = set()
         self._places: dict[bytes, tuple[Place, int]] = {}  # of each key: where it is, and how many deliveries it has
@@ -142,13 +166,19 @@ class InHand:
         """
         for held in deliveries:
             held.delivery.epoch.start(1)
+        counts, began = self.counts.of(deliveries[0].work.handler.name), time.monotonic()
         try:
             outcomes = await self._outcomes(deliveries, defer=defer)
+            counts.groups.observe(time.monotonic() - began)
             self.outage.over()
+            if any(outcome.kind in (OutcomeKind.DEAD, OutcomeKind.CONFLICT) for outcome in outcomes):
+                self._buried()
+            counted = _counted(deliveries, outcomes)
+            outcomes = await self._answer(deliveries, outcomes)
             ends = [settle(outcome) for outcome in outcomes]
             await self._finish([held for held, end in zip(deliveries, ends, strict=False) if end is Settlement.FINISH])
             self.forget(held for held, end in zip(deliveries, ends, strict=False) if end is Settlement.DROP)
-            self.counts.update(outcome.kind for outcome in outcomes)
+            counts.ended(counted)
             return outcomes
         except StoreUnavailable as error:
             unavailable = error
@@ -176,9 +206,34 @@ class InHand:
             await self.outage.wait(error)
             return []
         decided = [(held, outcome) for held, outcome in zip(deliveries, outcomes, strict=True) if outcome is not None]
-        self.counts.update(outcome.kind for _, outcome in decided)
-        await self._finish([held for held, outcome in decided if settle(outcome) is Settlement.FINISH])
-        return decided
+        theirs = [held for held, _ in decided]
+        if decided:
+            counted = _counted(theirs, [outcome for _, outcome in decided])
+            self.counts.of(deliveries[0].work.handler.name).ended(counted)
+        answered = await self._answer(theirs, [outcome for _, outcome in decided])
+        await self._finish(
+            [held for held, end in zip(theirs, answered, strict=True) if settle(end) is Settlement.FINISH]
+        )
+        return list(zip(theirs, answered, strict=True))
+
+    async def _answer(self, deliveries: Sequence[Held], outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Send the replies of what is decided. A delivery whose reply is not confirmed is not settled but held, and
+        then judged again: so its stored result is replied again (D21)."""
+        if self._replies is None or not deliveries or deliveries[0].work.handler.options.reply is None:
+            return list(outcomes)
+        its = list(zip(deliveries, outcomes, strict=False))  # the engine decides a prefix
+        told = await self._replies.send([(held.work, outcome) for held, outcome in its])
+        return [
+            outcome if settled else self._unanswered(held, outcome)
+            for (held, outcome), settled in zip(its, told, strict=True)
+        ]
+
+    def _unanswered(self, held: Held, outcome: Outcome) -> Outcome:
+        held.unanswered += 1
+        if held.work.saga is not None:
+            held.work.saga.leased = None  # it has ended: next time its record answers
+        due = pause_after(held.unanswered, random.random())
+        return Outcome(OutcomeKind.RETRYING, due=due, attempt=outcome.attempt, reason="reply")
 
     # -------------------------------------------------------------------------------------------------------- settling
     async def _finish(self, deliveries: Sequence[Held]) -> None:
@@ -217,3 +272,8 @@ class InHand:
         for session, theirs in by_session.items():
             await session.release(theirs)
         self.forget(deliveries)
+
+
+def _counted(deliveries: Sequence[Held], outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """All but the duplicates that deliveries seem to be while only their replies are missing."""
+    return [outcome for held, outcome in zip(deliveries, outcomes, strict=False) if not held.unanswered]

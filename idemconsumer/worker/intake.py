@@ -143,7 +143,7 @@ class Intake:
 
     def _claim(self, delivery: Delivery) -> Claim:
         handler = self._handler_of(delivery)
-        scope = keys.scope_name(handler.app, None, handler.name)
+        app, name = handler.identity
         # A name that starts with "~" is no handler's, so no message has this key.
-        key = keys.digest(handler.app, None, f"~{handler.name}", delivery.identity)
-        return Claim(key=key, scope=scope, fingerprint=None, retain=handler.options.retain)
+        key = keys.digest(app, None, f"~{name}", delivery.identity)
+        return Claim(key=key, scope=handler.identity.scope(), fingerprint=None, retain=handler.options.retain)

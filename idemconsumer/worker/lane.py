@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from idemconsumer.handlers.handler import BoundHandler
@@ -84,12 +85,20 @@ class Lane:
         self._queue.clear()
         return deliveries
 
+    def give_back(self) -> list[Held]:
+        """Take out what never started, as far as its broker takes it back."""
+        deliveries = self.clear()
+        self._queue.extend(held for held in deliveries if not held.can_go_back)
+        return [held for held in deliveries if held.can_go_back]
+
     async def work(self) -> None:
         """Returns when drained."""
         PARTY.set(self._handler.name)
         while not self._in_hand.draining:
             self._drop_abandoned()
-            if self._spread.keeps:
+            if self._paused:
+                await self._woken(_LOOK_UP)
+            elif self._spread.keeps:
                 await self._pause(_LOOK_UP)
             elif self._something_to_run():
                 await self._conclude(*await self._run_group())
@@ -121,11 +130,15 @@ class Lane:
             return await self._run_next(self._in_hand.engine.group_size(self._handler))
 
     @property
+    def _paused(self) -> bool:
+        return self._handler.name in self._in_hand.paused
+
+    @property
     def _health(self) -> Health:
         return self._in_hand.engine.health(self._handler)
 
     async def _run_next(self, size: int) -> tuple[list[Held], list[Outcome]]:
-        group = [] if self._in_hand.draining else self._take(size)
+        group = [] if self._in_hand.draining or self._paused else self._take(size)
         self._spread.call()  # the lane that was woken for what is left may be this one
         if not group:
             return [], []
@@ -142,15 +155,18 @@ class Lane:
 
     async def _pause(self, seconds: float | None) -> None:
         """Until something arrives, or for so long."""
-        self._wake.clear()
         self._spread.idle(self)
         try:
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        except TimeoutError:
-            return
+            await self._woken(seconds)
         finally:
             self._spread.busy(self)
+
+    async def _woken(self, seconds: float | None) -> None:
+        """As `_pause`, of a lane that takes nothing meanwhile, so that nobody looks for something for it."""
+        self._wake.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
 
     def _drop_abandoned(self) -> None:
         while self._queue and self._queue[0].abandoned:
@@ -185,7 +201,7 @@ class Lane:
     async def _conclude(self, group: Sequence[Held], outcomes: Sequence[Outcome]) -> None:
         """Put back what was not decided; what is to run again is held at the head until it is due (D3), or steps aside
         if it has no order (D15). What is busy goes to the waiting room."""
-        back = list(group[len(outcomes) :])
+        first: list[Held] = []
         busy: list[Held] = []
         again: list[Held] = []
         for held, outcome in zip(group, outcomes, strict=False):
@@ -193,14 +209,14 @@ class Lane:
                 case Settlement.HOLD:
                     held.due = asyncio.get_running_loop().time() + outcome.due
                     if held.ordered:
-                        back.insert(0, held)
+                        first.append(held)
                     else:
                         again.append(held)
                 case Settlement.WAITING_ROOM:
                     busy.append(held)
                 case _ if held.delivery.inherited and outcome.kind is not OutcomeKind.DUPLICATE:
                     held.delivery.epoch.passed(*self._budget(held))
-        self._queue.extendleft(reversed(back))
+        self._queue.extendleft(reversed([*first, *group[len(outcomes) :]]))
         for held in again:
             await self._spread.step_aside(held, self._behind(held))
         for held in busy:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Final
 
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.observe.reports import HandlerState
 from idemconsumer.ports.broker import Delivery, Session
 from idemconsumer.settings import Settings
 from idemconsumer.user_code.cancellation import run_on
@@ -56,9 +57,35 @@ class HandlerLanes:
         return self.lanes[zlib.crc32(order, zlib.crc32(source.encode())) % len(self.lanes)]
 
     @property
+    def paused(self) -> bool:
+        return self._handler.name in self._in_hand.paused
+
+    def go_on(self) -> None:
+        """It is no longer paused."""
+        for lane in self.lanes:
+            lane.wake()
+
+    async def give_back(self) -> None:
+        """What never started, as far as that costs nothing. The rest waits where it is (O14)."""
+        deliveries = [held for lane in self.lanes for held in lane.give_back()] + self.spread.give_back()
+        if deliveries:
+            await self._in_hand.release(deliveries)
+
+    @property
+    def running(self) -> int:
+        """How many lanes run something."""
+        return self.spread.running
+
+    @property
     def idle(self) -> int:
-        """How many lanes have nothing to do."""
-        return self.spread.unused(sum(lane.free for lane in self.lanes))
+        """How many lanes have nothing to do; none of a handler that is paused."""
+        return 0 if self.paused else self.spread.unused(sum(lane.free for lane in self.lanes))
+
+    @property
+    def state(self) -> HandlerState:
+        """For a report."""
+        room = self.waiting_room
+        return HandlerState(len(self.lanes), self.spread.running, len(room), room.oldest)
 
     @property
     def held_up(self) -> int:
@@ -70,7 +97,7 @@ class HandlerLanes:
         """Whether something is about to begin whose broker counts what is given back as delivered. A saga would not end
         soon, and a handler all of whose messages fail gets nothing done."""
         in_hand, handler = self._in_hand, self._handler
-        if handler.leased or in_hand.outage.lasts or in_hand.engine.health(handler).probing:
+        if handler.leased or self.paused or in_hand.outage.lasts or in_hand.engine.health(handler).probing:
             return False
         ready = chain(self.spread.ready, *(lane.ready for lane in self.lanes))
         return any(held.delivery.epoch.returns_count and not held.abandoned for held in ready)
@@ -103,6 +130,23 @@ class Lanes:
         """Those of the handler with this name."""
         return self._of[handler]
 
+    def paused(self, handler: str) -> bool:
+        """Whether nothing of this handler may be taken or begun."""
+        return handler in self.in_hand.paused
+
+    def pause(self, handlers: Collection[str]) -> None:
+        """From now on nothing of these begins, and of all others it does; what runs is finished (O14)."""
+        resumed = self.in_hand.paused - frozenset(handlers)
+        self.in_hand.paused = frozenset(handlers)
+        for handler in resumed & self._of.keys():
+            self._of[handler].go_on()
+        self.freed.set()
+
+    async def give_back(self) -> None:
+        """What was fetched for a handler that is paused. Called after each fetch: some began before the pause."""
+        for handler in self.in_hand.paused & self._of.keys():
+            await self._of[handler].give_back()
+
     def dispatch(self, work: Work, delivery: Delivery, session: Session) -> None:
         in_hand, lanes = self.in_hand, self._of[work.handler.name]
         order = None if work.call is None else work.call.order
@@ -115,6 +159,11 @@ class Lanes:
         ):  # ours already, and outside the order: what waits here for its end must not delay it
             place = lanes.spread
         place.add(held)
+
+    @property
+    def states(self) -> dict[str, HandlerState]:
+        """Of all handlers, by name."""
+        return {name: lanes.state for name, lanes in self._of.items()}
 
     def idle(self, handler: str) -> int:
         """How many lanes of a handler have nothing to do."""

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import structlog
-
-from idemconsumer.admin.orphans import find_orphans
+from idemconsumer.admin.orphans import Sagas, find_orphans
 from idemconsumer.errors import IdemConsumerError
+from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
 
-log = structlog.get_logger("idemconsumer")
 
-
-async def warn_of_orphans(dsn: str, schema: str, app: str, sagas: Mapping[str, str | None]) -> None:
-    """Raises nothing: it decides nothing. `sagas` as in `find_orphans`. Those of other apps are for `check`."""
+async def warn_of_orphans(dsn: str, schema: str, app: str, sagas: Sagas) -> None:
+    """Raises nothing: it decides nothing. `sagas` as in `find_orphans`. Those of apps that are in none of these names
+    are for `check`."""
     try:
         found = await find_orphans(dsn, schema, app, sagas)
     except IdemConsumerError as error:
         log.warning("orphaned sagas not looked for", error=error_text(error))
         return
     for orphans in found:
-        if orphans.waiting.app == app:
+        if orphans.waiting.app in {app, *(its for its, _ in sagas)}:
             log.warning("orphaned sagas", handler=orphans.waiting.handler, finding=orphans.text)

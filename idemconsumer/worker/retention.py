@@ -1,110 +1,157 @@
 """Retention: final records are deleted when their scope's `retain` is over.
 
-It runs no handler and decides about no message: an expired record counts as long as it is there.
+It runs no handler and decides about no message: an expired record counts as long as it is there. Of all processes that
+use the schema one does it at a time (R27), and looks only where something can have expired (R28).
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
+import socket
 import time
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
-import structlog
 
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
 from idemconsumer.message import keys
 from idemconsumer.redaction import error_text
+from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import Queries, load
 
-log = structlog.get_logger("idemconsumer")
-
-# About 6,000 records, near 0.1 s if all have results to delete. A new claim of such a key may have to wait that long.
+# About 4,000 records, near 0.05 s if all have results to delete. A new claim of such a key may have to wait that long.
 _BLOCKS = 64
-_LETTERS = 500  # of a handler, in one transaction
-# A pass reads the whole table. Resting nine times as long keeps it below a tenth of one connection's time.
-_REST = 9.0
+_REST = 2.0  # times as long as each range took: a third of a connection, so that workers keep their rate
+# What goes in one transaction: letters of a handler, rows of the delivery log.
+_LIMITS = {"empty_letters": 500, "prune_letters": 500, "prune_deliveries": 5_000}
+_AFTERWARDS = (
+    "prune_attempts", "prune_signals", "prune_requests", "prune_schedules", "prune_processes",
+    "retire_scopes", "prune_scopes", "end_pass",
+)  # fmt: skip
+_LEASE = 20.0  # seconds: above what one transaction takes, which waits 10 s for a lock
 _PATIENCE = 600.0  # seconds: one statement reads a whole table, and nothing waits for this but the next pass
 _LOCK_TIMEOUT = "10s"
-# Of a transaction, so that it works behind a pooler (R18). A pass begins where nobody else prunes; once begun it waits
-# for a turn, so that of two that began between each other's transactions neither is given up. A turn takes 0.1 s.
-_TRY = "select pg_try_advisory_xact_lock(hashtextextended('idemconsumer.prune.' || %s, 0))"
-_WAIT = "select pg_advisory_xact_lock(hashtextextended('idemconsumer.prune.' || %s, 0))"
 
 Progress = Callable[[int, int], None]
 
 
-async def prune_once(dsn: str, schema: str, *, dry_run: bool = False, progress: Progress | None = None) -> int | None:
-    """Walk the records once, in block order, and delete final ones past their retention with their results.
+class _TakenOver(Exception):
+    """Another process found this one silent, and prunes."""
 
-    Returns how many records were deleted (with `dry_run`: would be), or None when another process is pruning
-    this schema. Dead letters go when their handler says so (O5), and dead records once they have none. Each range of
-    blocks is one short transaction, so a cancellation leaves whole ranges done. `progress` is called with the number of
-    blocks done and of all blocks.
+
+async def prune_once(
+    dsn: str, schema: str, *, every: float | None = None, dry_run: bool = False, progress: Progress | None = None
+) -> int | None:
+    """Delete final records past their retention, with their results and steps.
+
+    At once and everywhere; or with `every`, in seconds, as workers do: when a pass is due (R27), where something can
+    have expired (R28), and with rests. Dead letters go when their handler says so (O5), and dead records once they have
+    none. Returns how many records were deleted (with `dry_run`: would be), or None when another process is pruning this
+    schema, or no pass is due. Each range of blocks is one short transaction, so a cancellation leaves whole ranges
+    done; a crash of the server may undo the last ones (R29). `progress` is called with the number of ranges done and
+    of all.
     Raises psycopg.Error.
     """
-    queries = load(schema)
-    async with await connect_async(
-        dsn, {"lock_timeout": _LOCK_TIMEOUT}, application_name="idemconsumer upkeep", connect_timeout=10
-    ) as connection:
+    async with await _connect(dsn) as connection:
         connection.patience = _PATIENCE
-        blocks, total = 1, 0
-        for low in count(0, _BLOCKS):
-            async with connection.transaction():
-                if low == 0:
-                    if not await _number(await connection.execute(_TRY, [schema])):
-                        return None
-                    blocks = await _number(await connection.execute(queries["blocks"]))
-                else:
-                    await connection.execute(_WAIT, [schema])
-                if low >= blocks:
-                    break
-                high = min(low + _BLOCKS, blocks)
-                total += await _prune(connection, queries, low, high, dry_run=dry_run)
+        this = _Pass(connection, load(schema), every)
+        if dry_run:
+            async for low in this.ranges(progress):
+                this.records += await this.number("prunable", **_between(low))
+            return this.records
+        if not await this.begin():
+            return None
+        try:
+            await this.run(progress)
+        except _TakenOver:
+            log.warning("pruning was taken over by another process", records=this.records)
+        return this.records
+
+
+class _Pass:
+    """One pass over the schema, of which there is one at a time (R27)."""
+
+    def __init__(self, connection: psycopg.AsyncConnection[Any], queries: Queries, every: float | None) -> None:
+        self.records = 0
+        self._connection = connection
+        self._queries = queries
+        self._every = every
+        by = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(4)}"
+        self._params = {"by": by, "lease": _LEASE, "every": every, "blocks": _BLOCKS}
+
+    async def begin(self) -> bool:
+        """False: another process is at it, or no pass is due."""
+        async with self._connection.transaction():
+            return await self._changed("begin_pass")
+
+    async def run(self, progress: Progress | None) -> None:
+        """Raises _TakenOver, with whole ranges done."""
+        async for low in self.ranges(progress):
+            began = time.monotonic()
+            async with self._turn():
+                await self._connection.execute(self._queries["in_a_range"])
+                self.records += await self.number("prune_range", low=low, **_between(low))
+            if self._every is not None:
+                await asyncio.sleep(_REST * (time.monotonic() - began))
+        more = True
+        while more:
+            async with self._turn():
+                more = any([await self.number(each, limit=limit) >= limit for each, limit in _LIMITS.items()])
+        async with self._turn():
+            for statement in _AFTERWARDS:
+                await self._changed(statement)
+
+    async def ranges(self, progress: Progress | None) -> AsyncIterator[int]:
+        """The first block of each that is to be looked at."""
+        async with self._connection.transaction():
+            lows = await (await self._execute("ranges")).fetchall()
+        for done, (low,) in enumerate(lows, 1):
+            yield low
             if progress is not None:
-                progress(high, blocks)
-        if not dry_run:
-            for statement in ("empty_letters", "prune_letters"):
-                changed = _LETTERS
-                while changed >= _LETTERS:
-                    async with connection.transaction():
-                        changed = await _number(await connection.execute(queries[statement], {"limit": _LETTERS}))
-            async with connection.transaction():
-                await connection.execute(queries["prune_attempts"])
-                await connection.execute(queries["prune_signals"])
-                await connection.execute(queries["prune_schedules"])
-        return total
+                progress(done, len(lows))
+
+    async def number(self, statement: str, **params: Any) -> int:
+        row = await (await self._execute(statement, **params)).fetchone()
+        return int(row[0]) if row is not None else 0
+
+    async def _changed(self, statement: str) -> bool:
+        return (await self._execute(statement)).rowcount > 0
+
+    async def _execute(self, statement: str, **params: Any) -> psycopg.AsyncCursor[Any]:
+        return await self._connection.execute(self._queries[statement], self._params | params)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        async with self._connection.transaction():
+            if not await self._changed("hold_pass"):
+                raise _TakenOver
+            yield
 
 
-async def _prune(
-    connection: psycopg.AsyncConnection[Any], queries: Queries, low: int, high: int, *, dry_run: bool
-) -> int:
-    bounds = {"low": f"({low},0)", "high": f"({high},0)"}
-    if dry_run:
-        return await _number(await connection.execute(queries["prunable"], bounds))
-    rows = await (await connection.execute(queries["prune"], bounds)).fetchall()
-    if rows:
-        keys = {"keys": [key for (key,) in rows]}
-        await connection.execute(queries["prune_results"], keys)
-        await connection.execute(queries["prune_steps"], keys)
-    return len(rows)
+def _between(low: int) -> dict[str, str]:
+    return {"from": f"({low},0)", "to": f"({low + _BLOCKS},0)"}
 
 
 class Retention:
     """What one worker does beside its lanes: a pass of `prune_once` about every `every` seconds.
 
-    All workers run it; the first one does the pass. An outage of the database is waited for, and logged once.
+    All workers ask; one of them does the pass (R27). An outage of the database is waited for, and logged once.
     """
 
     def __init__(self, dsn: str, schema: str, every: float, handlers: Sequence[BoundHandler] = ()) -> None:
-        """`handlers`: those of this worker, which say how long dead letters are kept."""
+        """`handlers`: those of this worker, which say how long dead letters are kept. `pruned`: records that it has
+        deleted."""
         self._dsn = dsn
         self._schema = schema
         self._every = every
         self._handlers = handlers
+        self.pruned = 0
 
     async def run(self) -> None:
         """Run until cancelled. Raises nothing but the cancellation."""
@@ -115,7 +162,7 @@ class Retention:
                 if not said:
                     await keep_letters(self._dsn, self._schema, self._handlers)
                     said = True
-                pruned = await prune_once(self._dsn, self._schema)
+                pruned = await prune_once(self._dsn, self._schema, every=self._every)
             except (psycopg.Error, OSError) as error:
                 if not failing:
                     log.warning("pruning failed, will retry", error=error_text(error), every=self._every)
@@ -125,25 +172,25 @@ class Retention:
                     log.info("pruning works again")
                 failing = False
                 if pruned:
+                    self.pruned += pruned
                     log.info("pruned", records=pruned, seconds=round(time.monotonic() - started, 3))
-            await asyncio.sleep(max(self._every, _REST * (time.monotonic() - started)))
+            await asyncio.sleep(self._every)
 
 
 async def keep_letters(dsn: str, schema: str, handlers: Sequence[BoundHandler]) -> None:
-    """Note how long the letters of these handlers, of one app, are kept (O5). Raises psycopg.Error."""
+    """Note how long the letters of these handlers are kept (O5). Raises psycopg.Error."""
+    named = [(handler, name) for handler in handlers for name in handler.names]
     given = {
-        "app": keys.scopes_of(handlers[0].app).removesuffix("/"),
-        "names": [handler.name for handler in handlers],
-        "letters": [handler.options.retain_dead for handler in handlers],
-        "bodies": [handler.options.retain_dead_body for handler in handlers],
+        "apps": [keys.scopes_of(name.app).removesuffix("/") for _, name in named],
+        "names": [name.handler for _, name in named],
+        "letters": [handler.options.retain_dead for handler, _ in named],
+        "bodies": [handler.options.retain_dead_body for handler, _ in named],
     }
-    connecting = connect_async(
-        dsn, {"lock_timeout": _LOCK_TIMEOUT}, application_name="idemconsumer upkeep", connect_timeout=10
-    )
-    async with await connecting as connection, connection.transaction():
+    async with await _connect(dsn) as connection, connection.transaction():
         await connection.execute(load(schema)["keep_letters"], given)
 
 
-async def _number(cursor: psycopg.AsyncCursor[tuple[int]]) -> int:
-    row = await cursor.fetchone()
-    return int(row[0]) if row is not None else 0
+async def _connect(dsn: str) -> AnsweringConnection[Any]:
+    # A frozen pruner does not keep the rows, and the pass, for longer than its place.
+    settings = {"lock_timeout": _LOCK_TIMEOUT, "idle_in_transaction_session_timeout": f"{_LEASE:g}s"}
+    return await connect_async(dsn, settings, purpose="upkeep", connect_timeout=10)

@@ -20,6 +20,7 @@ class SagaLease:
         self, store: PostgresStore, heartbeat: Heartbeat, leases: PostgresLeases, engine: LeasedEngine
     ) -> None:
         self._store = store
+        self.pool = store.pool
         self._heartbeat = heartbeat
         self.leases = leases
         self.engine = engine
@@ -53,7 +54,7 @@ class SagaLease:
         )
         try:
             heartbeat = Heartbeat(dsn, schema, lease=lease, patience=longest_run, runs=runs, stuck=stuck)
-            leases = PostgresLeases(store.pool, heartbeat, {each.handler: each.version for each in runs})
+            leases = PostgresLeases(store.pool, heartbeat, {(each.app, each.handler): each.version for each in runs})
             sagas = LeasedEngine(engine, leases, observer, lease=lease)
             await heartbeat.start(sagas.lose, sagas.standing, sagas.patience)
         except BaseException:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
 import msgspec
 import psycopg
-import structlog
 
 from idemconsumer.brokers.postgres import enqueue
-from idemconsumer.message.sources import own_source
+from idemconsumer.logs import log
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.schedules import Schedule, due
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import load
-
-log = structlog.get_logger("idemconsumer")
 
 _LONGEST: Final = 30.0  # seconds between two looks: a clock may be set
 _AGAIN: Final = 5.0  # after an error
@@ -29,12 +26,16 @@ _SHORTEST: Final = 0.05
 class Schedules:
     """Those of one app. The database's clock says what is due, and its row who starts it."""
 
-    def __init__(self, dsn: str, schema: str, app: str, schedules: Sequence[Schedule]) -> None:
+    def __init__(
+        self, dsn: str, schema: str, app: str, schedules: Sequence[Schedule], queues: Mapping[str, str]
+    ) -> None:
+        """`queues`: those of the handlers' own, by the handlers' names."""
         self._dsn = dsn
         self._schema = schema
         self._queries = load(schema)
         self._app = app
         self._schedules = schedules
+        self._queues = queues
 
     async def run(self) -> None:
         """Until it is cancelled. An outage only delays it."""
@@ -56,7 +57,7 @@ class Schedules:
     async def look(self) -> float:
         """Start what is due. Returns for how long nothing will be, in seconds."""
         async with await connect_async(
-            self._dsn, {"lock_timeout": "10s"}, application_name="idemconsumer schedules", connect_timeout=10
+            self._dsn, {"lock_timeout": "10s"}, purpose="schedules", connect_timeout=10
         ) as connection:
             read = await self._read(connection)
             if new := [each for each in self._schedules if (each.name, each.rule) not in read]:
@@ -90,14 +91,14 @@ class Schedules:
                 )
                 if moved.rowcount == 1:  # else another worker has come first
                     await enqueue(connection, self._schema, self._queue(schedule), self._messages(schedule, slots))
-                    log.info("schedule", name=schedule.name, slots=[schedule.key(slot) for slot in slots])
+                    log.info("schedule", schedule=schedule.name, slots=[schedule.key(slot) for slot in slots])
             if dealt_with < now:
                 return _SHORTEST
         following = next(schedule.slots(now), None)
         return _LONGEST if following is None else min(_LONGEST, max(_SHORTEST, (following - now).total_seconds()))
 
     def _queue(self, schedule: Schedule) -> str:
-        return own_source(self._app, schedule.handler).partition(":")[2]
+        return self._queues[schedule.handler].partition(":")[2]
 
     def _messages(self, schedule: Schedule, slots: Sequence[Any]) -> list[Outgoing]:
         bodies = [msgspec.json.encode({"schedule": schedule.name, "slot": slot}) for slot in slots]

@@ -6,15 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, runtime_checkable
 
-import structlog
-
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Broker, Finding
 from idemconsumer.redaction import error_text
-
-log = structlog.get_logger("idemconsumer")
 
 _SPARE_DELIVERIES: Final = 10
 

@@ -8,12 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-import structlog
-
+from idemconsumer.logs import log
 from idemconsumer.message.delivered import size_of
 from idemconsumer.worker.in_hand import Held, InHand, Place
-
-log = structlog.get_logger("idemconsumer")
 
 _MOST_BYTES: Final = 16 * 1024 * 1024  # of the messages that stepped aside
 
@@ -174,6 +171,17 @@ class Spread:
     # -------------------------------------------------------------------------------------------------------------- end
     def drain(self) -> None:
         self._left.set()
+
+    def give_back(self) -> list[Held]:
+        """Take out what can run now, each with what is in line behind it, as far as their brokers take that back."""
+        back: list[Held] = []
+        for held in list(self._ready):
+            line = self._lines.get(held.work.key) or [held]
+            if all(each.can_go_back for each in line):
+                self._ready.remove(held)
+                self._lines.pop(held.work.key, None)
+                back += line
+        return back
 
     def clear(self) -> list[Held]:
         deliveries = dict.fromkeys([*self._ready, *self._aside])

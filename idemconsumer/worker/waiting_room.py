@@ -7,15 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-import structlog
-
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
 from idemconsumer.rules.values import Outcome
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.stores.sharing import PARTY
 from idemconsumer.worker.in_hand import Held, InHand
-
-log = structlog.get_logger("idemconsumer")
 
 _FIRST, _LAST = 0.05, 1.0  # seconds between two rounds; they double while no delivery leaves
 
@@ -28,14 +25,14 @@ class WaitingRoom:
         self._handler = handler
         self._in_hand = in_hand
         self._size = size
-        self._deliveries: dict[Held, None] = {}
+        self._deliveries: dict[Held, float] = {}  # with when they came
         self._running: Sequence[Held] = ()
         self._left = asyncio.Event()
         self._wake = asyncio.Event()
 
     def add(self, held: Held) -> None:
         held.delivery.epoch.waiting += 1
-        self._deliveries[held] = None
+        self._deliveries[held] = asyncio.get_running_loop().time()
         self._wake.set()
 
     async def admit(self, held: Held) -> None:
@@ -52,6 +49,15 @@ class WaitingRoom:
 
     def _count(self, source: str) -> int:
         return sum(held.delivery.message.source == source for held in self._deliveries)
+
+    def __len__(self) -> int:
+        return len(self._deliveries)
+
+    @property
+    def oldest(self) -> float:
+        """For how many seconds the oldest delivery has waited here."""
+        came = next(iter(self._deliveries.values()), None)
+        return 0.0 if came is None else asyncio.get_running_loop().time() - came
 
     @property
     def waiting(self) -> Counter[bytes]:
@@ -83,8 +89,15 @@ class WaitingRoom:
                     while not self._in_hand.draining:
                         self._wake.clear()
                         await self._wake.wait()
-            if not self._in_hand.draining:
+            if self._at_rest:
+                pause = _LAST
+            else:
                 pause = _FIRST if await self._claim_again() else min(pause * 2, _LAST)
+
+    @property
+    def _at_rest(self) -> bool:
+        """Whether nothing may begin."""
+        return self._in_hand.draining or self._handler.name in self._in_hand.paused
 
     async def _claim_again(self) -> bool:
         """One round over all deliveries here; whether any of them left."""
@@ -99,7 +112,7 @@ class WaitingRoom:
             waiting = waiting[:1]
         size = self._in_hand.engine.group_size(self._handler)
         for start in range(0, len(waiting), size):
-            if self._in_hand.draining:
+            if self._at_rest:
                 return True
             if group := [held for held in waiting[start : start + size] if not held.abandoned]:
                 self._running = group

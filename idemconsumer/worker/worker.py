@@ -10,20 +10,22 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Final, TypeVar
 
-import structlog
-
+from idemconsumer.admin.orphans import Sagas
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.brokers.due_sagas import SCHEME, DueSagas
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import BesideSagas, Bounds, Broker, BytesInHand
+from idemconsumer.ports.broker import BesideSagas, Bounds, Broker, BytesInHand, InTheDatabase
 from idemconsumer.ports.leases import Runs
 from idemconsumer.ports.observer import NullObserver, Observer
 from idemconsumer.ports.positions import KeepsPositions
-from idemconsumer.process.child import WORKER, leave_as_killed
+from idemconsumer.ports.tracing import NO_TRACING, Tracing
+from idemconsumer.process.child import DEV, WORKER, leave_as_killed
 from idemconsumer.process.pulse import PULSE
+from idemconsumer.redaction import SHOWN
 from idemconsumer.rules.fetching import in_lanes, per_lane
 from idemconsumer.rules.schedules import Schedule
 from idemconsumer.settings import Settings
@@ -32,17 +34,23 @@ from idemconsumer.stores.positions import PostgresPositions
 from idemconsumer.user_code.cancellation import run_on
 from idemconsumer.user_code.resources import Resources
 from idemconsumer.worker.capacity import by_mode, lanes_of, most_at_once, pool_size
+from idemconsumer.worker.deadlines import Deadlines
 from idemconsumer.worker.feed import Feed, pause
+from idemconsumer.worker.forwarding import Forwarder
 from idemconsumer.worker.in_hand import InHand
 from idemconsumer.worker.lanes import Lanes
+from idemconsumer.worker.names import check_names
 from idemconsumer.worker.orphans import warn_of_orphans
+from idemconsumer.worker.relay import Relay, reachable
+from idemconsumer.worker.replies import Replies
+from idemconsumer.worker.reporting import Reporting
 from idemconsumer.worker.retention import Retention
 from idemconsumer.worker.saga_lease import SagaLease
 from idemconsumer.worker.schedules import Schedules
-
-log = structlog.get_logger("idemconsumer")
+from idemconsumer.worker.steering import Steering
 
 T = TypeVar("T")
+_LAST_LOOK: Final = 5.0  # seconds
 _SPARE: Final = 60.0  # seconds that a worker without sagas may stand still beyond its longest `timeout`
 Planned = tuple[str, Broker, list[Subscription]]  # of one feed
 
@@ -67,30 +75,41 @@ class Worker:
         observer: Observer | None = None,
         resources: Resources | None = None,
         *,
-        sagas: Mapping[str, str | None] | None = None,
+        sagas: Sagas | None = None,
         schedules: Sequence[Schedule] = (),
+        tracing: Tracing = NO_TRACING,
+        publishes: Sequence[str] = (),
     ) -> None:
-        """`sagas`: the versions of all handlers of sagas that the app has, by name, also of those not run here."""
+        """`sagas`: as in `find_orphans`, also of handlers not run here. `publishes`: destinations of the app."""
         self.handlers = handlers
         self._sagas = sagas
         self._schedules = schedules
+        self._tracing = tracing
+        self._publishes = publishes
         self._joined, self._leased = by_mode(handlers)
         self._resources = resources or Resources(())
         self._settings = settings
+        SHOWN.obey(text=settings.log_error_text, detail=settings.error_detail)
         self._observer = observer or NullObserver()
         self._brokers: dict[str, Broker] = {}
         self._drain = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
         self._lanes: Lanes | None = None
+        self._leave_when_asked: Callable[[], None] = self.drain
+        self._reporting = Reporting(handlers, self._drain)
 
     @property
     def counts(self) -> Mapping[str, int]:
         """How many deliveries have had each outcome so far."""
-        return {} if self._lanes is None else {str(kind): n for kind, n in self._lanes.in_hand.counts.items()}
+        return self._reporting.counts.outcomes
 
     def drain(self) -> None:
         """Stop fetching, finish what runs, commit, settle, leave (D11). Call it from the loop's thread."""
         self._drain.set()
+
+    def when_asked(self, leave: Callable[[], None]) -> None:
+        """`leave` is called when a person wants this worker to leave (O15); else it drains."""
+        self._leave_when_asked = leave
 
     def abort(self) -> None:
         """Leave now: what runs is rolled back and not settled."""
@@ -107,20 +126,24 @@ class Worker:
         if self._settings.dsn is None:
             raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN, e.g. postgresql://user@host/db")
         planned = self._planned_feeds()  # before anything is open: it raises for a missing driver or address
-        await self._resources.open()
-        try:
-            await self._run(self._settings.dsn, planned)
-        finally:
-            await self._resources.close()
+        async with self._reporting.going_on():
+            await self._resources.open()
+            try:
+                await self._run(self._settings.dsn, planned)
+            finally:
+                await self._resources.close()
 
     def _planned_feeds(self) -> list[Planned]:
         feeds: defaultdict[tuple[str, str], list[Subscription]] = defaultdict(list)
         for handler in self.handlers:
+            if (destination := handler.options.dead_letter_to) is not None:
+                self._broker(destination.partition(":")[0])
             brokers = [self._broker(subscription.scheme) for subscription in handler.subscriptions]
             subscriptions = list(handler.subscriptions)
-            if handler.leased or any(broker.hands_over for broker in brokers):
-                subscriptions.append(Subscription(handler.own_source, handler.name, handler.app))
-            subscriptions.append(Subscription(handler.retry_source, handler.name, handler.app))
+            own = handler.leased or any(broker.hands_over for broker in brokers)
+            for name in handler.names:  # L69
+                queues = [name.own_source, name.retry_source] if own else [name.retry_source]
+                subscriptions += [Subscription(queue, handler.name, handler.app) for queue in queues]
             for subscription in subscriptions:
                 scheme = subscription.scheme
                 feeds[scheme, self._broker(scheme).feed(subscription)].append(subscription)
@@ -136,14 +159,36 @@ class Worker:
             if (store := await self._reached(lambda: self._open_store(dsn))) is None:
                 return
             stack.push_async_callback(store.close)
+            if not await self._reached(lambda: self._names_checked(dsn)):
+                return
+            place, lag = int(os.environ.get(WORKER, "0")), lambda: self._reporting.lag
+            schemes = reachable(self._settings, {*self._brokers, *(each.partition(":")[0] for each in self._publishes)})
+            steering = Steering(self.handlers, place, lambda: self._leave_when_asked(), lag, relays=schemes)
+            if await self._reached(lambda: steering.begin(store.pool.alone)) is None:
+                return
+            stack.push_async_callback(steering.end, store.pool.alone)
             at_once = most_at_once(self._joined, self._settings) * self._settings.workers
-            engine = Engine(store, self._observer, lanes=at_once, watched=True)
+            self._reporting.pools["handlers"] = store.pool
+            counts, all_told = self._reporting.counts, DEV in os.environ
+            engine = Engine(
+                store,
+                self._observer,
+                lanes=at_once,
+                watched=True,
+                counts=counts,
+                tell_all=all_told,
+                tracing=self._tracing,
+            )
             saga_lease = None
             if self._leased:
                 if (saga_lease := await self._reached(lambda: self._open_saga_lease(dsn, engine))) is None:
                     return
                 stack.push_async_callback(saga_lease.close)
-            await self._consume(dsn, planned, store, engine, saga_lease)
+                self._reporting.pools["sagas"] = saga_lease.pool
+            relay = None
+            if schemes:
+                relay = Relay(store.pool, dsn, self._settings.schema, schemes, self._broker, counts, self._observer.at)
+            await self._consume(dsn, planned, store, engine, saga_lease, steering, relay)
 
     async def _reached(self, opening: Callable[[], Awaitable[T]]) -> T | None:
         """Open something in the database once it can be reached. None when a drain came first."""
@@ -157,6 +202,10 @@ class Worker:
                 failures += 1
                 await pause(self._drain, failures)
         return None
+
+    async def _names_checked(self, dsn: str) -> bool:
+        await check_names(dsn, self._settings.schema, self.handlers)
+        return True
 
     async def _open_store(self, dsn: str) -> PostgresStore:
         return await PostgresStore.open(
@@ -179,24 +228,40 @@ class Worker:
             lease=shortest_lease(leased),
             longest_run=longest_run(leased),
             require_standby=settings.require_synchronous_standby,
-            runs=[Runs(handler.app, handler.name, handler.options.version) for handler in leased],
+            runs=[Runs(*name, handler.options.version) for handler in leased for name in handler.names],
             parties=[handler.name for handler in leased],
             stuck=_leave,
         )
 
     async def _consume(
-        self, dsn: str, planned: Sequence[Planned], store: PostgresStore, engine: Engine, saga_lease: SagaLease | None
+        self,
+        dsn: str,
+        planned: Sequence[Planned],
+        store: PostgresStore,
+        engine: Engine,
+        saga_lease: SagaLease | None,
+        steering: Steering,
+        relay: Relay | None,
     ) -> None:
         settings = self._settings
         for broker in self._brokers.values():
             if isinstance(broker, KeepsPositions):
                 broker.keep_positions_in(PostgresPositions(store.pool))
         sagas = None if saga_lease is None else saga_lease.engine
-        in_hand = InHand(engine, self._observer, sagas=sagas)
+        forwarders = self._forwarders(store)
+        in_hand = InHand(
+            engine,
+            self._observer,
+            sagas=sagas,
+            replies=Replies(self._brokers),
+            buried=partial(_wake, forwarders),
+            counts=self._reporting.counts,
+        )
         lanes = self._lanes = Lanes(in_hand, self.handlers, settings)
+        steering.steer(lanes)
         if saga_lease is not None:
             beside = [broker for broker in self._brokers.values() if isinstance(broker, BesideSagas)]
-            planned = [*planned, self._due_sagas(saga_lease, lanes, beside)]
+            planned = [*planned, *self._due_sagas(saga_lease, lanes, beside)]
             for each in beside:
                 each.wake_sagas_by(lanes.freed.set)
         memory = BytesInHand(settings.max_bytes_in_hand)
@@ -214,12 +279,25 @@ class Worker:
             )
             for name, broker, subscriptions in planned
         ]
-        upkeep = [asyncio.create_task(Retention(dsn, settings.schema, settings.prune_every, self.handlers).run())]
+        senders: list[Forwarder | Relay] = [*forwarders, *([] if relay is None else [relay])]
+        sending = [asyncio.create_task(sender.run()) for sender in senders]
+        retention = Retention(dsn, settings.schema, settings.prune_every, self.handlers)
+        deadlines = Deadlines(store.pool, self.handlers)
+        upkeep = [asyncio.create_task(retention.run()), asyncio.create_task(deadlines.run())]
+        upkeep += map(asyncio.create_task, self._reporting.begin(feeds, lanes, memory, retention))
+        for broker in self._brokers.values():
+            if isinstance(broker, InTheDatabase):
+                broker.tell(steering.told)
+                if relay is not None:
+                    broker.relay_by(relay.wake)
+                upkeep.append(asyncio.create_task(steering.run(broker.ask)))
         if os.environ.get(WORKER, "0") == "0":  # one process of a program says it
             upkeep += [asyncio.create_task(feed.warn()) for feed in feeds]
             app = self.handlers[0].app
             if self._schedules:
-                upkeep.append(asyncio.create_task(Schedules(dsn, settings.schema, app, self._schedules).run()))
+                queues = {handler.name: handler.own_source for handler in self.handlers}
+                schedules = Schedules(dsn, settings.schema, app, self._schedules, queues)
+                upkeep.append(asyncio.create_task(schedules.run()))
             if self._sagas is not None:
                 upkeep.append(asyncio.create_task(warn_of_orphans(dsn, settings.schema, app, self._sagas)))
         # Where there are sagas their lease's thread ends this process, which knows of steps that may take longer (L37).
@@ -233,28 +311,58 @@ class Worker:
                 await self._drain.wait()
                 if watch is not None:
                     watch.cancel()
+                steering.leaving()
                 await self._leave(feeds, lanes)
+                await _last_look(senders, sending)
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         finally:
             PULSE.end()
-            for task in upkeep:
+            for task in (*upkeep, *sending):
                 task.cancel()
-            await asyncio.gather(*upkeep, return_exceptions=True)
+            await asyncio.gather(*upkeep, *sending, return_exceptions=True)
             for feed in feeds:  # for an abort: a member that does not leave would hold up its whole group
                 await feed.close()
             for broker in self._brokers.values():
                 await broker.close()
+            engine.endings.telling.close()
+            await engine.deliveries.close()
             log.info("worker stopped", **self.counts)
+
+    def _forwarders(self, store: PostgresStore) -> list[Forwarder]:
+        by_destination: defaultdict[str, list[BoundHandler]] = defaultdict(list)
+        for handler in self.handlers:
+            if (destination := handler.options.dead_letter_to) is not None:
+                by_destination[destination].append(handler)
+        return [
+            Forwarder(
+                store.pool,
+                handlers[0].app,
+                [handler.name for handler in handlers],
+                destination,
+                self._broker(destination.partition(":")[0]),
+                self._observer.at,
+            )
+            for destination, handlers in by_destination.items()
+        ]
 
     def _most_silence(self) -> float:
         """For how many seconds this process may run no Python: longer than an event loop may stand still (L37)."""
         longest = longest_run(self.handlers)
         return longest + (1.5 * shortest_lease(self._leased) + 1.0 if self._leased else _SPARE)
 
-    def _due_sagas(self, saga_lease: SagaLease, lanes: Lanes, beside: Sequence[BesideSagas]) -> Planned:
-        resuming = [Subscription(f"{SCHEME}:{handler.name}", handler.name, handler.app) for handler in self._leased]
-        return SCHEME, DueSagas(saga_lease.leases, lanes, saga_lease.engine.cancel, beside), resuming
+    def _due_sagas(self, saga_lease: SagaLease, lanes: Lanes, beside: Sequence[BesideSagas]) -> list[Planned]:
+        """One source for each app in the names of handlers (L69): that of this worker, and seldom a former one."""
+        of_app: dict[str, list[Subscription]] = {self._leased[0].app: []}
+        for handler in self._leased:
+            for name in handler.names:
+                resuming = Subscription(f"{SCHEME}:{name.handler}", handler.name, name.app)
+                of_app.setdefault(name.app, []).append(resuming)
+        leases, cancel = saga_lease.leases, saga_lease.engine.cancel
+        return [
+            (SCHEME, DueSagas(leases, lanes, cancel, () if i else beside), resuming)
+            for i, resuming in enumerate(of_app.values())
+        ]
 
     def _bounds(self, lanes: Lanes, subscriptions: Sequence[Subscription], memory: BytesInHand) -> Bounds:
         """What one session may have outstanding, as of now: enough for all lanes of its handlers."""
@@ -277,6 +385,7 @@ class Worker:
             drain=settings.drain_timeout,
             share=share,
             memory=memory,
+            paused=lambda source: lanes.paused(handlers[source].name),
         )
 
     async def _watch_empty(self, feeds: Sequence[Feed], in_hand: InHand) -> None:
@@ -304,6 +413,19 @@ class Worker:
         await lanes.release()
         for feed in feeds:
             await feed.close()
+
+
+def _wake(forwarders: Sequence[Forwarder]) -> None:
+    for forwarder in forwarders:
+        forwarder.wake()
+
+
+async def _last_look(senders: Sequence[Forwarder | Relay], sending: Sequence[asyncio.Task[None]]) -> None:
+    """Send what the last messages have left; other workers, or the next one, do what takes longer."""
+    for sender in senders:
+        sender.stop()
+    if sending:
+        await asyncio.wait(sending, timeout=_LAST_LOOK)
 
 
 def _leave(place: str) -> None:

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from idemconsumer.stores.migrations import migrate
 from tests.support.kafka import MortalWorld, World, killing, world_of
 from tests.support.positions import Database, opened
 from tests.support.servers.made import PrivateKafka, Server
+from tests.support.servers.postgres import migrated
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ async def mortal(private_kafka: PrivateKafka) -> AsyncIterator[MortalWorld]:
 @pytest.fixture
 async def kept(world: World, database: str) -> AsyncIterator[Database]:
     """Where the sessions of `world` keep their positions."""
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     async with opened(database) as kept:
         world.broker.keep_positions_in(kept)
         yield kept

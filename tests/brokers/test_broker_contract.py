@@ -22,7 +22,7 @@ from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.settings import Settings
-from idemconsumer.stores.migrations import migrate
+from tests.support.servers.postgres import migrated
 
 pytest.register_assert_rewrite("idemconsumer.testing.broker_contract")
 
@@ -58,7 +58,7 @@ class PostgresHarness(_Harness):
 
     def __init__(self, dsn: str) -> None:
         self._settings = Settings(dsn=dsn)
-        migrate(dsn, self._settings.schema)
+        migrated(dsn, self._settings.schema)
 
     def broker(self) -> Broker:
         return PostgresBroker(self._settings)

@@ -14,16 +14,16 @@ from aiokafka.admin import NewPartitions
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.group import JoinGroupRequest
-from structlog.testing import LogCapture
 
 from idemconsumer.brokers.kafka import broker as kafka
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka import health as kafka_health
+from idemconsumer.brokers.kafka import relaying as kafka_relaying
 from idemconsumer.brokers.kafka import session as kafka_session
 from idemconsumer.brokers.kafka.broker import METADATA_MAX_AGE_MS, KafkaBroker
 from idemconsumer.brokers.kafka.session import KafkaSession
 from idemconsumer.brokers.last_will import WILL
-from idemconsumer.errors import BrokerUnavailable, SessionEnded
+from idemconsumer.errors import BadMessage, BrokerUnavailable, SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
@@ -38,7 +38,7 @@ from tests.support.kafka import (
     take,
     take_any,
 )
-from tests.support.logs import entries
+from tests.support.logs import LogCapture, entries
 from tests.support.waiting import PATIENCE, until
 
 
@@ -650,6 +650,27 @@ async def test_a_broker_that_stays_away_ends_the_session_and_closing_is_bounded_
 
 
 # ------------------------------------------------------------------------------------------ publish and check
+@pytest.mark.kill
+async def test_what_a_silent_broker_did_not_confirm_is_relayed_again_and_in_order(
+    mortal: MortalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await mortal.create()
+    messages = [Outgoing(b"%d" % n, key="k") for n in range(20)]
+    assert await mortal.broker.relay(mortal.topic, messages[:5]) == [None] * 5
+    with monkeypatch.context() as brief:
+        brief.setattr(kafka_relaying, "CONFIRM", 0.5)
+        mortal.own.freeze()
+        for _ in range(3):
+            with pytest.raises(BrokerUnavailable, match="did not confirm"):
+                await mortal.broker.relay(mortal.topic, messages[5:])
+        mortal.own.thaw()
+    assert await mortal.broker.relay(mortal.topic, messages[5:]) == [None] * 15
+    session, bodies = await mortal.open(), list[bytes]()
+    while bodies[-1:] != [b"19"]:
+        bodies += [each.message.body for each in await session.fetch()]
+    assert list(dict.fromkeys(bodies)) == [each.body for each in messages]
+
+
 async def test_publishing_keeps_keys_headers_and_order(world: World) -> None:
     await world.create()
     messages = [Outgoing(b"%d" % n, {"number": str(n)}, key="k" if n % 2 else None) for n in range(50)]
@@ -665,10 +686,20 @@ async def test_publishing_to_a_missing_topic_says_how_to_create_it(world: World)
         await world.broker.publish(world.topic, [Outgoing(b"1")])
 
 
-async def test_a_message_that_is_too_large_for_the_topic_is_not_confirmed(world: World) -> None:
+async def test_a_message_that_is_too_large_for_the_topic_is_refused(world: World) -> None:
     await world.create(configs={"max.message.bytes": "1000"})
-    with pytest.raises(BrokerUnavailable, match=f"did not confirm 1 .*{world.topic}.*MessageSizeTooLarge"):
+    with pytest.raises(BadMessage, match=f"oversized: Kafka takes no message of that size for topic '{world.topic}'"):
         await world.broker.publish(world.topic, [Outgoing(b"x" * 2_000)])
+
+
+async def test_behind_a_message_that_was_refused_others_are_published(world: World) -> None:
+    """Its partition takes nothing more of a producer that has had a batch refused."""
+    await world.create(configs={"max.message.bytes": "1000"})
+    await world.broker.publish(world.topic, [Outgoing(b"0")])
+    with pytest.raises(BadMessage, match="oversized"):
+        await world.broker.publish(world.topic, [Outgoing(b"x" * 2_000)])
+    await world.broker.publish(world.topic, [Outgoing(b"1"), Outgoing(b"2")])
+    assert [each.message.body for each in await take(await world.open(), 3)] == [b"0", b"1", b"2"]
 
 
 async def test_check_finds_partitions_and_retention(world: World) -> None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 from aiokafka import TopicPartition
-from structlog.testing import LogCapture
 
 from idemconsumer.brokers.kafka.low_water import Tracker
 from idemconsumer.brokers.kafka.reading import Partition
@@ -18,7 +17,7 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch
 from idemconsumer.ports.positions import Kept, Place, Reached
 from tests.support.kafka import BOUNDS, World, joined, offset_of, take
-from tests.support.logs import entries
+from tests.support.logs import LogCapture, entries
 from tests.support.positions import Database
 
 IMPATIENT = Bounds(lanes=4, group=8, drain=0.3)

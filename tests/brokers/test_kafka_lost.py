@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
-from structlog.testing import LogCapture
 
 from idemconsumer.brokers.kafka import reading as kafka_reading
 from idemconsumer.brokers.kafka import session as kafka_session
@@ -15,7 +14,7 @@ from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.kafka.start import Log, Start, start_at
 from idemconsumer.settings import Settings
 from tests.support.kafka import World, joined, offset_of, take
-from tests.support.logs import entries
+from tests.support.logs import LogCapture, entries
 from tests.support.waiting import until
 
 LOST = "kafka messages lost"

@@ -11,7 +11,6 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import NewTopic
 from aiokafka.errors import KafkaError
-from structlog.testing import LogCapture
 
 from idemconsumer.brokers.kafka import reading as kafka_reading
 from idemconsumer.brokers.kafka import session as kafka_session
@@ -20,12 +19,12 @@ from idemconsumer.brokers.kafka.start import Mark, Resume, resume
 from idemconsumer.brokers.kafka.topic_ids import topic_ids
 from idemconsumer.ports.positions import Kept, Place, Reached
 from idemconsumer.settings import Settings
-from idemconsumer.stores.migrations import migrate
 from tests.support.kafka import World, offset_of, partition_of, take
-from tests.support.logs import entries
+from tests.support.logs import LogCapture, entries
 from tests.support.positions import Database, opened
 from tests.support.servers.made import PrivatePgBouncer
 from tests.support.servers.pgbouncer import carry
+from tests.support.servers.postgres import migrated
 from tests.support.waiting import PATIENCE, until
 
 SET_BACK = "the database was set back, kafka messages are read again"
@@ -324,7 +323,7 @@ async def test_what_is_due_is_written_with_one_statement_for_all_partitions(worl
 async def test_positions_are_kept_behind_a_pooler(
     world: World, database: str, private_pgbouncer: PrivatePgBouncer
 ) -> None:
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     carry(database)
     pooler = private_pgbouncer(database, "transaction")
     async with opened(pooler.dsn) as kept:

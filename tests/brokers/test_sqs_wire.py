@@ -36,13 +36,29 @@ def carried(queue: Queue, outgoing: Outgoing, **system: str) -> Any:
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 
 
-@given(st.binary(max_size=50) | texts.map(str.encode), st.dictionaries(texts, texts, max_size=14), st.none() | texts)
+names = texts.filter(lambda name: name != "idemconsumer-message-id")  # which is the id, and no header
+
+
+@given(st.binary(max_size=50) | texts.map(str.encode), st.dictionaries(names, texts, max_size=14), st.none() | texts)
 def test_whatever_is_published_arrives_as_it_was(body: bytes, headers: dict[str, str], key: str | None) -> None:
     message = carried(ORDERS, Outgoing(body, headers, key))
     assert message.body == body
     assert message.headers == headers
     assert message.message_id == ("m-1" if key is None else key)
     assert message.position == "orders#m-1"
+
+
+@pytest.mark.parametrize("body", [b"aGVsbG8=", b"", b"\0"])
+def test_headers_named_as_our_marks_change_no_body(body: bytes) -> None:
+    headers = {"idemconsumer-body": "base64", "idemconsumer-headers": "{}"}
+    message = carried(ORDERS, Outgoing(body, headers, "order-1"))
+    assert (message.body, message.headers, message.message_id) == (body, headers, "order-1")
+
+
+def test_the_key_is_the_id_whatever_the_headers_say() -> None:
+    headers = {"idemconsumer-message-id": "another"}
+    assert carried(ORDERS, Outgoing(b"x", headers, "order-1")).message_id == "order-1"
+    assert carried(ORDERS, Outgoing(b"x", headers)).message_id == "another"
 
 
 def test_headers_that_an_attribute_can_carry_are_attributes() -> None:

@@ -27,7 +27,8 @@ from idemconsumer.message.delivered import encode_delivered
 from idemconsumer.message.message import Message
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings
-from idemconsumer.stores.migrations import files, migrate
+from idemconsumer.stores.migrations import files
+from tests.support.servers.postgres import migrated
 from tests.support.waiting import PATIENCE, eventually
 
 SHOP = """
@@ -114,7 +115,7 @@ def empty(tmp_path: Path) -> Iterator[Shop]:
 @pytest.fixture
 def shop(empty: Shop, database: str) -> Shop:
     """A project with a migrated database and one table of its own."""
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     with psycopg.connect(database) as connection:
         connection.execute("create table taken (id text)")
     empty.dsn = database
@@ -218,9 +219,10 @@ def test_dev_brings_a_migrated_database_and_leaves_at_an_interrupt(empty: Shop) 
     dev.send_signal(signal.SIGINT)
 
     assert dev.wait(PATIENCE) == Exit.DONE
-    shown = r"throwaway database: IDEMCONSUMER_DSN='(postgresql://postgres@127.0.0.1:\d+/postgres\?passfile=(.*))'\n"
-    assert (address := re.fullmatch(shown, said[0]))
-    assert not Path(address[2]).exists(), "the password goes with the database"
+    first = json.loads(said[0])
+    assert first["event"] == "throwaway database"
+    assert (address := re.fullmatch(r"postgresql://postgres@127.0.0.1:\d+/postgres\?passfile=(.*)", first["dsn"]))
+    assert not Path(address[1]).exists(), "the password goes with the database"
 
 
 # --------------------------------------------------------------------------------------------------- mistakes of people
@@ -322,7 +324,8 @@ def test_a_dsn_that_is_none_is_one_line_that_does_not_quote_it(empty: Shop, word
 
     said = empty(*words, code=Exit.USAGE)
 
-    assert said.startswith("error: IDEMCONSUMER_DSN cannot be parsed; write postgresql://")
+    error = json.loads(said)["error"] if words[0] in ("run", "dev") else said.removeprefix("error: ")
+    assert error.startswith("IDEMCONSUMER_DSN cannot be parsed; write postgresql://")
     assert "s3cret" not in said
     assert said.count("\n") == 1
 
@@ -402,7 +405,8 @@ def test_the_help_documents_the_exit_codes(empty: Shop) -> None:
 # ------------------------------------------------------------------------------------------------------------- looking
 def test_migrate_makes_the_tables_once_and_says_what_it_did(empty: Shop, database: str) -> None:
     empty.dsn = database
-    assert {each["applied_at"] for each in json.loads(empty("migrate", "status", "--json"))} == {None}
+    pending = json.loads(empty("migrate", "status", "--json", code=Exit.PENDING))
+    assert {each["applied_at"] for each in pending} == {None}
     assert "create table" in empty("migrate", "sql")
 
     assert empty("migrate", "up").startswith("applied 0001_records")
@@ -413,6 +417,22 @@ def test_migrate_makes_the_tables_once_and_says_what_it_did(empty: Shop, databas
         files()
     )
     assert empty("migrate", "sql") == ""
+
+
+def test_what_migrations_are_left_is_an_exit_code(shop: Shop) -> None:
+    assert shop.dsn is not None
+    assert "pending" not in shop("migrate", "status")
+    with psycopg.connect(shop.dsn, autocommit=True) as connection:
+        connection.execute("insert into idemconsumer.migration (version, name, checksum) values (9000, 'later', '')")
+        assert "9000_later  applied" in (said := shop("migrate", "status", code=Exit.NEWER))
+        assert said.endswith(", by a later version\n")
+        assert shop("migrate", "up") == "schema idemconsumer is up to date\n"
+        connection.execute("delete from idemconsumer.migration where version = %s", (files()[-1].version,))
+        assert f"{files()[-1]}  pending" in shop("migrate", "status", code=Exit.PENDING)
+        with connection.transaction():
+            connection.execute("lock table idemconsumer.migration")
+            shop("migrate", "up", "--wait", "0", code=Exit.PENDING)
+            assert f"held by pid {connection.info.backend_pid}" in shop.stderr
 
 
 def test_migrate_sql_all_needs_no_database_and_fills_in_the_schema(empty: Shop) -> None:
@@ -480,7 +500,7 @@ def test_check_fails_where_something_would_go_wrong(empty: Shop, database: str) 
     empty.dsn = database
     assert "run `idemconsumer migrate up`" in empty("check", "shop:app", code=Exit.ERROR)
 
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     empty.dsn = f"{database} options='-c synchronous_commit=off'"
     assert "synchronous_commit is off" in empty("check", "shop:app", code=Exit.ERROR)
 

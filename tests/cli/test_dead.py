@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from idemconsumer.cli.main import main
 from idemconsumer.message import keys
-from idemconsumer.stores.migrations import migrate
+from tests.support.servers.postgres import migrated
 
 
 class Desk:
@@ -51,7 +51,7 @@ class Desk:
 
 @pytest.fixture
 def desk(any_database: str) -> Desk:
-    migrate(any_database, "idemconsumer")
+    migrated(any_database, "idemconsumer")
     desk = Desk(any_database)
     for n in range(3):
         desk.letter("order", "attempts_exhausted", f"ValueError: no {n} (shop.py:12 order)", key=f"k{n}")

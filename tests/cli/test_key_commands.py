@@ -9,8 +9,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from idemconsumer.cli.main import main
+from idemconsumer.hashing import HASHING
 from idemconsumer.message import keys
-from idemconsumer.stores.migrations import migrate
+from idemconsumer.wrapping import new_key, unwrap, wrap
+from tests.support.hashing import OTHER, SECRET, begin, restored
+from tests.support.servers.postgres import migrated
 
 KEY = keys.digest("shop", None, "take", "a")
 SHORT = KEY.hex()[:12]
@@ -19,7 +22,7 @@ SHORT = KEY.hex()[:12]
 @pytest.fixture
 def dsn(any_database: str) -> str:
     """With one key, which is dead."""
-    migrate(any_database, "idemconsumer")
+    migrated(any_database, "idemconsumer")
     with psycopg.connect(any_database) as connection:
         connection.execute("insert into idemconsumer.scope (name) values ('shop/-/take')")
         connection.execute("select set_config('idemconsumer.open', 't', true)")
@@ -75,3 +78,46 @@ def test_a_key_is_forgotten_once_that_is_confirmed(dsn: str) -> None:
     assert run(dsn, "dead", "list").stdout == "no dead letters\n"
     done = json.loads(run(dsn, "keys", "forget", SHORT, "--record", "--yes", "--json").stdout)
     assert done == {"key": KEY.hex(), "letters": 0, "record": True}
+
+
+def test_a_handler_that_has_another_name_here_is_said(dsn: str) -> None:
+    """L68: as one that was renamed has."""
+    told = (
+        "nothing is stored under a handler 'took', but under take; one that was renamed, with formerly=, has the first"
+    )
+    for verb in ("keys", "dead", "sagas"):
+        assert told in run(dsn, verb, "list", "--handler", "took").stderr
+        assert run(dsn, verb, "list", "--handler", "take").stderr == ""
+    assert told in run(dsn, "explain", "--handler", "took", "--key", "a", code=2).stderr
+    assert told in run(dsn, "sagas", "show", "--handler", "took", "--key", "a", code=2).stderr
+
+
+def test_keys_are_found_by_their_text_under_a_secret_that_is_rotated(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R39: who looks changes nothing, and who decides rotates it as a worker does."""
+    monkeypatch.setenv("IDEMCONSUMER_KEY_SECRETS", f"{OTHER},{SECRET}")
+    by_text = ["--handler", "take", "--key", "a"]
+    with restored(), psycopg.connect(dsn, autocommit=True) as connection:
+        begin(SECRET)
+        HASHING.settle(new_key())
+        key, stored = keys.digest("shop", None, "take", "a"), wrap(SECRET.encode(), HASHING.data_key or b"")
+        connection.execute("insert into idemconsumer.hashing (wrapped) values (%s)", [stored])
+        connection.execute("update idemconsumer.attempt set key = %s", [key])
+        connection.execute("update idemconsumer.dead_letter set key = %s", [key])
+
+        def wrapped() -> bytes:
+            ((found,),) = connection.execute("select wrapped from idemconsumer.hashing").fetchall()
+            return bytes(found)
+
+        begin()
+        assert f"key         {key.hex()}" in run(dsn, "keys", "show", *by_text).stdout
+        said = run(dsn, "doctor", code=1).stdout
+        assert "key_secrets: the data key is wrapped by number 2; the next process that starts with this list" in said
+        assert wrapped() == stored
+        begin()
+        run(dsn, "keys", "forget", "--yes", *by_text)
+        assert unwrap(OTHER.encode(), wrapped()) == HASHING.data_key
+        assert "the data key is wrapped by the first one; once all processes" in run(dsn, "doctor").stdout
+        monkeypatch.delenv("IDEMCONSUMER_KEY_SECRETS")
+        begin()
+        assert "set IDEMCONSUMER_KEY_SECRETS to it" in run(dsn, "keys", "show", *by_text, code=2).stderr
+        assert "key_secrets" not in run(dsn, "doctor").stdout  # who only watches needs none

@@ -11,8 +11,8 @@ from typing import LiteralString, cast
 import psycopg
 
 from idemconsumer.process.child import Exit
-from idemconsumer.stores.migrations import migrate
 from tests.support.servers.made import PrivatePgBouncer
+from tests.support.servers.postgres import migrated
 
 APP = """
 from idemconsumer import App, Saga, Tx
@@ -34,7 +34,7 @@ def idemconsumer(folder: Path, dsn: str, verb: str, *more: str) -> tuple[int, st
 
 
 def test_what_check_prints_is_enough_to_run(database: str, private_pgbouncer: PrivatePgBouncer, tmp_path: Path) -> None:
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     (tmp_path / "shop.py").write_text(APP)
     pooler = private_pgbouncer(database, "transaction", settings={"ignore_startup_parameters": "options"})
 

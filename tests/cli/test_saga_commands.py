@@ -20,8 +20,8 @@ from idemconsumer.message.keys import digest
 from idemconsumer.process.child import Exit
 from idemconsumer.sagas.step import step_key
 from idemconsumer.settings import Settings
-from idemconsumer.stores.migrations import migrate
 from idemconsumer.testing import Replay, read_histories, replay
+from tests.support.servers.postgres import migrated
 from tests.support.waiting import until
 
 Act = Callable[[], None]
@@ -135,7 +135,7 @@ def raising(error: Exception) -> Act:
 
 @pytest.fixture
 def travel(database: str) -> Travel:
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     travel = Travel(database)
     travel.sql("create table done (trip text, what text, at timestamptz default clock_timestamp())")
     return travel

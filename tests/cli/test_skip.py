@@ -9,14 +9,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from idemconsumer.cli.main import main
-from idemconsumer.stores.migrations import migrate
+from tests.support.servers.postgres import migrated
 
 STOP = "insert into idemconsumer.kafka_stop values ('c', %s, 'orders', 3, 4711, 4720, 'wrong CRC', false, now(), now())"
 
 
 @pytest.fixture
 def dsn(database: str) -> str:
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     return database
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from structlog.testing import capture_logs
 
 from idemconsumer import App, Key, Message, Tx
 from idemconsumer.rules.values import State
 from tests.support.ledger import SOURCE, Ledger, message, write
+from tests.support.logs import capture_logs
 
 SECRET = "4111-1111-secret"
 

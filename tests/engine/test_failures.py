@@ -12,7 +12,6 @@ from typing import Any
 import psycopg
 import pydantic
 import pytest
-from structlog.testing import capture_logs
 
 from idemconsumer import Message, Reject, Retry, Tx, idempotent_handler
 from idemconsumer.brokers.postgres import enqueue
@@ -27,6 +26,7 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.user_code import time_limit
 from tests.support.collisions import a_lock_is_taken, collide
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
+from tests.support.logs import capture_logs
 from tests.support.points import Killed
 from tests.support.waiting import PATIENCE, until
 
@@ -115,7 +115,11 @@ async def test_what_is_not_in_retry_on_is_dead_at_once(ledger: Ledger, engine: E
 
 async def test_what_is_in_fail_on_is_a_rejection(ledger: Ledger, engine: Engine) -> None:
     outcome = await engine.process(*works(failing(KeyError("secret"), fail_on=(LookupError,)), 1))
-    assert (outcome.kind, outcome.reason, outcome.result) == ("failed", "KeyError", b'{"code":"KeyError","body":null}')
+    assert (outcome.kind, outcome.reason, outcome.result) == (
+        "failed",
+        "KeyError",
+        b'{"code":"KeyError","body":"\'secret\'"}',
+    )
     assert (ledger.effects, ledger.states, ledger.attempts) == ([], [State.FAILED], [])
 
 
@@ -583,8 +587,14 @@ async def test_nor_does_it_end_when_a_result_is_encoded_or_an_error_is_written_d
 
 async def test_what_the_log_says_of_a_failure_holds_no_payload(engine: Engine) -> None:
     with capture_logs() as logs:
-        await to_the_end(engine, works(failing(ValueError("card 4111"), max_attempts=2), "order 4111"))
-    assert [entry["event"] for entry in logs] == ["handler failed", "handler failed", "dead letter"]
+        bound = failing(ValueError("no money"), max_attempts=3).plan.bind("shop")
+        await to_the_end(engine, [work(bound, message(1, card="4111"))])
+        engine.endings.telling.close()
+    assert [(entry["event"], entry["text"]) for entry in logs] == [
+        ("handler failed", "no money"), ("dead letter", "no money"), ("handler failed again", "no money"),
+    ]  # fmt: skip
+    assert [entry.get("count") for entry in logs] == [None, None, 2]
+    assert "in fail" in logs[0]["exception"]
     assert "4111" not in repr(logs)
 
 

@@ -328,12 +328,16 @@ class Crashing:
 
 
 @pytest.mark.parametrize(  # one engine lets a suspect run alone
-    ("engines", "in_company", "says"),
+    ("both_ways", "engines", "in_company", "says"),
     [
-        pytest.param(1, 3, "nothing more", marks=pytest.mark.long),
-        (1, 3, "through tx.connection"),
-        (2, 3 + 1, "something else"),
+        ("waits", 1, 3, "through tx.connection"),
+        ("ahead", 2, 3 + 1, "something else"),
+        pytest.param("ahead", 1, 3, "through tx.connection", marks=pytest.mark.long),
+        pytest.param("waits", 2, 3 + 1, "something else", marks=pytest.mark.long),
+        pytest.param("waits", 1, 3, "nothing more", marks=pytest.mark.long),
+        pytest.param("ahead", 1, 3, "nothing more", marks=pytest.mark.long),
     ],
+    indirect=["both_ways"],
 )
 async def test_who_runs_while_another_crashes_its_session_is_not_to_blame(
     private_postgres: PrivatePostgres, engines: int, in_company: int, says: str
@@ -359,6 +363,7 @@ async def test_who_runs_while_another_crashes_its_session_is_not_to_blame(
         assert letters == [("lost_connection", 1)]
 
 
+@pytest.mark.parametrize("both_ways", ["waits", pytest.param("ahead", marks=pytest.mark.long)], indirect=True)
 async def test_one_that_crashes_its_session_each_time_ends_alone(private_postgres: PrivatePostgres) -> None:
     server = private_postgres()
     with fresh_database(server.dsn) as dsn:

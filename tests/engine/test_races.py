@@ -151,7 +151,10 @@ async def test_when_the_winner_ends_without_an_effect_the_next_one_is_judged_ane
         assert (ledger.effects, meeting.runs) == (["1"], 2)
 
 
-async def test_a_rejection_whose_key_a_rival_holds_by_then_comes_again(ledger: Ledger, store: PostgresStore) -> None:
+async def test_a_rejection_whose_key_a_rival_holds_by_then_comes_again(
+    ledger: Ledger, store: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("idemconsumer.stores.claims.LOCK_TIMEOUT", "100ms")
     with psycopg.connect(ledger.dsn) as rival:
 
         class Meanwhile:

@@ -411,6 +411,23 @@ async def test_a_statement_that_waits_for_a_lock_is_cancelled_with_its_handler(l
 
 
 @pytest.mark.usefixtures("at_once")
+async def test_a_statement_that_waits_for_a_lock_does_not_outlast_the_timeout_of_its_handler(
+    ledger: Ledger, engine: Engine
+) -> None:
+    @idempotent_handler(SOURCE, key="id", timeout="300ms")
+    async def stays(order: dict[str, Any], tx: Tx) -> None:
+        await tx.execute(INSERT, ("locked",))
+        await asyncio.Event().wait()
+
+    with psycopg.connect(ledger.dsn) as rival:
+        rival.execute(INSERT, ("locked",))
+        async with asyncio.timeout(8):  # and not the lock_timeout of ten seconds
+            assert kinds([await engine.process(*works(stays, "a"))]) == ["retrying"]
+        assert ledger.sessions("active") == 0
+    assert (ledger.states, ledger.attempts) == ([], [])
+
+
+@pytest.mark.usefixtures("at_once")
 async def test_a_task_that_goes_on_after_its_handler_sends_nothing_behind_the_seal(
     ledger: Ledger, engine: Engine
 ) -> None:
@@ -445,7 +462,7 @@ async def test_a_worker_that_freezes_between_two_statements_is_cut_off(ledger: L
             assert (await Engine(store).process(given)).kind == "applied"
         await tx.send(INSERT, ("b",))
         with pytest.raises(RunEagerly):
-            await frozen.settled()
+            await frozen.settled(late=False)
     assert written(ledger) == ["a"]
     await store.close()
 

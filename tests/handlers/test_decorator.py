@@ -331,7 +331,7 @@ def test_the_key_rule_is_told_in_words() -> None:
 # -------------------------------------------------------------------------------------------------- options
 def test_an_unknown_option_names_the_nearest_and_all() -> None:
     text = refusal(retian="1d")
-    assert "there is no option `retian`; did you mean `retain`? the options are name, group_size, pipeline," in text
+    assert "there is no option `retian`; did you mean `retain`? the options are name, formerly, group_size," in text
 
 
 def test_options_are_resolved_to_seconds() -> None:
@@ -786,3 +786,22 @@ def test_the_message_of_a_saga_has_no_order_unless_it_is_asked_for() -> None:
     plain = idempotent_handler("kafka:orders", key="id")(book).plan.bind("shop")
     ordered = idempotent_handler("kafka:orders", key="id", order_by="account")(book).plan.bind("shop")
     assert (plain.call_for(message).order, ordered.call_for(message).order) == (None, "a")
+
+
+def test_replies_are_refused_where_there_would_be_none() -> None:
+    async def book(order: Order, saga: Saga) -> int:
+        return 1
+
+    assert 'write settle="finished"' in refusal(book, reply=True)
+    assert bound(book, reply=True, settle="finished").options.reply is not None
+    assert "no message of postgres:orders can ask for an answer" in refusal(reserve, "postgres:orders", reply=True)
+    assert "no regular expression" in refusal(reply="(")
+    assert "`reply` is 1; write True, or what whole addresses must match" in refusal(reply=1)
+    assert bound(reply=False).options.reply is None
+
+
+def test_letters_go_to_one_place_that_is_not_where_they_came_from() -> None:
+    assert bound(dead_letter_to="rabbitmq:letters/orders").options.dead_letter_to == "rabbitmq:letters/orders"
+    assert "consumes itself" in refusal(reserve, r"kafka:/orders.*/", dead_letter_to="kafka:orders.dlq")
+    assert "stands for many topics" in refusal(dead_letter_to="kafka:/dlq.*/")
+    assert "no known scheme" in refusal(dead_letter_to="orders.dlq")

@@ -8,13 +8,13 @@ from typing import Any
 
 import psycopg
 import pytest
-import structlog
 
 from idemconsumer import App, Batch, ConfigurationError, HandlerError, Message, Saga, Tx
 from idemconsumer.handlers.batch import Items
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.worker.worker import Worker
+from tests.support.logs import capture_logs
 
 
 class Client:
@@ -164,7 +164,7 @@ async def test_one_that_cannot_be_closed_does_not_keep_the_others_open(migrated:
     @life.app.idempotent_handler("postgres:a", key="id")
     async def joined(payload: dict[str, str], gateway: Gateway) -> None: ...
 
-    with structlog.testing.capture_logs() as logs:
+    with capture_logs() as logs:
         await life.app.worker(life.settings(migrated, until_empty=True)).run()
     assert {"event": "resource not closed", "resource": "gateway"}.items() <= next(
         log for log in logs if "resource" in log

@@ -1,4 +1,7 @@
-"""Runs a real launcher, kills what it is told to, and counts effects from outside."""
+"""Runs a real launcher, kills what it is told to, and counts effects from outside.
+
+With KILL_ROUND_TRIP=1 the workers' database is a millisecond away, so that what dies has more on its way.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from benchmarks._child import child
 from tests.support import ROOT
 from tests.support.pids import alive, children
 from tests.support.waiting import until
@@ -24,12 +29,25 @@ STORM_PATIENCE = 150.0  # seconds until a wait is given up as lost
 Event = Callable[[], Coroutine[object, object, None]]
 
 
+@asynccontextmanager
+async def away(dsn: str) -> AsyncIterator[str]:
+    """The address by which workers reach this database."""
+    if not (milliseconds := float(os.environ.get("KILL_ROUND_TRIP", "0"))):
+        yield dsn
+        return
+    async with child("benchmarks.delaying") as proxy:
+        server = int(conninfo_to_dict(dsn)["port"] or 5432)
+        port = await proxy.ask(port=server, round_trip=milliseconds / 1_000)
+        yield make_conninfo(dsn, host="127.0.0.1", port=port)
+
+
 class Mill:
     """One launcher with its workers, and the witness table they write to."""
 
-    def __init__(self, dsn: str, environment: Mapping[str, str], *, workers: int, seed: int) -> None:
+    def __init__(self, dsn: str, far: str, environment: Mapping[str, str], *, workers: int, seed: int) -> None:
+        """`far`: the same database as its workers reach it."""
         self._dsn = dsn
-        self._environment = {**os.environ, "IDEMCONSUMER_DSN": dsn, **environment}
+        self._environment = {**os.environ, "IDEMCONSUMER_DSN": far, **environment}
         self._workers = workers
         self._chance = random.Random(seed)
         self._launcher: subprocess.Popen[bytes] | None = None

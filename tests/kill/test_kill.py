@@ -20,7 +20,7 @@ from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
-from tests.kill.harness import STORM_PATIENCE, Event, Mill
+from tests.kill.harness import STORM_PATIENCE, Event, Mill, away
 from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivatePostgres, PrivateRabbitMQ
 from tests.support.waiting import until
 
@@ -68,12 +68,13 @@ async def mill(dsn: str, environment: dict[str, str], seed: int) -> AsyncIterato
     await asyncio.to_thread(migrate, dsn, "idemconsumer")
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         await connection.execute("create table witness (id text not null, place bigint generated always as identity)")
-    running = Mill(dsn, environment, workers=2, seed=seed)
-    running.start()
-    try:
-        yield running
-    finally:
-        running.stop()
+    async with away(dsn) as far:
+        running = Mill(dsn, far, environment, workers=2, seed=seed)
+        running.start()
+        try:
+            yield running
+        finally:
+            running.stop()
 
 
 def crash(kill: Callable[[], None], start: Callable[[], object]) -> Event:

@@ -11,7 +11,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from idemconsumer.stores.migrations import migrate
-from tests.kill.harness import Mill
+from tests.kill.harness import Mill, away
 from tests.support.servers.made import Server
 from tests.support.waiting import until
 
@@ -40,22 +40,23 @@ async def test_partitions_of_a_killed_worker_are_consumed_long_before_its_sessio
         "IDEMCONSUMER_KAFKA_SESSION_TIMEOUT": SESSION,
         "IDEMCONSUMER_DRAIN_TIMEOUT": SESSION,  # for a rebalance that waits for its members too
     }
-    running = Mill(database, environment, workers=workers, seed=1)
-    running.start()
-    try:
-        for turn in range(1, TURNS + 1):
-            async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
-                for partition in range(PARTITIONS):
-                    body = b'{"id": "%d-%d"}' % (turn, partition)
-                    await producer.send_and_wait(topic, body, partition=partition)
-            reached = turn * PARTITIONS
+    async with away(database) as far:
+        running = Mill(database, far, environment, workers=workers, seed=1)
+        running.start()
+        try:
+            for turn in range(1, TURNS + 1):
+                async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
+                    for partition in range(PARTITIONS):
+                        body = b'{"id": "%d-%d"}' % (turn, partition)
+                        await producer.send_and_wait(topic, body, partition=partition)
+                reached = turn * PARTITIONS
 
-            async def applied(reached: int = reached) -> bool:
-                return await running.applied() == reached
+                async def applied(reached: int = reached) -> bool:
+                    return await running.applied() == reached
 
-            await until(applied, f"{reached} applied", within=float(SESSION) / 10)
-            if turn < TURNS:
-                await running.kill_child()
-        assert await running.drain() == 0
-    finally:
-        running.stop()
+                await until(applied, f"{reached} applied", within=float(SESSION) / 10)
+                if turn < TURNS:
+                    await running.kill_child()
+            assert await running.drain() == 0
+        finally:
+            running.stop()

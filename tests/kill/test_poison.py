@@ -21,6 +21,7 @@ from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
+from tests.kill.harness import away
 from tests.support import ROOT
 from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivateRabbitMQ
 from tests.support.waiting import until
@@ -98,9 +99,9 @@ class Workers:
 
 async def nobody_is_taken_along(dsn: str, run: Run, **environment: str) -> None:
     await asyncio.to_thread(migrate, dsn, "idemconsumer")
-    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as db:
+    async with away(dsn) as far, await psycopg.AsyncConnection.connect(dsn, autocommit=True) as db:
         await db.execute("create table witness (id text not null)")
-        workers = Workers(dsn, environment)
+        workers = Workers(far, environment)
         keeping = asyncio.create_task(workers.keep(run.workers))
 
         async def ended() -> bool:

@@ -21,7 +21,7 @@ from idemconsumer.rules.values import OutcomeKind, State, StepRow
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.sql.queries import load
-from idemconsumer.stores.migrations import migrate
+from tests.support.servers.postgres import migrated
 
 
 async def _book(order: dict[str, Any], saga: Saga) -> str:
@@ -118,7 +118,7 @@ _TAKE: dict[str, Any] = {
 
 def test_an_undo_that_only_began_does_not_start_the_attempts_anew(database: str) -> None:
     """The row of its step is finished, as a step, so an undo that always failed was never given up."""
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute(_SAGA, (2, None))
         connection.execute("set session_replication_role = replica")  # the guard wants a sealed transaction

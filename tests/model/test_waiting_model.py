@@ -19,7 +19,8 @@ import pytest
 
 from tests.model.explorer import Violation
 from tests.model.scripts import Ask, Refused, call, sleep, tx, wait
-from tests.model.waiting import COMPLETED, FAILED, PARKED, Rules, Scenario, explore
+from tests.model.waiting import explore
+from tests.model.waiting_world import COMPLETED, FAILED, PARKED, Rules, Scenario
 
 Steps = Generator[Ask, None, None]
 NAP, BOOKED, EXPIRED = sleep("nap", 1), tx("booked"), tx("expired")

@@ -14,8 +14,11 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from idemconsumer.errors import ConfigurationError
 from idemconsumer.process.child import WORKER, Exit, launch, leave_as_killed
 from idemconsumer.process.pulse import PULSE
 from idemconsumer.process.supervisor import Supervisor, python_changes
@@ -30,6 +33,14 @@ def spin() -> None:
     """The event loop stands still, and other threads run."""
     while True:
         pass
+
+
+def reread(settings: Path) -> None:
+    """Notes that it was read, and what was in it."""
+    text = settings.read_text()
+    settings.with_suffix(".read").write_text(text)
+    if text == "wrong":
+        raise ConfigurationError("concurrency is wrong")
 
 
 class Directed:
@@ -63,8 +74,13 @@ class Directed:
         if not self._numb:
             self._ended.set()
 
+    def when_asked(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+
     def _obey(self, order: list[str]) -> None:
         match order:
+            case ["ask"]:
+                self._leave()
             case ["die"]:
                 os.kill(os.getpid(), signal.SIGKILL)
             case ["raise"]:
@@ -101,16 +117,24 @@ class Directed:
         self._writer.write(json.dumps(said).encode() + b"\n")
 
 
+class Powerless(Supervisor):
+    """Its kill does not end a worker, as where that waits for a disk that is gone."""
+
+    def _end_silent(self, index: int, seconds: float) -> None:
+        self._manager._send("STATUS=silent")
+
+
 def main() -> int:
     role, address, *rest = sys.argv[1:]
     options = json.loads(rest[0]) if rest else {}
     if role == "worker":
         return launch(lambda: Directed(address), float(os.environ["DRAIN_TIMEOUT"]))
-    watched = options.pop("watched", None)
-    supervisor = Supervisor(
+    watched, settings = options.pop("watched", None), options.pop("settings", None)
+    supervisor = (Powerless if options.pop("powerless", False) else Supervisor)(
         [sys.executable, "-m", "tests.process.supervised", "worker", address],
         environment=os.environ | {"DRAIN_TIMEOUT": str(options["drain_timeout"])},
         changes=python_changes(Path(watched)) if watched else None,
+        reread=partial(reread, Path(settings)) if settings else None,
         **options,
     )
     return asyncio.run(supervisor.run())

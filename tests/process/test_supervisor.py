@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from asyncio.subprocess import Process
@@ -19,9 +20,10 @@ from typing import Any
 import pytest
 
 from idemconsumer.process.child import LIFELINE, Exit
+from idemconsumer.process.notify import ServiceManager
 from idemconsumer.process.supervisor import Restarts
 from tests.support import ROOT
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 
 @dataclass
@@ -71,11 +73,13 @@ class Stage:
         if order.startswith(("ignore", "beat")) or order == "thread":
             await self.until("heard", heard + 1, pid=pid)
 
-    async def run(self, role: str = "parent", *, stdout: int | None = None, **options: object) -> Process:
+    async def run(
+        self, role: str = "parent", *, stderr: int | None = None, env: dict[str, str] | None = None, **options: object
+    ) -> Process:
         defaults: dict[str, object] = {"workers": 2, "drain_timeout": 20, "max_restarts": 5}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tests.process.supervised", role, str(self.address), json.dumps(defaults | options),
-            cwd=ROOT, env=self.environment(options), stdout=stdout,
+            cwd=ROOT, env=self.environment(options) | (env or {}), stdin=asyncio.subprocess.DEVNULL, stderr=stderr,
         )  # fmt: skip
         self.processes.append(process)
         return process
@@ -159,15 +163,15 @@ async def test_a_worker_that_crashes_too_often_ends_everything_with_exit_3(stage
     ],
 )
 async def test_the_last_line_of_one_that_gives_up_says_why(stage: Stage, order: str, said: str) -> None:
-    parent = await stage.run(max_restarts=0, stdout=asyncio.subprocess.PIPE)
+    parent = await stage.run(max_restarts=0, stderr=asyncio.subprocess.PIPE)
     (first,) = await stage.until("started", worker=0)
     await stage.until("started", worker=1)
     await stage.order(first, order)
     async with asyncio.timeout(PATIENCE):
-        output, _ = await parent.communicate()
+        _, output = await parent.communicate()
     assert parent.returncode == Exit.CRASHED
     last = output.decode().splitlines()[-1]
-    assert re.search(rf"cannot run +error='worker 0 died 1 times in ten minutes, the last time .* s, {said}'$", last)
+    assert re.search(rf'cannot run error="worker 0 died 1 times in ten minutes, the last time .* s, {said}"$', last)
 
 
 async def test_workers_are_gone_when_their_parent_was_killed(stage: Stage) -> None:
@@ -339,3 +343,139 @@ def test_only_the_crashes_of_the_last_ten_minutes_count() -> None:
     assert not restarts.exhausted
     assert restarts.crashed(2.0, 1.0).exhausted
     assert not restarts.crashed(600.5, 1.0).exhausted
+
+
+async def test_a_worker_that_was_asked_to_leave_has_no_successor_until_a_hangup(stage: Stage) -> None:
+    parent = await stage.run()
+    (first,), (other,) = await stage.until("started", worker=0), await stage.until("started", worker=1)
+    await stage.order(first, "ask")
+    await stage.until_gone(first)
+    await stage.order(other, "die")
+    await stage.order((await stage.until("started", 2, worker=1))[1], "die")
+    again = (await stage.until("started", 3, worker=1))[2]  # by then the first one's place would have been filled, too
+    assert await stage.until("started", worker=0) == [first]
+
+    parent.send_signal(signal.SIGHUP)
+
+    second = (await stage.until("started", 2, worker=0))[1]
+    assert again not in stage.gone  # one after the other: until the new one shows a sign of life
+    await stage.order(second, "beat 30")
+    await stage.until("draining", pid=again)
+    await stage.until("started", 4, worker=1)
+    parent.send_signal(signal.SIGTERM)
+    assert await code_of(parent) == Exit.DONE
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+async def test_a_worker_that_was_asked_says_so_whether_it_gets_ready_or_not(stage: Stage, stubborn: bool) -> None:
+    worker = await stage.run("worker", drain_timeout=0.1 if stubborn else 20)
+    (pid,) = await stage.until("started")
+    if stubborn:
+        await stage.order(pid, "ignore-abort")
+    await stage.order(pid, "ask")
+    assert await code_of(worker) == Exit.DRAINED
+
+
+async def test_settings_that_are_not_allowed_leave_the_workers_alone(stage: Stage, tmp_path: Path) -> None:
+    settings = tmp_path / "settings"
+    settings.write_text("wrong")
+    parent = await stage.run(workers=1, settings=str(settings))
+    await stage.until("started")
+    parent.send_signal(signal.SIGHUP)
+    await until(settings.with_suffix(".read").exists)
+    settings.write_text("right")
+    parent.send_signal(signal.SIGHUP)
+    await stage.until("started", 2)  # by this signal, and not by the first one
+    assert settings.with_suffix(".read").read_text() == "right"
+    parent.send_signal(signal.SIGTERM)
+    assert await code_of(parent) == Exit.DONE
+
+    assert len(await stage.until("started")) == 2
+
+
+class Manager:
+    """A service manager that listens as systemd does (O18)."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._said = asyncio.Queue[str]()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
+        # At once: a queue of the kernel holds ten.
+        asyncio.get_running_loop().add_reader(
+            self._socket, lambda: self._said.put_nowait(self._socket.recv(1024).decode())
+        )
+
+    async def heard(self, seconds: float = PATIENCE) -> str:
+        async with asyncio.timeout(seconds):
+            return await self._said.get()
+
+    async def until(self, text: str) -> list[str]:
+        """What comes before it."""
+        before = list[str]()
+        async with asyncio.timeout(PATIENCE):
+            while (said := await self.heard()) != text:
+                before.append(said)
+        return before
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+
+@pytest.fixture
+async def manager(tmp_path: Path) -> AsyncIterator[Manager]:
+    made = Manager(str(tmp_path / "n"))
+    yield made
+    made.close()
+
+
+async def test_the_manager_is_told_of_the_start_when_all_workers_are_at_work_and_of_the_stop(
+    stage: Stage, manager: Manager
+) -> None:
+    parent = await stage.run(env={"NOTIFY_SOCKET": manager.address})
+    first, second = await stage.until("started", 2)
+    for pid in first, second:
+        assert b"NOTIFY_SOCKET" not in Path(f"/proc/{pid}/environ").read_bytes()
+
+    await stage.order(first, "beat 60")
+    with pytest.raises(TimeoutError):
+        await manager.heard(0.1)
+    await stage.order(second, "beat 60")
+    assert await manager.heard() == "READY=1"
+
+    await stage.order(first, "die")
+    again = (await stage.until("started", 3))[-1]
+    await stage.order(again, "beat 60")
+    parent.send_signal(signal.SIGTERM)
+    assert await manager.heard() == "STOPPING=1"
+    assert await code_of(parent) == Exit.DONE
+
+
+async def test_no_sign_of_life_while_a_worker_hangs_that_nothing_ends(stage: Stage, manager: Manager) -> None:
+    environment = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "100000"}
+    await stage.run(workers=1, powerless=True, env=environment)
+    (held,) = await stage.until("started")
+    await stage.order(held, "beat 1")
+    await manager.until("READY=1")
+    await manager.until("WATCHDOG=1")
+
+    await stage.order(held, "hold")
+    assert set(await manager.until("STATUS=silent")) == {"WATCHDOG=1"}, "this long it may be silent"
+    with pytest.raises(TimeoutError):
+        await manager.heard(0.5)
+
+    os.kill(held, signal.SIGKILL)
+    assert await manager.heard() == "WATCHDOG=1"
+
+
+async def test_an_abstract_address_and_a_watchdog_of_another_process() -> None:
+    manager = Manager(f"@idemconsumer-{os.getpid()}")
+    environ = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "100000", "WATCHDOG_PID": "1", "OTHER": "kept"}
+    ours = ServiceManager(environ)
+    assert environ == {"OTHER": "kept"}
+    await ours.watch(lambda: True)  # returns: it is not for us
+    ours.ready()
+    assert await manager.heard() == "READY=1"
+    manager.close()
+    ours.stopping()  # nobody listens any more, and that is no error

@@ -152,11 +152,11 @@ def test_a_reject_is_a_refusal_as_it_is() -> None:
     assert refusal(error, ()) is error
 
 
-def test_an_error_of_fail_on_is_refused_by_its_name() -> None:
+def test_an_error_of_fail_on_is_refused_by_its_name_and_what_it_says() -> None:
     error = Declined("card 4711")
     refused = refusal(error, (Declined,))
     assert refused is not None
-    assert (refused.code, refused.body, refused.__cause__) == ("Declined", None, error)
+    assert (refused.code, refused.body, refused.__cause__) == ("Declined", "card 4711", error)
 
 
 def test_another_error_is_no_refusal() -> None:

@@ -229,7 +229,7 @@ async def test_a_lost_answer_when_an_unreadable_message_is_put_aside_is_found_ou
 
     park = two.leases.park
 
-    async def losing(saga: LeasedSaga, letter: DeadLetter) -> None:
+    async def losing(saga: LeasedSaga, letter: DeadLetter) -> int:
         await park(saga, letter)
         raise CommitUnknown("lost")
 

@@ -111,8 +111,8 @@ async def test_children_that_nobody_begins_are_told(family: Family, bench: Bench
     await family.begin(simple(family, key))
     bench.run("update idemconsumer.worker set runs = '[]'")
     await family.app.start(family.handler, {"to": "hills"}, key="begun from code, by nobody who waits")
-    assert await find_orphans(bench.dsn, SCHEMA, "shop", {"book": None, "ride": None}) == []
-    (found,) = await find_orphans(bench.dsn, SCHEMA, "shop", {"book": None})
+    assert await find_orphans(bench.dsn, SCHEMA, "shop", {("shop", "book"): None, ("shop", "ride"): None}) == []
+    (found,) = await find_orphans(bench.dsn, SCHEMA, "shop", {("shop", "book"): None})
     assert (found.waiting.handler, found.waiting.sagas, found.waiting.begun) == ("ride", 1, False)
     await family.deliver()
-    assert await find_orphans(bench.dsn, SCHEMA, "shop", {"book": None}) == []
+    assert await find_orphans(bench.dsn, SCHEMA, "shop", {("shop", "book"): None}) == []

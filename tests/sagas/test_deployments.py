@@ -34,7 +34,7 @@ def worker_of(bench: Bench, station: Station, handler: BoundHandler | None) -> S
     runs = None
     if handler is not None:
         version = handler.options.version
-        station.leases = PostgresLeases(station.store.pool, station.lease, {handler.name: version}, grace=GRACE)
+        station.leases = PostgresLeases(station.store.pool, station.lease, {handler.identity: version}, grace=GRACE)
         station.engine._leases = station.leases
         runs = json.dumps([{"app": handler.app, "handler": handler.name, "version": version}])
     bench.run("update idemconsumer.worker set runs = %s::jsonb where id = %s", (runs, station.lease.worker))

@@ -10,6 +10,7 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from tests.sagas.swallowers import a_forgotten_task, a_step_that_nobody_awaits
+from tests.support.logs import LogCapture, entries
 from tests.support.sagas import Bench, Remote, Station, put, saga
 
 
@@ -123,3 +124,20 @@ async def test_an_undo_that_cannot_be_called_says_with_what_it_is(bench: Bench, 
     ((error,),) = bench.run("select error from idemconsumer.saga")
     assert "undo of 'a': TypeError: " in error
     assert "it is called with step and the step's output, then with the step's arguments" in error
+
+
+async def test_a_line_about_a_saga_says_which_step_and_why(bench: Bench, one: Station, logged: LogCapture) -> None:
+    async def refused(step: Step) -> None:
+        raise LookupError("no such card")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.call("charged", refused)
+
+    await one.deliver(saga(book, max_attempts=1))
+    (failed,), (dead,) = entries(logged, "saga failed"), entries(logged, "dead letter")
+    assert (failed["step"], failed["error"], failed["text"]) == ("charged", "LookupError", "no such card")
+    assert "in refused" in failed["exception"]
+    assert {"handler", "source", "position", "key", "attempt", "step_key", "where"} <= failed.keys()
+    assert {"handler", "source", "position", "key", "attempt", "letter", "where"} <= dead.keys()
+    kept = "select id, traceback like '%in refused%' from idemconsumer.dead_letter"
+    assert bench.run(kept) == [(dead["letter"], True)]

@@ -242,7 +242,7 @@ async def test_a_renewal_that_a_silent_connection_swallowed_is_followed_by_a_new
     await heartbeat.start(lost.set)
     try:
         renewed = "select 1 from pg_stat_activity where application_name = %s and query ~ '^update' and state = 'idle'"
-        await until(lambda: bench.run(renewed, ("idemconsumer-heartbeat",)))
+        await until(lambda: bench.run(renewed, ("idemconsumer heartbeat",)))
         old = heartbeat.worker
         lost.clear()
         proxy.freeze()
@@ -349,6 +349,34 @@ async def test_who_is_stuck_is_told_where(bench: Bench) -> None:
         assert places[0].endswith(" in hog")
     finally:
         await heartbeat.stop()
+
+
+async def test_a_heartbeat_ends_with_its_loop_and_leaves_the_lease_to_its_time(bench: Bench) -> None:
+    """H15."""
+    heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=LEASE, patience=30.0)
+    await asyncio.to_thread(asyncio.run, heartbeat.start(lambda: None))
+    ends = "select until from idemconsumer.worker order by id desc limit 1"
+    first = bench.run(ends)
+    await until(lambda: not heartbeat._thread.is_alive(), "it goes on")
+    assert bench.run(ends) >= first, "it was ended before its time"
+    await until(lambda: not workers(bench)[heartbeat.worker], "the lease runs out")
+
+
+async def test_a_heartbeat_that_seeks_a_lease_ends_with_its_loop_too(bench: Bench, proxy: Proxy, proxied: str) -> None:
+    """H15."""
+    heartbeat = Heartbeat(proxied, SCHEMA, lease=LEASE, patience=30.0)
+    registered, seeking = threading.Event(), threading.Event()
+
+    async def until_it_seeks() -> None:
+        await heartbeat.start(seeking.set)
+        registered.set()
+        await until(seeking.is_set, "the lease is lost")
+
+    ended = asyncio.create_task(asyncio.to_thread(asyncio.run, until_it_seeks()))
+    await until(registered.is_set)
+    proxy.cut()
+    await ended
+    await until(lambda: not heartbeat._thread.is_alive(), "it goes on")
 
 
 async def test_the_lease_ends_when_no_saga_gets_on_though_the_loop_does(bench: Bench) -> None:

@@ -19,6 +19,11 @@ async def ends_its_session(tx: Tx, *of: object) -> None:
     await tx.execute("select pg_terminate_backend(pg_backend_pid())")
 
 
+async def ends_its_session_and_looks(tx: Tx) -> None:
+    rows = await tx.execute("insert into effect (name) values (pg_terminate_backend(pg_backend_pid())) returning name")
+    await rows.first()
+
+
 async def presented(station: Station, work: Work) -> tuple[Outcome, int]:
     """As a lane does, until something is decided; and how often nothing was."""
     for outages in range(20):
@@ -29,7 +34,8 @@ async def presented(station: Station, work: Work) -> tuple[Outcome, int]:
     raise AssertionError("it is an outage for ever")
 
 
-@pytest.mark.parametrize("what", ["a step", "an undo", "a question"])
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("what", ["a step", "a step that looks", "an undo", "a question"])
 async def test_three_losses_in_a_row_and_each_further_one_cost_an_attempt(
     bench: Bench, one: Station, two: Station, what: str
 ) -> None:
@@ -41,7 +47,7 @@ async def test_three_losses_in_a_row_and_each_further_one_cost_an_attempt(
         if what == "an undo":
             await saga.tx("a", put, "a", undo=ends_its_session)
             raise Reject("no")
-        await saga.tx("s", ends_its_session)
+        await saga.tx("s", ends_its_session if what == "a step" else ends_its_session_and_looks)
 
     options: Any = {"reconcile": ask} if what == "a question" else {}
     handler = saga(book, max_attempts=2, **options)
@@ -61,7 +67,7 @@ async def test_three_losses_in_a_row_and_each_further_one_cost_an_attempt(
                 holding = await two.take(handler)
             outcome, outages = await presented(two, Work.of(handler, holding.message, leased=holding))
             counts.append(outages)
-    reason = {"a step": "attempts_exhausted", "an undo": "undo_failed", "a question": "unknown_effect"}[what]
+    reason = {"an undo": "undo_failed", "a question": "unknown_effect"}.get(what, "attempts_exhausted")
     assert (outcome.kind, outcome.reason, counts) == (OutcomeKind.DEAD, reason, [3, 1])
     assert "the connection broke while the handler ran" in bench.letter
     assert bench.effects == (["a"] if what == "an undo" else [])

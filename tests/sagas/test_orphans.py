@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from idemconsumer import OutcomeKind, Saga, idempotent_handler
 from idemconsumer.admin.orphans import Waiting, orphans
@@ -13,6 +12,7 @@ from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.message import keys
 from idemconsumer.rules.values import Signalled
 from idemconsumer.worker.orphans import warn_of_orphans
+from tests.support.logs import capture_logs
 from tests.support.sagas import SCHEMA, Bench, Remote, Station, put, saga
 
 
@@ -36,7 +36,11 @@ RUNS = {"app": "shop", "handler": "book", "version": "1"}
         (waiting(), [None], None),  # of an earlier version of idemconsumer
         (waiting(version="2"), [], None),
         (waiting(version="*"), [], None),
-        (waiting(handler="gone"), [[RUNS]], "app 'shop' has no such handler of sagas; bring it back, or `idemconsumer"),
+        (
+            waiting(handler="gone"),
+            [[RUNS]],
+            "app 'shop' has no such handler of sagas; if it was renamed, write formerly=\"gone\"",
+        ),
         (waiting(handler="gone", version=None), [None], "3 sagas wait for it"),
         (waiting(app="other"), [[RUNS]], "3 sagas of app 'other' wait for it, and no worker runs it"),
         (waiting(app="other"), [[{**RUNS, "app": "other"}]], None),
@@ -48,7 +52,7 @@ RUNS = {"app": "shop", "handler": "book", "version": "1"}
     ],
 )
 def test_sagas_that_nobody_continues_are_told(group: Waiting, alive: list[Any], says: str | None) -> None:
-    found = orphans([group], alive, "shop", {"book": "2"})
+    found = orphans([group], alive, "shop", {("shop", "book"): "2"})
     assert bool(found) is (says is not None)
     if says is not None:
         assert says in found[0].text
@@ -57,8 +61,8 @@ def test_sagas_that_nobody_continues_are_told(group: Waiting, alive: list[Any], 
 async def test_a_worker_says_at_its_start_which_sagas_nobody_continues(bench: Bench, one: Station) -> None:
     await one.deliver(saga(failing))
     with capture_logs() as said:
-        await warn_of_orphans(bench.dsn, SCHEMA, "shop", {"renamed": None})
-        await warn_of_orphans(bench.dsn, SCHEMA, "shop", {"book": None})
+        await warn_of_orphans(bench.dsn, SCHEMA, "shop", {("shop", "renamed"): None})
+        await warn_of_orphans(bench.dsn, SCHEMA, "shop", {("shop", "book"): None})
         await warn_of_orphans(bench.dsn, SCHEMA, "other", {})
     assert [(line["event"], line["handler"]) for line in said] == [("orphaned sagas", "book")]
     assert "1 sagas wait for it" in said[0]["finding"]

@@ -350,7 +350,7 @@ async def batch(orders: Batch[dict[str, Any]], tx: Tx) -> None: ...
 @pytest.mark.parametrize(
     ("fn", "reconcile", "says"),
     [
-        (joined, with_client, "`reconcile` is only for sagas; remove it"),
+        (joined, with_client, "`reconcile` is only for sagas, and for handlers with `max_age`; remove it"),
         (asks_for_saga, asks_for_saga, "`reconcile` takes Saga; take Tx"),
         (asks_for_saga, other_payload, "`reconcile` takes list; it gets the handler's payload; annotate it as dict"),
         (asks_for_saga, batch, "`reconcile` takes a Batch of dict; it gets the handler's payload; annotate it as dict"),

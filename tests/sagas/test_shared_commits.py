@@ -15,7 +15,6 @@ from typing import Any, Final, Literal, LiteralString, TypeVar
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from structlog.testing import LogCapture
 
 from idemconsumer import OutcomeKind, Saga, Step, StoreUnavailable
 from idemconsumer.engine.work import Work
@@ -29,7 +28,7 @@ from idemconsumer.stores import shared_commits
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.sharing import OTHERS
-from tests.support.logs import times
+from tests.support.logs import LogCapture, times
 from tests.support.sagas import SCHEMA, Bench, OpenStation, Remote, Station, locked, order, put, saga
 from tests.support.servers.proxy import Proxy
 from tests.support.waiting import until
@@ -463,7 +462,7 @@ async def test_a_takeover_that_commits_during_the_statement_is_seen_by_its_fence
     row: dict[str, Any] = {
         "key": old.key, "token": old.token, "worker": old.worker, "phase": 1, "name": "s", "kind": 2, "state": 2,
         "has_undo": False, "placed": True, "overlapped": False, "output": None, "content_type": None, "final": 3,
-        "result": None,
+        "result": None, "status": None, "sent": None,
     }  # fmt: skip
     if rows == "many":
         row = {column: [value] for column, value in row.items()}

@@ -107,7 +107,8 @@ async def test_a_storm_of_kills_and_freezes_loses_no_saga_and_repeats_no_effect(
         deployment.publish(order)
     begun = time.monotonic()
     await storm.rage(STORM)
-    while not over(bench, sagas):
+    # A message whose worker was killed before it settled it comes again, as a duplicate.
+    while not over(bench, sagas) or bench.run("select 1 from idemconsumer.queue"):
         assert time.monotonic() - begun < BOUND, f"seed {seed}: {bench.run('select count(*) from idemconsumer.saga')}"
         await asyncio.sleep(0.1)
     took = time.monotonic() - begun

@@ -108,7 +108,7 @@ async def test_an_exception_of_fail_on_in_a_call_is_a_known_end(
     if caught:
         assert (outcome.kind, outcome.result, bench.effects) == (OutcomeKind.APPLIED, b'"LookupError"', ["a"])
     else:
-        assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, b'{"code":"LookupError","body":null}')
+        assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, b'{"code":"LookupError","body":"no such card"}')
         assert bench.effects == ["a", "undo:a:out:a"]
 
 

@@ -10,6 +10,7 @@ import pytest
 from idemconsumer.engine.engine import Engine
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
+from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
 
 
@@ -30,6 +31,19 @@ def shared_ledger(_one_database: Ledger) -> Ledger:
     """As `ledger`, in each supported version of Postgres; emptied instead of made, which takes a second."""
     _one_database.clear()
     return _one_database
+
+
+@pytest.fixture(scope="module")
+def _one_version(postgres18: PostgresServer) -> Iterator[Ledger]:
+    with fresh_database(postgres18.dsn) as dsn, closing(Ledger(dsn)) as ledger:
+        yield ledger
+
+
+@pytest.fixture
+def book(_one_version: Ledger) -> Ledger:
+    """In one version of Postgres, where that makes no difference; emptied."""
+    _one_version.clear()
+    return _one_version
 
 
 @pytest.fixture

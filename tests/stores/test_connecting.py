@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psycopg
@@ -17,15 +17,40 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.settings import Settings
-from idemconsumer.sql.connecting import with_settings
+from idemconsumer.sql.connecting import connect_async, with_settings
 from idemconsumer.sql.options import asked_for
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import connect
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
+from tests.support.waiting import PATIENCE
 
 LEVEL = "select current_setting('transaction_isolation')"
+
+
+async def test_an_attempt_that_is_given_up_ends_at_once() -> None:
+    """Its error may be kept for long, in a log or by a task."""
+    begun, over = asyncio.Event(), asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(8)
+        begun.set()
+        with suppress(ConnectionError):
+            while await reader.read(1024):
+                pass
+        writer.close()
+        over.set()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server, asyncio.timeout(PATIENCE):
+        port = server.sockets[0].getsockname()[1]
+        attempt = asyncio.ensure_future(connect_async(f"host=127.0.0.1 port={port} user=nobody sslmode=disable"))
+        await begun.wait()
+        attempt.cancel()
+        with pytest.raises(asyncio.CancelledError) as kept:
+            await attempt
+        await over.wait()
+    assert kept.value.__traceback__ is not None
 
 
 @pytest.fixture

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import replace
 
 import psycopg
 import pytest
 from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
-from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.errors import ConfigurationError, LockNotGiven, StoreUnavailable
 from idemconsumer.sql.queries import check_schema
-from idemconsumer.stores import migrations
-from idemconsumer.stores.migrations import files, migrate, script, status
+from idemconsumer.stores import migrations, waiting_for_locks
+from idemconsumer.stores.checks import check_database
+from idemconsumer.stores.migrations import Migration, files, migrate, script, status
+from tests.support.servers.proxy import Proxy
 
 ODD = 'Shop "eu" {1}'
 
@@ -127,13 +131,120 @@ def test_the_printed_script_does_what_up_does(database: str) -> None:
     assert migrate(database, ODD) == []
 
 
-def test_a_runner_that_another_one_keeps_waiting_says_so(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrations, "_LOCK_TIMEOUT", "set local lock_timeout = '100ms'")
+@pytest.fixture
+def shortly(database: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The database, where a lock is asked for only half as long."""
+    monkeypatch.setattr(waiting_for_locks, "backoff", lambda *_, **__: 0.01)
+    monkeypatch.setattr(waiting_for_locks, "_LOOKS", 0.05)
+    return make_conninfo(database, options="-c deadlock_timeout=100ms")
+
+
+def with_one_more(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    more = (*files(), Migration(9000, "more", "", text))
+    monkeypatch.setattr(migrations, "files", lambda: more)
+
+
+def test_nobody_queues_behind_a_migration_that_waits_and_who_holds_its_lock_is_said(
+    shortly: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    migrate(database, "idemconsumer")
+    with_one_more(monkeypatch, "alter table {schema}.record add column more int")
+    said: list[str] = []
+    with psycopg.connect(database, application_name="report") as reader:
+        reader.execute("select from idemconsumer.record")
+        pid, late = reader.info.backend_pid, threading.Timer(20, reader.close)  # or a test that fails would hang
+
+        def say(text: str) -> None:
+            said.append(text)
+            with psycopg.connect(database) as worker:  # between two tries
+                worker.execute("lock table idemconsumer.record in row exclusive mode nowait")
+            if "held by" in text:  # on a machine under load the first looks may come too late
+                reader.rollback()
+
+        late.start()
+        (applied,) = migrate(shortly, "idemconsumer", say=say)
+        late.cancel()
+        assert applied.version == 9000
+        assert f"waiting for the lock on idemconsumer.record, held by pid {pid} (" in said[-1]
+        assert ", report, idle in transaction) since 20" in said[-1]
+
+
+def test_a_migration_that_gets_no_lock_in_its_time_gives_up_and_leaves_nothing(
+    shortly: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    migrate(database, "idemconsumer")
+    with_one_more(monkeypatch, "create table {schema}.half (); alter table {schema}.record add column more int")
+    with psycopg.connect(database) as reader:
+        reader.execute("select from idemconsumer.record")
+        with pytest.raises(LockNotGiven, match=rf"no lock in 0.5 s: .*pid {reader.info.backend_pid} .* longer --wait"):
+            migrate(shortly, "idemconsumer", wait=0.5)
+    assert "half" not in {name for _, name in objects(database, "idemconsumer")}
+    assert len(migrate(database, "idemconsumer")) == 1
+
+
+def test_a_runner_that_another_one_keeps_waiting_says_so(shortly: str, database: str) -> None:
     with psycopg.connect(database) as other:
         other.execute(migrations._LOCK, ["idemconsumer"])
-        with pytest.raises(StoreUnavailable, match="kept a lock: canceling statement due to lock timeout"):
-            migrate(database, "idemconsumer")
+        with pytest.raises(LockNotGiven, match=f"another migration, held by pid {other.info.backend_pid} "):
+            migrate(shortly, "idemconsumer", wait=0.0)
     assert migrate(database, "idemconsumer")
+
+
+async def test_a_database_that_takes_no_connections_yet_is_waited_for(database: str) -> None:
+    said: list[str] = []
+    parts = psycopg.conninfo.conninfo_to_dict(database)
+    loop = asyncio.get_running_loop()
+    async with Proxy(int(parts["port"] or 0)) as proxy:
+        proxy.cut()
+
+        def say(text: str) -> None:
+            said.append(text)
+            asyncio.run_coroutine_threadsafe(proxy.restore(), loop)
+
+        there = make_conninfo(database, host="127.0.0.1", port=proxy.port)
+        with pytest.raises(StoreUnavailable, match="cannot be reached"):
+            await asyncio.to_thread(migrate, there, "idemconsumer", wait=0.2, say=lambda _: None)
+        applied = await asyncio.to_thread(migrate, there, "idemconsumer", wait=30.0, say=say)
+    assert len(applied) == len(files())
+    assert len(said) == 1
+    assert said[0].startswith("waiting: the database cannot be reached: ")
+
+
+def test_a_database_that_is_lost_on_the_way_is_waited_for_too(database: str) -> None:
+    steps = migrations.apply(database, "idemconsumer", wait=30.0)
+    first = next(steps)
+    with psycopg.connect(database) as other:
+        ended = "select pg_terminate_backend(pid, 5000) from pg_stat_activity where datname = current_database()"
+        assert other.execute(f"{ended} and pid <> pg_backend_pid()".encode()).fetchall() == [(True,)]
+    assert [first.version, *(each.version for each in steps)] == [each.version for each in files()]
+
+
+def test_what_a_person_runs_waits_no_longer(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    migrate(database, "idemconsumer")
+    with_one_more(monkeypatch, "alter table {schema}.record add column more int;")
+    text = script(migrations.files()[-1:], "idemconsumer").encode()
+    with psycopg.connect(database) as reader, psycopg.connect(database, autocommit=True) as person:
+        reader.execute("select from idemconsumer.record")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            person.execute(text)
+
+
+async def test_a_version_that_the_schema_has_outgrown_is_refused(database: str) -> None:
+    migrate(database, "idemconsumer")
+    with psycopg.connect(database) as connection:
+        note = "insert into idemconsumer.migration (version, name, checksum) values (9000, 'later', '')"
+        connection.execute(note)
+    await check_database(database, "idemconsumer")  # of the version before
+    assert [(each.known, each.pending) for each in status(database, "idemconsumer")][-2:] == [
+        (True, False),
+        (False, False),
+    ]
+    with psycopg.connect(database) as connection:
+        connection.execute("update idemconsumer.migration set oldest = 9000 where version = 9000")
+    with pytest.raises(
+        ConfigurationError, match="only versions of idemconsumer that know migration 9000, and this one ends"
+    ):
+        await check_database(database, "idemconsumer")
 
 
 @pytest.mark.parametrize("name", ["", "o'clock", "a$$b", "50%", "nul\0", "x" * 64, "pg_mine"])

@@ -14,6 +14,7 @@ from psycopg import sql
 from idemconsumer.admin.dead_letters import Which
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.migrations import migrate
 from tests.support.ledger import SCHEMA, Ledger
 
 KEYS = 50_000
@@ -32,9 +33,11 @@ def params(name: str) -> Mapping[str, Any]:
         },
         "begin_steps": {**step, "placed": True},
         "finish_steps": {**step, "overlapped": False, "output": b"{}", "content_type": "json"},
-        "end_sagas": {**holder, "final": 3, "result": b"{}", "content_type": "json"},
+        "end_sagas": {**holder, "final": 3, "result": b"{}", "content_type": "json", "status": 200, "sent": None},
     }  # fmt: skip
     claims = {"scopes": [1] * GROUP, "fingerprints": [None] * GROUP, "canonicals": [None] * GROUP}
+    claims["expires"] = [None] * GROUP
+    results = {"bodies": [b"{}"] * GROUP, "types": ["json"] * GROUP, "statuses": None, "headers": None}
     saga = {"key": keys[0], "worker": 1}
     taking = {
         "worker": 1, "handlers": ["h", "i"], "versions": ["", ""], "scopes": "s", "app": "s", "grace": 600.0,
@@ -46,7 +49,7 @@ def params(name: str) -> Mapping[str, Any]:
         "open": opening,
         "seal": {"seal": "t"},
         "claim": {**many, **claims, "state": 3},
-        "store_results": {**many, "bodies": [b"{}"] * GROUP, "types": ["json"] * GROUP},
+        "store_results": {**many, **results},
         "forget_attempts": many,
         "take": {"names": ["q"], "limits": [10], "bytes": 1_000_000, "visibility": 10.0},
         "fall_due": {"names": ["q", "~a/h"], "limit": 200},
@@ -71,7 +74,7 @@ def params(name: str) -> Mapping[str, Any]:
         "open_intents": saga,
         "read": many,
         "mark_attempts": {**many, "scopes": [1] * GROUP},
-        "count_attempt": {"key": keys[0], "scope": 1, "error": "boom"},
+        "count_attempt": {"key": keys[0], "scope": "s", "error": "boom"},
         "note_error": {"key": keys[0], "error": "boom"},
         "uncount_attempt": {"key": keys[0]},
         "count_dead": {"key": keys[0]},
@@ -209,15 +212,46 @@ def test_who_takes_from_a_queue_does_not_walk_over_what_is_not_due(shared_ledger
         connection.rollback()
 
 
+@pytest.mark.parametrize("name", ["read_outgoing", "outbox_destinations", "fall_due_outgoing", "look_for_messages"])
+def test_who_relays_does_not_walk_over_what_is_parked_or_not_due(shared_ledger: Ledger, name: str) -> None:
+    query = load(SCHEMA)[name]
+    known = {"destination": "kafka:b", "limit": 2_000, "bytes": 8_000_000, "queues": ["q", "outbox:"], "ahead": 5.0}
+    given = {each: value for each, value in known.items() if b"%%(%s)s" % each.encode() in query}
+    with psycopg.connect(shared_ledger.dsn, prepare_threshold=0) as connection:
+        connection.execute("alter table idemconsumer.outbox set (autovacuum_enabled = off)", prepare=False)
+        connection.execute("set enable_seqscan = off", prepare=False)
+        connection.commit()
+        for _ in range(8):
+            connection.execute(query, given)
+        (prepared,) = connection.execute(
+            "select name from pg_prepared_statements where name like '\\_pg3%%'", prepare=False
+        ).fetchone() or ("",)
+        connection.execute(
+            "insert into idemconsumer.outbox (destination, order_key, body, due_at, tries, parked_at)"
+            " select 'kafka:b', 'k' || n, '', case when n % 2 = 0 then clock_timestamp() + interval '1 day' end,"
+            " n % 3, case when n % 2 = 1 then clock_timestamp() end from generate_series(1, 30000) as n",
+            prepare=False,
+        )
+        connection.execute("insert into idemconsumer.outbox (destination, body) values ('kafka:b', 'one')")
+        values = sql.SQL(", ").join(sql.Literal(value) for value in ordered(query, given))
+        explain = sql.SQL("explain (analyze, buffers, format json) execute {}({})").format(
+            sql.Identifier(prepared), values
+        )
+        ((plan,),) = connection.execute(explain, prepare=False).fetchall()
+        assert "Seq Scan" not in str(plan)
+        assert plan[0]["Plan"]["Shared Hit Blocks"] + plan[0]["Plan"]["Shared Read Blocks"] < 100
+        connection.rollback()
+
+
 async def test_what_a_kept_plan_could_make_a_scan_is_not_prepared(store: PostgresStore) -> None:
     for _ in range(8):
         await store.unmark_attempts([b"k"])
         await store.forget_attempts([b"k"])
-        await store.peek([b"k"])
+        await store.count_dead(b"k")
     async with store.pool.connection() as connection:
         prepared = await (await connection.execute("select statement from pg_prepared_statements")).fetchall()
     assert [statement for (statement,) in prepared if "delete from" in statement] == []
-    assert [statement for (statement,) in prepared if "cross join lateral" in statement] != []
+    assert [statement for (statement,) in prepared if "dead_letter" in statement] != []  # else nothing is prepared here
 
 
 @pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])
@@ -346,6 +380,20 @@ def test_who_chooses_among_many_letters_reads_an_index(shared_ledger: Ledger) ->
             plan = "\n".join(line for (line,) in explained)
             assert "Seq Scan on dead_letter" not in plan, f"{name} {given}:\n{plan}"
         connection.rollback()
+
+
+def test_who_counts_letters_for_metrics_reads_none(database: str) -> None:
+    migrate(database, SCHEMA)
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(
+            "insert into idemconsumer.dead_letter (identity, handler, scope, source, position, reason, error, body,"
+            " headers, attempts, first_at, last_at) select sha256(n::text::bytea), 'h', 's/-/h' || n % 5, '', '', 'r',"
+            " '', convert_to(repeat('x', 500), 'UTF8'), '', 1, now(), now() from generate_series(1, 5000) n"
+        )
+        connection.execute("vacuum analyze idemconsumer.dead_letter")
+        rows = connection.execute(b"explain " + load(SCHEMA)["measure_letters"]).fetchall()
+        plan = "\n".join(line for (line,) in rows)
+        assert "Index Only Scan using dead_letter_open" in plan, plan
 
 
 def ordered(query: bytes, values: Mapping[str, Any]) -> list[Any]:

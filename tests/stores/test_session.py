@@ -55,13 +55,14 @@ async def test_text_in_another_encoding_is_refused(database: str) -> None:
 
 async def test_a_session_made_later_is_refused_too_and_says_why(ledger: Ledger, open_store: OpenStore) -> None:
     store = await open_store(ledger.dsn)
-    alter(ledger, "session_replication_role = replica")
-    with pytest.raises(ConfigurationError, match="session_replication_role is 'replica'"):
+    async with store.pool.connection():  # so that another one is needed
+        alter(ledger, "session_replication_role = replica")
+        with pytest.raises(ConfigurationError, match="session_replication_role is 'replica'"):
+            async with store.pool.connection():
+                pass
+        alter(ledger, "session_replication_role = origin")
         async with store.pool.connection():
             pass
-    alter(ledger, "session_replication_role = origin")
-    async with store.pool.connection():
-        pass
 
 
 async def test_a_refusal_is_not_taken_for_an_outage_nor_an_outage_for_a_refusal() -> None:

@@ -1,4 +1,4 @@
-"""The recorded steps of sagas that resume at the same moment (L63)."""
+"""What several ask for at the same moment: the recorded steps of sagas that resume (L63), and records."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.message.message import StoredResult
+from idemconsumer.rules.values import State
+from idemconsumer.stores.looks import Looks
 from idemconsumer.stores.shared_reads import SharedReads
 
 MEGABYTE = 1 << 20
@@ -67,3 +69,26 @@ async def test_an_outage_is_told_to_each_and_a_saga_that_is_cancelled_costs_the_
     with pytest.raises(asyncio.CancelledError):
         await cancelled
     assert [row.name for row in await kept] == ["b"]
+
+
+class Records:
+    """A pool with a record that has ended for each key but one."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[bytes]] = []
+
+    async def look(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        assert name == "read"
+        self.asked.append(params["keys"])
+        await asyncio.sleep(0.001)
+        there = [key for key in params["keys"] if key != b"none"]
+        return [(key, State.COMPLETED, key, None, None, None, None, None) for key in there]
+
+
+async def test_records_that_are_asked_for_at_once_are_one_statement() -> None:
+    pool = Records()
+    looks = Looks(pool)  # type: ignore[arg-type]
+    keys = [b"a", b"none", b"b", b"a"]
+    found = await asyncio.gather(*map(looks.record, keys))
+    assert pool.asked == [keys]
+    assert [each and each.fingerprint for each in found] == [b"a", None, b"b", b"a"]

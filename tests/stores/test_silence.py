@@ -240,10 +240,11 @@ async def test_after_one_connection_fell_silent_no_older_one_is_tried(store: Pos
 
 
 async def test_a_connection_that_nobody_answers_is_an_outage(store: PostgresStore, proxy: Proxy) -> None:
-    proxy.freeze()
-    async with asyncio.timeout(PATIENCE):
-        with pytest.raises(StoreUnavailable, match="no connection"):
-            await store.count_dead(b"")
+    async with store.pool.connection():  # so that another one is needed
+        proxy.freeze()
+        async with asyncio.timeout(PATIENCE):
+            with pytest.raises(StoreUnavailable, match="no connection"):
+                await store.count_dead(b"")
 
 
 async def test_a_cancelled_statement_of_a_silent_server_ends(

@@ -10,7 +10,6 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import sql
-from structlog.testing import LogCapture
 
 from idemconsumer import Tx, idempotent_handler
 from idemconsumer.embedded.postgres import EmbeddedPostgres
@@ -19,7 +18,7 @@ from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.slow_commits import SlowCommits
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, works, write
-from tests.support.logs import times
+from tests.support.logs import LogCapture, times
 from tests.support.servers.made import PrivatePgBouncer, PrivatePostgres
 from tests.support.servers.pgbouncer import carry
 from tests.support.waiting import PATIENCE, until
@@ -127,7 +126,7 @@ async def small(store: PostgresStore, key: bytes) -> None:
     """A commit that is one message with its transaction."""
     async with store.transaction(group=1) as claims:
         claims._connection.patience = 1.0
-        await claims.commit([("count_attempt", {"key": key, "scope": 1, "error": "why"})])
+        await claims.commit([("count_attempt", {"key": key, "scope": "shop/-/pay", "error": "why"})])
 
 
 @pytest.fixture

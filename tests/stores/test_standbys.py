@@ -173,6 +173,10 @@ async def test_nothing_is_sealed_once_no_standby_is_required_by_the_server(
     with pytest.raises(ConfigurationError, match="require_synchronous_standby is set"):
         async with store.transaction(group=1) as claims:
             await claims.commit([("count_dead", {"key": b""})])
+    ((key,),) = ledger.run("select key from idemconsumer.record")
+    (found,) = await store.peek([key])  # what was committed before is told all the same
+    assert found is not None
+    assert found.state is State.COMPLETED
     assert (ledger.effects, ledger.attempts, ledger.letters) == (["1"], [], [])
 
 

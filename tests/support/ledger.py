@@ -16,7 +16,7 @@ from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Tx
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.migrations import migrate
+from tests.support.servers.postgres import migrated
 
 SCHEMA = "idemconsumer"
 SOURCE = "memory:orders"
@@ -30,7 +30,7 @@ class Ledger:
     def __init__(self, dsn: str) -> None:
         self.dsn = dsn
         self._connection: psycopg.Connection | None = None
-        migrate(dsn, SCHEMA)
+        migrated(dsn, SCHEMA)
         self.run("create table witness (id text, note text)")
 
     def run(self, query: LiteralString, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
@@ -44,7 +44,7 @@ class Ledger:
         self.run(
             "truncate witness, idemconsumer.record, idemconsumer.result, idemconsumer.attempt,"
             " idemconsumer.dead_letter, idemconsumer.queue, idemconsumer.saga, idemconsumer.step,"
-            " idemconsumer.history"
+            " idemconsumer.history, idemconsumer.request, idemconsumer.hashing"
         )
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from idemconsumer.rules.values import State
 from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
-from idemconsumer.stores.migrations import migrate
+from tests.support.servers.postgres import migrated
 from tests.support.waiting import until
 
 SCHEMA = "idemconsumer"
@@ -155,6 +155,9 @@ class FreeLanes:
     def idle(self, handler: str) -> int:
         return self.free
 
+    def paused(self, handler: str) -> bool:
+        return False
+
     def keep(self, handler: str, kept: bool) -> None:
         (self.kept.add if kept else self.kept.discard)(handler)
 
@@ -178,7 +181,7 @@ class Bench:
 
     def __init__(self, dsn: str) -> None:
         self.dsn = dsn
-        migrate(dsn, SCHEMA)
+        migrated(dsn, SCHEMA)
         self._connection = psycopg.connect(dsn, autocommit=True)
         self.run("create table effect (at bigint generated always as identity, name text)")
 

@@ -19,9 +19,10 @@ from idemconsumer.brokers.connecting import connect
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
-from idemconsumer.stores.migrations import migrate
+from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.worker import Worker
 from tests.support.points import Points
+from tests.support.servers.postgres import migrated
 from tests.support.waiting import PATIENCE
 
 SCHEMA = "idemconsumer"
@@ -79,6 +80,11 @@ class Bench:
 
     def settings(self, **changed: Any) -> Settings:
         return replace(Settings(dsn=self.dsn, concurrency=4, prune_every=3600.0), **changed)
+
+    async def opened_before(self) -> None:
+        """What the first process says for a whole schema (R38) is said."""
+        store = await PostgresStore.open(self.dsn, SCHEMA, connections=1, longest_run=1.0)
+        await store.close()
 
     @asynccontextmanager
     async def running(self, app: App, **settings: Any) -> AsyncIterator[Running]:
@@ -142,7 +148,7 @@ async def note(tx: Tx, item: Item) -> None:
 
 
 def prepare(dsn: str) -> None:
-    migrate(dsn, SCHEMA)
+    migrated(dsn, SCHEMA)
     with psycopg.connect(dsn) as connection:
         connection.execute("create table effect (place bigint generated always as identity, id text)")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any, assert_type
 
@@ -10,6 +10,7 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from idemconsumer import (
+    Accepted,
     App,
     Backoff,
     BadMessage,
@@ -27,7 +28,9 @@ from idemconsumer import (
     NotDone,
     Outcome,
     OutcomeKind,
+    Progress,
     Reject,
+    Result,
     Retry,
     Rows,
     Saga,
@@ -40,6 +43,20 @@ from idemconsumer import (
     Tx,
     Unknown,
     idempotent_handler,
+)
+from idemconsumer.http import (
+    AcceptLater,
+    Idempotency,
+    IdempotencyMiddleware,
+    LostRequest,
+    Request,
+    Response,
+    Route,
+    SyncRows,
+    SyncTx,
+    current_key,
+    current_sync_tx,
+    current_tx,
 )
 from idemconsumer.settings import Settings
 from idemconsumer.sqlalchemy import session
@@ -55,6 +72,9 @@ from idemconsumer.testing import (
     LeaseWorker,
     Point,
     Replay,
+    RequestHarness,
+    RequestProcess,
+    RequestStoreContract,
     SagaHistory,
     SagaPoint,
     StoreHarness,
@@ -208,6 +228,7 @@ async def unreserve(tx: Tx, reserved: int, order: Transfer) -> None: ...
 
 
 async def charge(step: Step, client: Gateway, amount: int) -> str:
+    assert_type(step.headers, Mapping[str, str])
     return await client.charge(str(step.key), amount)
 
 
@@ -287,11 +308,16 @@ async def begin(order: Transfer, tx: Tx) -> None:
     await app.start(book, order, key=order.id, tx=tx)
     await app.start(book, order, key=order.id, tenant="north")
     assert_type(await app.result(book, key=order.id, wait="10s"), Outcome)
+    assert_type(await app.accept(book, order, key=order.id, headers={"n": "v"}), Accepted)
+    assert_type((await app.accepted(book, key=order.id, tenant="t")).progress, Progress)
+    assert_type(Result({"id": 1}, 201, [("Location", "/")]).status, int)
     seen = await app.saga(book, key=order.id)
     assert_type(seen, SagaStatus | None)
     if seen is not None:
         assert_type(seen.steps, tuple[SagaStep, ...])
     assert_type(await app.cancel(book, key=order.id, undo=True), Cancellation)
+    assert_type(await app.pause("book", reason="wrong prices"), bool)
+    assert_type(await app.resume("book", by="ann"), bool)
     await app.decide(book, "charged", Done("ch_17"), key=order.id, tenant="north")
 
     await app.start(book, order)  # type: ignore[call-arg]
@@ -368,6 +394,11 @@ class Stores(JoinedStoreContract):
         return given
 
 
+class Requests(RequestStoreContract):
+    async def harness(self, given: RequestHarness) -> RequestProcess:
+        return await given.process()
+
+
 class Leases(LeaseStoreContract):
     async def harness(self, given: LeaseHarness) -> LeaseWorker:
         return await given.worker()
@@ -393,3 +424,46 @@ async def replaying() -> None:
     assert_type(await replay(app, histories[0], resources={str: "it"}, patience=2), Replay)
     assert_type((await replay(app, histories[0])).goes_on, bool)
     await replay(app, "histories.jsonl")  # type: ignore[arg-type]
+
+
+async def whose(request: Request) -> str | None:
+    return request.header("x-account")
+
+
+def final(response: Response) -> bool:
+    return response.status < 300
+
+
+async def at_the_front_door(handler: Handler[..., Any]) -> None:
+    door = Idempotency(app, tenant=whose, routes={"POST /orders": Route(tx=True, fingerprint=["id"], store=final)})
+    Idempotency(app, tenant=lambda request: request.header("x-account"), default=None)
+    AcceptLater(app, handler, tenant=whose, path="/later")
+
+    async def service(scope: Any, receive: Any, send: Any) -> None: ...
+
+    IdempotencyMiddleware(service, door)
+
+    @door.route(tx=True, wait="5s")
+    async def place(order: int) -> str:
+        tx = current_tx()
+        assert_type(tx, Tx)
+        assert_type(await (await tx.execute("select 1", into=int)).one(), int)
+        return "placed"
+
+    assert_type(await place(1), str)
+    assert_type(current_sync_tx(), SyncTx)
+    assert_type(current_sync_tx().execute("select 1", into=int), SyncRows[int])
+    assert_type(current_sync_tx().execute("select 1", into=int).one(), int)
+
+    async def find(lost: LostRequest) -> Done[Response] | NotDone:
+        return Done(Response(201, (), b"")) if lost.tenant else NotDone()
+
+    door.route(reconcile=find, on_stale="review")
+    for lost in await door.lost():
+        assert_type(lost, LostRequest)
+        assert_type(await door.settle(lost, Response(200, (), b"")), bool)
+        assert_type(await door.release(lost), bool)
+    assert_type(current_key(), str)
+    door.route(reconcile=lambda lost: None)  # type: ignore[arg-type,return-value]
+    Idempotency(app)  # type: ignore[call-arg]
+    door.route(tx="yes")  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """A worker process that dies at a point, or does not: `python -m tests.worker.crashing_worker [POINT[:NTH]]`.
 
 It consumes a queue in Postgres, or CRASH_SOURCE; with CRASH_BATCHES in batches, with CRASH_SCHEDULED one after another
-and with its retries stored.
+and with its retries stored, with CRASH_REPLY as one that answers, with CRASH_PUBLISH as one that publishes there, with
+CRASH_ACCEPTS as one whose front door is elsewhere.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from idemconsumer import App, Batch, Message, Reject, Tx
+from idemconsumer import App, Batch, Key, Message, Reject, Tx
 from idemconsumer.brokers.sqs import client as sqs_client
 from idemconsumer.process.child import launch
 from idemconsumer.settings import load
 from idemconsumer.testing.crash import CrashAt
 
-PAYMENTS, BOMBS = "payments", "bombs"
-SOURCE = os.environ.get("CRASH_SOURCE", f"postgres:{PAYMENTS}")
+PAYMENTS, BOMBS, LETTERS = "payments", "bombs", "letters"
+SOURCE, DEAD = os.environ.get("CRASH_SOURCE", f"postgres:{PAYMENTS}"), f"postgres:{LETTERS}"
 
 app = App("crashing")
 
@@ -30,7 +31,7 @@ class Payment:
 
 
 # Many attempts, since the death of its worker costs a message one.
-@app.idempotent_handler(SOURCE, key="id", group_size=4, max_attempts=20, backoff="10ms, 10ms")
+@app.idempotent_handler(SOURCE, key="id", group_size=4, max_attempts=20, backoff="10ms, 10ms", dead_letter_to=DEAD)
 async def pay(payment: Payment, tx: Tx, message: Message) -> dict[str, int]:
     """The payment's name decides what it does."""
     assert payment.id is not None
@@ -61,7 +62,9 @@ async def pay_all(payments: Batch[Payment], tx: Tx) -> None:
 
 if "CRASH_BATCHES" in os.environ:
     app = App("crashing")
-    app.idempotent_handler(SOURCE, key="id", group_size=4, max_attempts=20, backoff="10ms, 10ms", name="pay")(pay_all)
+    app.idempotent_handler(
+        SOURCE, key="id", group_size=4, max_attempts=20, backoff="10ms, 10ms", name="pay", dead_letter_to=DEAD
+    )(pay_all)
 
 
 if "CRASH_SCHEDULED" in os.environ:
@@ -69,6 +72,31 @@ if "CRASH_SCHEDULED" in os.environ:
     app.idempotent_handler(
         SOURCE, key="id", group_size=1, concurrency=1, max_attempts=4, backoff="10ms, 10ms", retry="scheduled"
     )(pay)
+
+
+if "CRASH_PUBLISH" in os.environ:
+    app = App("crashing")
+
+    @app.idempotent_handler(SOURCE, key="id", group_size=4, concurrency=1)
+    async def forward(payment: Payment, tx: Tx) -> None:
+        """Its customer is what its name begins with."""
+        assert payment.id is not None
+        await tx.execute("insert into effect values (%s, %s)", (payment.id, payment.amount))
+        to = os.environ["CRASH_PUBLISH"]
+        key = payment.id.partition("-")[0] if to.startswith("kafka:") else None
+        await app.publish(to, {"id": payment.id, "entity": ""}, key=key, tx=tx)
+
+
+if "CRASH_ACCEPTS" in os.environ:
+    app = App("crashing")
+    app.idempotent_handler(SOURCE, key=Key.header("Idempotency-Key"), tenant=Key.header("Account"), max_attempts=20)(
+        pay
+    )
+
+
+if "CRASH_REPLY" in os.environ:
+    app = App("crashing")
+    app.idempotent_handler(SOURCE, key="id", reply=True)(pay)
 
 
 @app.idempotent_handler(f"postgres:{BOMBS}", key="id", group_size=4, max_attempts=2)

@@ -14,6 +14,7 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.settings import Settings
+from tests.support.relaying import Taking
 from tests.support.servers.made import PrivatePgBouncer
 from tests.support.servers.pgbouncer import CARRIED, PgBouncer, carry
 from tests.support.workers import Bench, Item, connected, note, prepare
@@ -35,12 +36,14 @@ def pooler(request: pytest.FixtureRequest, direct: str, private_pgbouncer: Priva
 async def test_messages_and_sagas_are_applied_once(
     direct: str, pooler: PgBouncer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = connected(Bench(pooler.dsn), monkeypatch)
+    taking = Taking()
+    bench = connected(Bench(pooler.dsn), monkeypatch, kafka=taking)
     app = App("pooled")
 
     @app.idempotent_handler("postgres:joined", key="id")
     async def joined(item: Item, tx: Tx) -> None:
         await note(tx, item)
+        await app.publish("kafka:out", {"id": item.id}, tx=tx)
 
     @app.idempotent_handler("postgres:leased", key="id")
     async def leased(item: Item, saga: Saga) -> None:
@@ -57,10 +60,12 @@ async def test_messages_and_sagas_are_applied_once(
             for queue in ("joined", "leased"):
                 body = f'{{"id": "{number}", "entity": ""}}'
                 publisher.execute("select idemconsumer.publish_bytes(%s, convert_to(%s, 'UTF8'))", (queue, body))
-    await bench.until_empty(app, prune_every=0.1)
+    await bench.until_empty(app, prune_every=0.1, kafka="127.0.0.1:1")
     wanted = [f"{number}{step}" for number in range(30) for step in ("", " first", " second")]
     assert Counter(direct_bench.effects()) == Counter(wanted)
     assert direct_bench.do("select 1 from idemconsumer.queue") == []
+    assert direct_bench.do("select 1 from idemconsumer.outbox") == []
+    assert sorted(taking.bodies) == sorted(f'{{"id":"{number}"}}'.encode() for number in range(30))
     assert direct_bench.do("select 1 from idemconsumer.worker where until > clock_timestamp()") == []
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Tx
 from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds
-from tests.support.logs import times
+from tests.support.logs import LogCapture, times
 from tests.support.waiting import PATIENCE, until
 from tests.support.workers import Bench, Item, Lasting, connected, note
 
@@ -82,7 +81,7 @@ async def test_a_drain_fetches_nothing_new(bench: Bench) -> None:
 
 async def test_what_a_fetch_under_way_still_brings_is_given_back_at_once(bench: Bench) -> None:
     """Its statement waits for a lock while the drain begins, and takes a message once it gets it."""
-    waiting = "select count(*) from pg_stat_activity where application_name = 'idemconsumer-queue' and query like %s"
+    waiting = "select count(*) from pg_stat_activity where application_name like '%% queue' and query like %s"
     pattern = '%insert into "idemconsumer".queue%'  # which comes before the take
     bench.enqueue("q", Item("late"))
     async with await psycopg.AsyncConnection.connect(bench.dsn) as other:

@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Tx
 from idemconsumer.rules import failing
 from idemconsumer.rules.failing import IN_A_ROW, Health
-from tests.support.logs import times
+from tests.support.logs import LogCapture, times
 from tests.support.workers import Bench, Item, Running, note
 
 SLOWED, WORKS = "all messages of a handler fail, trying one at a time", "handler works again"

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Reject, Retry, Saga, Step, Tx
 from idemconsumer.rules import failing
 from idemconsumer.rules.failing import Health
 from idemconsumer.sagas import probes
-from tests.support.logs import times
+from tests.support.logs import LogCapture, times
 from tests.support.workers import Bench, Item, note
 
 SLOWED, WORKS = "a function fails in all sagas, trying one at a time", "function of sagas works again"

@@ -116,7 +116,7 @@ async def test_handlers_share_the_connections_that_one_of_them_could_use_and_one
         await bench.publish(name, *(Item(f"{name}{n}") for n in range(20)))
     async with bench.running(app, concurrency=4) as worker:
         await worker.until(lambda: len(running) == 7)
-        connections = "select count(*) from pg_stat_activity where application_name = 'idemconsumer'"
+        connections = "select count(*) from pg_stat_activity where application_name = 'idemconsumer apart worker 0'"
         assert bench.do(connections)[0][0] <= 4 - 1 + 3 + 2
         assert set(running) == set("abc"), "each has one at least"
         go.set()

@@ -11,6 +11,7 @@ from idemconsumer import App, Saga, Tx
 from idemconsumer.brokers import postgres
 from idemconsumer.ports.leases import Look
 from idemconsumer.stores.leases import PostgresLeases
+from idemconsumer.worker import steering
 from tests.support.workers import Bench, Item, note
 
 
@@ -37,7 +38,7 @@ async def test_the_number_of_handlers_does_not_raise_the_number_of_connections(b
         await running.until_count(applied=2)
         held = (
             "select count(*)::int from pg_stat_activity"
-            " where datname = current_database() and application_name = 'idemconsumer-queue'"
+            " where datname = current_database() and application_name = 'idemconsumer idle worker 0 queue'"
         )
         # One for statements, and one that listens; a third asks about each source at the start.
         await running.until(lambda: bench.do(held) == [(2,)])
@@ -45,6 +46,7 @@ async def test_the_number_of_handlers_does_not_raise_the_number_of_connections(b
 
 async def test_one_look_is_for_all_sagas_and_queues_of_a_process(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postgres, "_LOOK", 3_600.0)  # no queue is looked at but by the look for sagas
+    monkeypatch.setattr(steering, "_AGAIN", 3_600.0)  # what a worker says of itself comes every twelve seconds (O13)
     look, looks = PostgresLeases.look, list[Look]()
     execute, sent = psycopg.AsyncCursor.execute, list[str]()
 

@@ -284,6 +284,7 @@ async def test_a_drain_waits_for_what_is_being_read_and_gives_it_back(bench: Ben
     waiting = (
         "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and query like '%insert into%attempt (%'"
     )
+    await bench.opened_before()
     async with await psycopg.AsyncConnection.connect(bench.dsn) as other:
         await other.execute("lock table idemconsumer.attempt in access exclusive mode")
         async with bench.running(reader.app) as worker:
@@ -299,7 +300,7 @@ async def test_a_drain_waits_for_what_is_being_read_and_gives_it_back(bench: Ben
 
 async def test_a_database_that_is_away_meanwhile_is_waited_for(bench: Bench) -> None:
     reader = Reader(bench)
-    cut = "select pg_terminate_backend(pid, 5000) from pg_stat_activity where application_name = 'idemconsumer'"
+    cut = "select pg_terminate_backend(pid, 5000) from pg_stat_activity where application_name like '% worker 0'"
     reader.redelivered("a")
     async with bench.running(reader.app) as worker:
         worker.points.on(Point.READING, lambda: bench.do(cut))

@@ -6,13 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiokafka import AIOKafkaProducer
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Tx
 from idemconsumer.admin.dead_letters import Admin
 from idemconsumer.cli.inspect import findings
 from tests.support.kafka import World, world_of
-from tests.support.logs import entries
+from tests.support.logs import LogCapture, entries
 from tests.support.servers.made import Server
 from tests.support.waiting import until
 from tests.support.workers import SCHEMA, Bench, Item, body

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from aiokafka import AIOKafkaProducer
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Tx
 from idemconsumer.admin.dead_letters import Admin
@@ -17,7 +16,7 @@ from idemconsumer.brokers.kafka import unreadable as kafka_unreadable
 from idemconsumer.errors import ConfigurationError
 from tests.support.kafka import World, killing, world_of
 from tests.support.kafka_log import codec, edit_batch, replaced
-from tests.support.logs import entries
+from tests.support.logs import LogCapture, entries
 from tests.support.servers.kafka import Kafka
 from tests.support.servers.made import PrivateKafka
 from tests.support.waiting import until

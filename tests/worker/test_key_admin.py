@@ -211,5 +211,5 @@ async def test_keys_are_listed_page_by_page_and_found_by_text_hash_and_tenant(be
     assert await known.find(prefix=of_x.hex()[:20]) == of_x
     with pytest.raises(ConfigurationError, match="nothing is known of"):
         await known.find(prefix="00" * 32)
-    with pytest.raises(ConfigurationError, match="nothing is known of handler 'nobody'"):
+    with pytest.raises(ConfigurationError, match="nothing is stored under a handler 'nobody'"):
         await known.find(handler="nobody", key="a")

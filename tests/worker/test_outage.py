@@ -8,7 +8,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Saga, Tx
 from idemconsumer.embedded.postgres import EmbeddedPostgres
@@ -16,7 +15,7 @@ from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.message.keys import digest
 from idemconsumer.ports.observer import Point
 from idemconsumer.worker.saga_lease import SagaLease
-from tests.support.logs import entries, times
+from tests.support.logs import LogCapture, entries, times
 from tests.support.servers.made import PrivatePostgres
 from tests.support.waiting import PATIENCE, until
 from tests.support.workers import Bench, Item, connected, note, prepare
@@ -143,6 +142,7 @@ async def test_a_table_that_somebody_locks_is_waited_for_and_costs_nothing(bench
             raise ValueError
 
     await bench.publish("q", Item("fails", "e"), Item("behind", "e"))
+    await bench.opened_before()
     async with await psycopg.AsyncConnection.connect(bench.dsn) as other:
         await other.execute("lock table idemconsumer.attempt in access exclusive mode")
         async with bench.running(app) as running:

@@ -70,9 +70,9 @@ def states(bench: Bench) -> list[State]:
 
 
 def rows(bench: Bench) -> tuple[int, int, int]:
-    """How many messages are delayed, in the queue, and on record as tried."""
+    """How many messages are delayed, in queues, but for forwarded letters, and on record as tried."""
     ((delayed,),) = bench.do("select count(*) from idemconsumer.delayed")
-    ((queued,),) = bench.do("select count(*) from idemconsumer.queue")
+    ((queued,),) = bench.do("select count(*) from idemconsumer.queue where name <> 'letters'")
     ((tried,),) = bench.do("select count(*) from idemconsumer.attempt")
     return delayed, queued, tried
 
@@ -310,7 +310,7 @@ async def test_a_handler_of_sagas_gets_what_it_could_not_read(bench: Bench) -> N
     assert saga_seen == [{"id": 7}]
 
 
-async def test_a_saga_that_waits_for_a_person_is_left_to_sagas_resume(bench: Bench) -> None:
+async def test_a_saga_that_waits_for_a_person_gets_no_ticket(bench: Bench) -> None:
     app = App("shop")
 
     @app.idempotent_handler("memory:q", key="id", max_attempts=1)
@@ -320,7 +320,6 @@ async def test_a_saga_that_waits_for_a_person_is_left_to_sagas_resume(bench: Ben
     await bench.publish("q", Item("a"))
     async with bench.running(app) as running:
         await running.until(lambda: bench.do("select 1 from idemconsumer.dead_letter") != [])
-    assert await redrive(bench) == {Redriven.SAGA: 1}
     assert bench.do("select idemconsumer.redrive_letter(id, 'q', '', 'r', 'b') from idemconsumer.dead_letter") == [
         ("saga",)
     ]

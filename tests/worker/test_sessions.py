@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Retry, Tx
 from idemconsumer.brokers.memory import MemorySession
@@ -15,7 +14,7 @@ from idemconsumer.handlers.options import Options
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Outgoing
 from idemconsumer.worker import feed
-from tests.support.logs import times
+from tests.support.logs import LogCapture, times
 from tests.support.waiting import PATIENCE
 from tests.support.workers import Bench, Item, Lasting, body, connected, note
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from structlog.testing import LogCapture
 
 from idemconsumer import App, ConfigurationError, Saga, Tx
 from idemconsumer.cli.inspect import findings
@@ -17,10 +16,10 @@ from idemconsumer.rules.schedules import Schedule
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings
 from idemconsumer.sql.queries import load
-from idemconsumer.stores.migrations import migrate
 from idemconsumer.worker.retention import prune_once
 from idemconsumer.worker.schedules import Schedules
-from tests.support.logs import times
+from tests.support.logs import LogCapture, times
+from tests.support.servers.postgres import migrated
 from tests.support.waiting import until
 
 HOURLY = Schedule("hourly", "0 * * * *", "UTC", "all", "report")
@@ -36,7 +35,7 @@ class Desk:
         return cursor.fetchall() if cursor.description else []
 
     def worker(self, schedule: Schedule = HOURLY) -> Schedules:
-        return Schedules(self.dsn, "idemconsumer", "desk", [schedule])
+        return Schedules(self.dsn, "idemconsumer", "desk", [schedule], {"report": "postgres:~desk/report"})
 
     def missed(self, hours: int) -> None:
         """Nobody has looked since that many slots ago."""
@@ -52,7 +51,7 @@ class Desk:
 
 @pytest.fixture
 def desk(database: str) -> Iterator[Desk]:
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     desk = Desk(database)
     with closing(desk.connection):
         yield desk
@@ -65,7 +64,7 @@ async def test_a_schedule_begins_with_its_next_slot(desk: Desk) -> None:
 
 async def test_all_schedules_of_an_app_are_read_in_one_statement(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     many = [Schedule(f"s{n}", "0 0 1 1 *", "UTC", "last", "report") for n in range(10)]
-    schedules, sent = Schedules(desk.dsn, "idemconsumer", "desk", many), list[object]()
+    schedules, sent = Schedules(desk.dsn, "idemconsumer", "desk", many, {}), list[object]()
     await schedules.look()
     assert desk.sql("select count(*) from idemconsumer.schedule") == [(10,)]
     execute = psycopg.AsyncCursor.execute

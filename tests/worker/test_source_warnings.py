@@ -9,7 +9,6 @@ from uuid import uuid4
 import aio_pika
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Tx
 from idemconsumer.brokers.memory import MemorySession
@@ -17,7 +16,7 @@ from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Finding
 from idemconsumer.process.child import WORKER
-from tests.support.logs import entries
+from tests.support.logs import LogCapture, entries
 from tests.support.servers.made import PrivateRabbitMQ, Server
 from tests.support.waiting import until
 from tests.support.workers import Bench, Item, Lasting, connected, prepare

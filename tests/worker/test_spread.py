@@ -11,7 +11,6 @@ from uuid import uuid4
 import aio_pika
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Retry, Tx, idempotent_handler
 from idemconsumer.brokers.kafka.broker import KafkaBroker
@@ -22,7 +21,7 @@ from idemconsumer.worker import lane as lanes
 from idemconsumer.worker.feed import _Kind, _kind
 from idemconsumer.worker.in_hand import Held, InHand
 from idemconsumer.worker.spread import Spread
-from tests.support.logs import times
+from tests.support.logs import LogCapture, times
 from tests.support.servers.made import Server
 from tests.support.workers import Bench, Item, Running, body, note
 

@@ -13,8 +13,8 @@ from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.observer import Point
 from idemconsumer.settings import Settings
-from idemconsumer.stores.migrations import migrate
 from tests.support.servers.made import Server
+from tests.support.servers.postgres import migrated
 from tests.worker.crashes import payment, work
 
 LONG_POINTS = [(Point.FETCHED, 9), (Point.DISPATCHED, 9), (Point.SETTLED, 3)]
@@ -31,7 +31,7 @@ NAMES = [f"plain-{n}" for n in range(20)]
 @pytest.mark.parametrize("point", POINTS)
 async def test_a_crash_at(point: str, sqs: Server, database: str) -> None:
     """The worker after it waits until what the dead one held is visible again: its queue is not empty before."""
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     with psycopg.connect(database, autocommit=True) as db:
         db.execute("create table effect (id text, amount int)")
         name = f"crash-{uuid4().hex}"

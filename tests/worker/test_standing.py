@@ -9,7 +9,7 @@ import sys
 import psycopg
 import pytest
 
-from idemconsumer.stores.migrations import migrate
+from tests.support.servers.postgres import migrated
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.kill, pytest.mark.slow]
@@ -22,7 +22,7 @@ INNOCENTS = 10
 async def test_a_message_in_which_its_worker_stands_still_is_a_dead_letter(
     database: str, killer: str, sagas: bool
 ) -> None:
-    migrate(database, "idemconsumer")
+    migrated(database, "idemconsumer")
     ids = [f"calm-{number}" for number in range(INNOCENTS)]
     ids.insert(INNOCENTS // 2, killer)
     with psycopg.connect(database, autocommit=True) as connection:

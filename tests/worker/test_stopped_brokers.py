@@ -9,7 +9,6 @@ import aio_pika
 import pytest
 from aiobotocore.session import get_session
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Tx
 from idemconsumer.brokers.connecting import connect
@@ -18,7 +17,7 @@ from idemconsumer.brokers.kafka import session as kafka_session
 from idemconsumer.brokers.rabbitmq import link
 from idemconsumer.brokers.sqs import client as sqs_client
 from idemconsumer.ports.broker import Outgoing
-from tests.support.logs import times
+from tests.support.logs import LogCapture, times
 from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivateRabbitMQ
 from tests.support.workers import Bench, Item, body, note
 

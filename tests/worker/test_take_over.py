@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Reject, Tx
 from idemconsumer.brokers.memory import MemoryBroker, MemorySession
@@ -14,7 +13,7 @@ from idemconsumer.brokers.rabbitmq.limits import TAKE_OVER_AFTER
 from idemconsumer.message.message import Message as Arrived
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
-from tests.support.logs import times
+from tests.support.logs import LogCapture, times
 from tests.support.workers import Bench, Item, body, connected, note
 
 
@@ -35,7 +34,8 @@ class WornOut(MemoryBroker):
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> WornOutSession:
         (subscription,) = subscriptions
-        bounds = replace(bounds, share=None)  # it is asked by the name of its source, and that is not `memory:`
+        # Both are asked by the name of their source, and that is not `memory:`.
+        bounds = replace(bounds, share=None, paused=lambda _: False)
         return WornOutSession(self, subscription.name, self._queue(subscription.name), bounds)
 
     async def close(self) -> None:

@@ -10,13 +10,12 @@ from uuid import uuid4
 import aio_pika
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Tx
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
-from tests.support.logs import entries, times
+from tests.support.logs import LogCapture, entries, times
 from tests.support.servers.made import PrivateRabbitMQ, Server
 from tests.support.servers.rabbitmq import RabbitMQ
 from tests.support.workers import Bench, Item, body, note

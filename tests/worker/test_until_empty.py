@@ -9,11 +9,10 @@ import sys
 
 import psycopg
 import pytest
-from structlog.testing import LogCapture
 
 from idemconsumer import App, Message, Tx
-from idemconsumer.stores.migrations import migrate
-from tests.support.logs import times
+from tests.support.logs import LogCapture, times
+from tests.support.servers.postgres import migrated
 from tests.support.workers import SCHEMA, Bench, Item, note
 
 
@@ -93,7 +92,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 def test_memory_stays_flat_over_twenty_thousand_messages(database: str) -> None:
-    migrate(database, SCHEMA)
+    migrated(database, SCHEMA)
     with psycopg.connect(database) as connection:
         connection.execute("create table effect (id text)")
         connection.execute(

@@ -8,19 +8,18 @@ import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 
-import structlog
-
 from idemconsumer.addresses import is_local, kafka_hosts
 from idemconsumer.brokers.kafka.topics import Topics
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
+from idemconsumer.logs import log
 from idemconsumer.message.message import Subscription
 from idemconsumer.message.sources import is_pattern
-from idemconsumer.ports.broker import Bounds, Finding, Outgoing
+from idemconsumer.ports.broker import Bounds, Finding, Outgoing, Reply, Unsent
 from idemconsumer.ports.positions import Positions
 from idemconsumer.settings import Settings
 
 try:
-    from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+    from aiokafka import AIOKafkaConsumer
     from aiokafka.admin import AIOKafkaAdminClient
     from aiokafka.errors import KafkaError
 except ImportError as error:
@@ -37,15 +36,14 @@ from idemconsumer.brokers.kafka.checking import (
 )
 from idemconsumer.brokers.kafka.client import stop, words
 from idemconsumer.brokers.kafka.connection import connection_options
-from idemconsumer.brokers.kafka.diagnosis import unusable
+from idemconsumer.brokers.kafka.diagnosis import unavailable
 from idemconsumer.brokers.kafka.placing import Placing
+from idemconsumer.brokers.kafka.publishing import Publisher
+from idemconsumer.brokers.kafka.relaying import Relay
 from idemconsumer.brokers.kafka.seat import Seat
 from idemconsumer.brokers.kafka.session import KafkaSession
 
-log = structlog.get_logger("idemconsumer")
-
 OPEN_TIMEOUT = 15.0
-PUBLISH_TIMEOUT = 30.0
 CHECK_TIMEOUT = 10.0
 HEARTBEAT_MS = 1_000  # a member notices a rebalance by its heartbeat, and all wait for the last one to notice
 METADATA_MAX_AGE_MS = 4_000  # a topic or partition that appears is consumed after this long at the latest
@@ -70,9 +68,9 @@ class KafkaBroker:
         self._connection = connection_options(settings)
         plain = not self._connection["security_protocol"].endswith("SSL")
         self._exposed = plain and not all(map(is_local, kafka_hosts(settings.kafka)))
-        self._producer: AIOKafkaProducer | None = None
-        self._starting = asyncio.Lock()
-        self._confirmed: set[str] = set()
+        self._publisher = Publisher(self._connection, settings, self._admin)
+        most_bytes = max(settings.max_message_bytes, 1024 * 1024)
+        self._relay = Relay(self._connection, self._servers, most_bytes, self._publisher.partitions, self._missing)
         self._positions: Positions | None = None
         self._seats: dict[str, Seat] = {}
         quiet = logging.getLogger("aiokafka")
@@ -133,32 +131,32 @@ class KafkaBroker:
         return Placing(consumer, group, reset=reset, stop=stop, positions=self._positions, log=log.bind(group=group))
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
-        """Publish all and wait until every in-sync replica has them. Raises BrokerUnavailable.
+        """Publish all and wait until every in-sync replica has them. Raises BrokerUnavailable, and BadMessage for one
+        that is larger than Kafka takes.
 
         When it raises, some may be on the topic and others may still get there: publish again, with the same
         keys.
         """
+        await self._publisher.publish(name, messages)
+
+    async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
+        """See `ports.Replying`. To the topic, and the partition, that the request's headers name."""
+        return await self._publisher.reply(replies)
+
+    async def relay(self, name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
+        """See `ports.Relaying`. acks=all, by an idempotent producer."""
         try:
-            async with asyncio.timeout(PUBLISH_TIMEOUT):
-                producer = await self._ready(name)
-                sent = [
-                    await producer.send(
-                        name,
-                        value=message.body,
-                        key=None if message.key is None else message.key.encode(),
-                        headers=[(header, value.encode()) for header, value in message.headers.items()],
-                    )
-                    for message in messages
-                ]
-                for answer in await asyncio.gather(*sent, return_exceptions=True):
-                    if isinstance(answer, BaseException):
-                        raise answer
+            return await self._relay.relay(name, messages)
         except (TimeoutError, KafkaError, OSError) as error:
-            if self._producer is None:
+            self._publisher.forget(name)
+            if not self._relay.producing.known:
                 raise await self._unusable(error) from error
             raise BrokerUnavailable(
                 f"Kafka at {self._servers} did not confirm {len(messages)} message(s) to topic {name!r}: {words(error)}"
             ) from error
+
+    def _missing(self, topic: str) -> str:
+        return missing_text(self._servers, [topic])
 
     async def check_destination(self, name: str) -> None:
         """Whether the topic exists; not whether this user may write to it."""
@@ -203,34 +201,8 @@ class KafkaBroker:
         return max((each for each in kept if each is not None), default=None)
 
     async def close(self) -> None:
-        producer, self._producer = self._producer, None
-        if producer is not None:
-            with contextlib.suppress(TimeoutError, KafkaError, OSError):
-                async with asyncio.timeout(CHECK_TIMEOUT):
-                    await producer.stop()
-
-    async def _ready(self, name: str) -> AIOKafkaProducer:
-        async with self._starting:
-            if self._producer is None:
-                producer = AIOKafkaProducer(
-                    **self._connection,
-                    acks="all",
-                    enable_idempotence=True,
-                    max_request_size=max(self._settings.max_message_bytes, 1024 * 1024),
-                )
-                try:
-                    await producer.start()
-                except BaseException:
-                    await producer.stop()
-                    raise
-                self._producer = producer
-            if name not in self._confirmed:
-                # Sending to a missing topic waits for the whole request time-out, and gives no reason.
-                async with self._admin() as admin:
-                    if not await partitions_of(admin, name):
-                        raise BrokerUnavailable(missing_text(self._servers, [name]))
-                self._confirmed.add(name)
-            return self._producer
+        await self._publisher.close()
+        await self._relay.close()
 
     @contextlib.asynccontextmanager
     async def _admin(self) -> AsyncIterator[AIOKafkaAdminClient]:
@@ -242,8 +214,7 @@ class KafkaBroker:
             await admin.close()
 
     async def _unusable(self, error: BaseException) -> BrokerUnavailable:
-        why = await unusable(self._connection) or words(error)
-        return BrokerUnavailable(f"Kafka at {self._servers} cannot be used: {why}")
+        return await unavailable(self._servers, self._connection, error)
 
 
 def _instance(name: str | None) -> str | None:

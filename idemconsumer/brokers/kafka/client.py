@@ -6,17 +6,15 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.group import LeaveGroupRequest
 
+from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
 
 PROBE_TIMEOUT = 5.0
 STOP_TIMEOUT = 5.0
-
-log = structlog.get_logger("idemconsumer")
 
 
 async def end_offsets(consumer: AIOKafkaConsumer, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:

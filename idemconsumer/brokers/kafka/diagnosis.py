@@ -14,6 +14,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 from idemconsumer.brokers.kafka.client import words
 from idemconsumer.brokers.kafka.tokens import NoToken
 from idemconsumer.brokers.reaching import ANSWER, speaks_tls, unreached
+from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.redaction import error_text
 
 _ALL: Final = 12.0  # seconds for all servers together
@@ -57,6 +58,11 @@ async def unusable(options: Mapping[str, Any]) -> str | None:
     except TimeoutError:
         pass
     return found
+
+
+async def unavailable(servers: str, options: Mapping[str, Any], error: BaseException) -> BrokerUnavailable:
+    """What to raise for an error of the client that says too little."""
+    return BrokerUnavailable(f"Kafka at {servers} cannot be used: {await unusable(options) or words(error)}")
 
 
 async def _server(host: str, port: int, options: Mapping[str, Any]) -> str | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
+from idemconsumer.brokers.backlog import Backlog
 from idemconsumer.brokers.kafka.client import name_of
 from idemconsumer.brokers.kafka.low_water import Tracker
 from idemconsumer.brokers.kafka.placing import Placing
@@ -41,6 +42,7 @@ class Partition:
     due: float = 0.0
     halted: bool = False
     capped: bool = False
+    backlog: Backlog = field(default_factory=Backlog)
 
     def inherits(self, offset: int) -> bool:
         """Of the next one that is delivered."""
@@ -121,6 +123,7 @@ class Reading:
             source = f"kafka:{at.topic}"
             for record in records:
                 message, handle = message_of(source, record), (partition, record.offset)
+                partition.backlog.newest = message.timestamp
                 partition.outstanding.arrived(handle, message)
                 deliveries.append(
                     Delivery(
@@ -171,6 +174,11 @@ class Reading:
                 self.begin(at)
         self.pause()
 
+    @property
+    def open(self) -> int:
+        """How many sources are not paused."""
+        return sum(not held.paused for held in self._outstanding.values())
+
     def room(self) -> dict[str, int]:
         """The sources of which more may be taken now, and how many records."""
         waiting = Counter[str]()
@@ -206,4 +214,6 @@ class Reading:
 
     def _readable(self, at: TopicPartition) -> bool:
         partition = self.partitions.get(at)
-        return partition is not None and partition.placed and not partition.halted and not partition.capped
+        if partition is None or partition.outstanding.paused:
+            return False
+        return partition.placed and not partition.halted and not partition.capped

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
 
+from idemconsumer.brokers.kafka.behind import behind
 from idemconsumer.brokers.kafka.client import end_offsets, name_of, position_of, stop, words
 from idemconsumer.brokers.kafka.diagnosis import refusal
 from idemconsumer.brokers.kafka.faults import watch
@@ -40,7 +40,8 @@ from idemconsumer.brokers.kafka.topics import Topics
 from idemconsumer.brokers.kafka.unreadable import Unreadable
 from idemconsumer.brokers.last_will import WILL
 from idemconsumer.errors import Replaced, SessionEnded, StoreUnavailable
-from idemconsumer.ports.broker import Bounds, Delivery
+from idemconsumer.logs import log
+from idemconsumer.ports.broker import Bounds, Delivery, Lag
 
 POLL = 1.0  # seconds that an empty fetch waits
 SHORT_POLL = 0.1  # the same, while there is a topic of which no more may be taken yet
@@ -53,8 +54,6 @@ WORTH_LOGGING = 5  # commits that failed in a row; one or two are a rebalance
 # Asking for the records of no partition is a poll, which keeps the membership, and leaves the client's buffer alone; a
 # pause would throw away what it has fetched (K6).
 NOWHERE = TopicPartition("", -1)
-
-log = structlog.get_logger("idemconsumer")
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]
@@ -179,6 +178,10 @@ class KafkaSession:
         undelivered = self._unreadable.late or (self._poll is not None and self._poll.done())
         return not undelivered and self._member() and self._consumer.assignment() is assignment
 
+    async def lag(self, *, whole: bool) -> Mapping[str, Lag]:
+        """See `ports.KnowsLag`."""
+        return await behind(self._consumer, self._reading) if self._member() else {}
+
     def _high_water(self, at: TopicPartition) -> int | None:
         return self._consumer.highwater(at) if at in self._consumer.assignment() else None
 
@@ -211,12 +214,12 @@ class KafkaSession:
             deliveries = [each for source in room for each in await self._poll_once({source: room[source]}, 0)]
             if deliveries:
                 return deliveries
-        return await self._poll_once(room, POLL if len(room) == len(self._topics.sources) else SHORT_POLL)
+        return await self._poll_once(room, POLL if len(room) == self._reading.open else SHORT_POLL)
 
     async def _poll_once(self, room: Mapping[str, int], seconds: float) -> list[Delivery]:
         """Take so many records of these sources."""
-        if len(room) == len(self._topics.sources):
-            among = []
+        if room and len(room) == self._reading.open:
+            among = []  # but for what the client has paused
         else:
             ours = self._consumer.assignment()
             among = [at for at in ours if self._topics.source_of(at.topic) in room] or [NOWHERE]

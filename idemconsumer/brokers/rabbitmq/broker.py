@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias, TypeGuard
 
 from aio_pika.abc import AbstractChannel, AbstractConnection
 from aiormq import spec
 from aiormq.abc import AbstractChannel as Wire
 from aiormq.abc import DeliveredMessage
-from aiormq.exceptions import ChannelNotFoundEntity
+from aiormq.exceptions import ChannelNotFoundEntity, ChannelPreconditionFailed
 
+from idemconsumer.brokers.one_after_another import one_after_another
 from idemconsumer.brokers.rabbitmq.limits import limits, read_queue, time_to_live
 from idemconsumer.brokers.rabbitmq.link import LOSS, Link, answered, farewell
 from idemconsumer.brokers.rabbitmq.session import RabbitmqSession
 from idemconsumer.brokers.rabbitmq.streams import is_stream
-from idemconsumer.errors import BrokerUnavailable, ConfigurationError
+from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import Bounds, Finding, Outgoing
+from idemconsumer.message.replies import OUTCOME
+from idemconsumer.ports.broker import BEHIND, Bounds, Finding, Outgoing, Reply, Unsent
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
 
@@ -26,6 +29,9 @@ from idemconsumer.settings import Settings
 # never answers.
 CONFIRM = 30.0
 PERSISTENT = 2
+DIRECT = "amq.rabbitmq.reply-to."  # before the name of a requester that has no queue
+_Send: TypeAlias = Callable[[Wire], Awaitable[object]]
+_AROUND_HEADERS = 1024  # bytes of the frame that has them: other properties, of which none has more than 255
 _STREAM = "is a stream, without acks per message: what it held before would be passed over; use a quorum queue"
 
 
@@ -64,10 +70,23 @@ class RabbitmqBroker:
         """Publish to a queue, or to `exchange/routing.key`; persistent and confirmed, `Outgoing.key` is the message id.
 
         The first `/` ends the exchange's name: `/a/b` is the queue `a/b`. Raises BrokerUnavailable when there is no
-        such queue, when the exchange routes a message to none, or when not every message was confirmed in time. Some
-        may have been: publish all again, with the same keys.
+        such queue, when the exchange routes a message to none, or when not every message was confirmed in time;
+        BadMessage for one that RabbitMQ takes from nobody. Some may have been: publish all again, with the same keys.
         """
         await self._publisher.publish(name, messages)
+
+    async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
+        """See `ports.Replying`. To the queue that `reply_to` names, through the default exchange of the same vhost.
+
+        With direct reply-to the broker keeps nothing, and a requester that has left is not told of.
+        """
+        return await self._publisher.reply(replies)
+
+    async def relay(self, name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
+        """See `ports.Relaying`. Persistent, mandatory and confirmed."""
+        return await one_after_another(
+            messages, [message.key for message in messages], partial(self._publisher.relay, name), CONFIRM
+        )
 
     async def check_destination(self, name: str) -> None:
         """Whether the queue or the exchange exists; not whether the exchange routes the key to a queue."""
@@ -158,28 +177,78 @@ class _Publisher:
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         exchange, key = route(name)
         try:
-            answers = await answered(self._send_all(exchange, key, messages), CONFIRM)
-        except TimeoutError as error:
-            await self.close()
-            raise BrokerUnavailable(
-                f"RabbitMQ at {self._link.where} did not confirm what went to {name!r} in {CONFIRM:.0f} s; "
-                "does it have an alarm? See `rabbitmq-diagnostics alarms`"
-            ) from error
+            answers = await self._confirmed(
+                [partial(_send, exchange=exchange, key=key, message=message) for message in messages], f"{name!r}"
+            )
         except LOSS as error:
             raise self._link.unavailable(f"publishing to {name!r} failed", error) from error
         for answer in answers:
             if isinstance(answer, DeliveredMessage | ChannelNotFoundEntity):
                 raise self._link.unrouted(exchange, key, name) if exchange else self._link.missing(key)
+            if _refused(answer):
+                raise BadMessage("unsendable", f"RabbitMQ does not take it for {name!r}: {answer}") from answer
             if isinstance(answer, BaseException):
                 raise self._link.unavailable(f"publishing to {name!r} failed", answer) from answer
 
-    async def _send_all(self, exchange: str, key: str, messages: Sequence[Outgoing]) -> list[object]:
-        """The answer to each: a confirmation, the message itself if no queue took it, an error."""
+    async def relay(self, name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
+        exchange, key = route(name)
+        try:
+            answers = await self._confirmed(
+                [partial(_send, exchange=exchange, key=key, message=message) for message in messages], f"{name!r}"
+            )
+        except LOSS as error:
+            raise self._link.unavailable(f"publishing to {name!r} failed", error) from error
+        relayed = [self._relayed(answer, exchange, key, name) for answer in answers]
+        if len(messages) > 1 and any(map(_refused, answers)):  # which has closed the channel for the others
+            clock = asyncio.get_running_loop().time
+            until = clock() + CONFIRM
+            for index, answer in enumerate(answers):
+                if isinstance(answer, BaseException):
+                    relayed[index] = (await self.relay(name, [messages[index]]))[0] if clock() < until else BEHIND
+        return relayed
+
+    def _relayed(self, answer: object, exchange: str, key: str, name: str) -> Unsent | None:
+        if isinstance(answer, DeliveredMessage | ChannelNotFoundEntity):
+            return Unsent(str(self._link.unrouted(exchange, key, name) if exchange else self._link.missing(key)))
+        return self._unsent(answer)
+
+    async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
+        try:
+            answers = await self._confirmed([partial(_answer, reply=reply) for reply in replies], "reply queues")
+        except BrokerUnavailable as error:
+            return [Unsent(str(error))] * len(replies)
+        except LOSS as error:
+            return [Unsent(str(self._link.unavailable("replying failed", error)))] * len(replies)
+        if len(replies) > 1 and any(map(_refused, answers)):  # which has closed the channel for the others
+            return [(await self.reply([reply]))[0] for reply in replies]
+        return [self._unsent(answer) for answer in answers]
+
+    def _unsent(self, answer: object) -> Unsent | None:
+        if _refused(answer):
+            return Unsent(f"RabbitMQ at {self._link.where} does not take it: {answer}", final=True)
+        if isinstance(answer, DeliveredMessage):
+            return Unsent(f"RabbitMQ at {self._link.where} has no such queue", final=True, gone=True)
+        if isinstance(answer, BaseException):
+            return Unsent(str(self._link.unavailable("it was not confirmed", answer)))
+        return None
+
+    async def _confirmed(self, sends: Sequence[_Send], where: str) -> list[object]:
+        """The answer to each: a confirmation, the message itself if no queue took it, an error. Raises what connecting
+        raises, and BrokerUnavailable when not all have an answer in time."""
+        try:
+            return await answered(self._send_all(sends), CONFIRM)
+        except TimeoutError as error:
+            await self.close()
+            raise BrokerUnavailable(
+                f"RabbitMQ at {self._link.where} did not confirm what went to {where} in {CONFIRM:.0f} s; "
+                "does it have an alarm? See `rabbitmq-diagnostics alarms`"
+            ) from error
+
+    async def _send_all(self, sends: Sequence[_Send]) -> list[object]:
         channel = await self._channel()
         try:
             wire = await channel.get_underlay_channel()
-            sends = (_send(wire, exchange, key, message) for message in messages)
-            return await asyncio.gather(*sends, return_exceptions=True)
+            return await asyncio.gather(*(send(wire) for send in sends), return_exceptions=True)
         finally:
             if not channel.is_closed:
                 self._spare.append(channel)
@@ -210,8 +279,52 @@ def route(name: str) -> tuple[str, str]:
     return (exchange, key) if slash else ("", name)
 
 
+def _refused(answer: object) -> TypeGuard[Exception]:
+    """Whether a message is one that no further try would send: too large, also its headers, or not to be encoded."""
+    too_large = isinstance(answer, ChannelPreconditionFailed) and "size" in str(answer)
+    return too_large or isinstance(answer, TypeError | _HeadersTooLarge)
+
+
 async def _send(wire: Wire, exchange: str, key: str, message: Outgoing) -> object:
-    properties = spec.Basic.Properties(delivery_mode=PERSISTENT, headers=dict(message.headers), message_id=message.key)
+    headers: Any = {
+        name: value if isinstance(value, str) else bytearray(value) for name, value in message.headers.items()
+    }
+    _check_headers(wire, message)
+    properties = spec.Basic.Properties(delivery_mode=PERSISTENT, headers=headers, message_id=message.key)
     return await wire.basic_publish(
         message.body, exchange=exchange, routing_key=key, mandatory=True, properties=properties
     )
+
+
+def _check_headers(wire: Wire, message: Outgoing) -> None:
+    """They are one frame, and for one that is larger than agreed RabbitMQ ends the connection, with all that others
+    have on their way there."""
+    most = wire.connection.connection_tune.frame_max
+    size = (
+        sum(len(name.encode()) + len(_bytes(value)) + 16 for name, value in message.headers.items()) + _AROUND_HEADERS
+    )
+    if most and size > most:
+        raise _HeadersTooLarge(f"its headers have {size} bytes, of {most} that fit into a frame")
+
+
+class _HeadersTooLarge(Exception):
+    pass
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+async def _answer(wire: Wire, reply: Reply) -> object:
+    correlation = reply.address.correlation
+    properties = spec.Basic.Properties(
+        delivery_mode=PERSISTENT,
+        headers={OUTCOME: reply.outcome},
+        message_id=reply.id,
+        correlation_id=correlation if isinstance(correlation, str) else None,
+        content_type=reply.content_type,
+    )
+    to = reply.address.to
+    # Older versions return every mandatory message to a requester without a queue, and deliver it as well.
+    mandatory = not to.startswith(DIRECT)
+    return await wire.basic_publish(reply.body, routing_key=to, mandatory=mandatory, properties=properties)

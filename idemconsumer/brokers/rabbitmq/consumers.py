@@ -21,7 +21,7 @@ class _Consumer:
 
 
 class Consumers:
-    """Mostly one; two while one replaces the other (Q11).
+    """Mostly one; two while one replaces the other (Q11), and none while their handler is paused (O14).
 
     RabbitMQ applies `basic.qos` to new consumers only, and a quorum queue refuses one for the channel. So another
     prefetch needs another consumer. The former one is cancelled when the new one has got a delivery: of a queue with
@@ -51,6 +51,9 @@ class Consumers:
 
     async def regulate(self, wanted: int, most: int) -> None:
         """Bring the prefetch to `wanted`, if it is worth a change; never leave it above `most`."""
+        if not self._consumers:
+            await self.begin(min(wanted, most))
+            return
         *former, newest = self._consumers
         if newest.tag in self._served:
             await self._cancel(former)

@@ -14,16 +14,18 @@ import msgspec
 from aio_pika.abc import AbstractChannel
 from aiormq.abc import AbstractChannel as Wire
 
+from idemconsumer.brokers.backlog import Backlog
 from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.brokers.rabbitmq.ack_tags import AckTags
 from idemconsumer.brokers.rabbitmq.arrivals import Arrival
 from idemconsumer.brokers.rabbitmq.consumers import Consumers
+from idemconsumer.brokers.rabbitmq.depth import depth
 from idemconsumer.brokers.rabbitmq.limits import TAKE_OVER_AFTER
 from idemconsumer.brokers.rabbitmq.link import FAREWELL, LOSS, Link, answered, farewell, text_of
 from idemconsumer.brokers.rabbitmq.tap import TappedConnection
 from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import PROPERTIES, Message
-from idemconsumer.ports.broker import Bounds, Delivery, Epoch
+from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Lag
 
 T = TypeVar("T")
 
@@ -55,6 +57,7 @@ class RabbitmqSession:
         self._consumers: Consumers
         self._consuming = asyncio.Lock()
         self._outstanding = Outstanding(bounds, f"rabbitmq:{queue}")
+        self._backlog = Backlog()
         self._epoch = Epoch(returns_count=True)
         self._tags = AckTags()
         self._arrived: deque[Delivery] = deque()
@@ -81,7 +84,8 @@ class RabbitmqSession:
         await self._wire.queue_declare(self._queue, passive=True)
         self._consumers = Consumers(self._wire, self._queue, self._priority)
         self._connection.take(self._wire.number, self._on_arrival)
-        await self._consumers.begin(self._outstanding.may_hold(0))
+        if not self._outstanding.paused:
+            await self._consumers.begin(self._outstanding.may_hold(0))
 
     async def fetch(self) -> Sequence[Delivery]:
         await self._regulate()
@@ -103,9 +107,12 @@ class RabbitmqSession:
         async with self._consuming:
             if self._stopped or self._ended is not None:
                 return
-            held = self._outstanding
+            held, consumers = self._outstanding, self._consumers
             with contextlib.suppress(SessionEnded):
-                await self._ask(self._consumers.regulate(held.may_hold(self._epoch.waiting), held.most))
+                if held.paused:
+                    await self._ask(consumers.cancel())
+                else:
+                    await self._ask(consumers.regulate(held.may_hold(self._epoch.waiting), held.most))
 
     async def settle(self, deliveries: Sequence[Delivery]) -> None:
         # Tags mean something to their own channel only: elsewhere the same number is another message.
@@ -128,6 +135,12 @@ class RabbitmqSession:
         except SessionEnded:
             return False
         return count == 0 and not self._arrived
+
+    async def lag(self, *, whole: bool) -> Mapping[str, Lag]:
+        """See `ports.KnowsLag`."""
+        if not whole or self._ended is not None:
+            return {}
+        return {f"rabbitmq:{self._queue}": self._backlog.lag(await depth(self._connection, self._queue))}
 
     async def stop_fetching(self) -> None:
         self._stopped = True
@@ -186,6 +199,7 @@ class RabbitmqSession:
             self._consumers.serves(arrival.consumer_tag)
             delivery = delivery_of(arrival, self._queue, self._epoch)
             self._outstanding.arrived(delivery.handle, delivery.message)
+            self._backlog.newest = delivery.message.timestamp
             self._arrived.append(delivery)
             self._wake.set()
 

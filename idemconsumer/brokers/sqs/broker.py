@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
+from idemconsumer.brokers.one_after_another import one_after_another
 from idemconsumer.brokers.sqs.client import LOSS, Client, Link, Queue, address_of, farewell
 from idemconsumer.brokers.sqs.limits import limits, max_receives, retention
+from idemconsumer.brokers.sqs.replies import SqsReplies, send_each
 from idemconsumer.brokers.sqs.session import CONNECTIONS, SqsSession
-from idemconsumer.brokers.sqs.wire import Entry, entry_of, requests
+from idemconsumer.brokers.sqs.wire import GROUP, Entry, entry_of, requests
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import Bounds, Finding, Outgoing
+from idemconsumer.message.queues import QueueAddress
+from idemconsumer.ports.broker import Bounds, Finding, Outgoing, Reply, Unsent
 from idemconsumer.settings import Settings
 
 CONFIRM: Final = 30.0  # seconds for a publish, connecting included
@@ -35,6 +39,7 @@ class SqsBroker:
         self._connecting = asyncio.Lock()
         self._clients: dict[tuple[str | None, str | None], Client] = {}  # by endpoint and region
         self._queues: dict[str, Queue] = {}
+        self._replies = SqsReplies(self._link, self._client)
 
     def feed(self, subscription: Subscription) -> str:
         return subscription.source
@@ -72,6 +77,26 @@ class SqsBroker:
                     await asyncio.gather(
                         *(self._send(client, queue, batch) for batch in batches[start : start + SENDS])
                     )
+        except LOSS as error:
+            self._queues.pop(name, None)
+            raise self._link.refused(name, error) from error
+
+    async def reply(self, replies: Sequence[Reply]) -> list[Unsent | None]:
+        """See `ports.Replying`."""
+        return await self._replies.send(replies)
+
+    async def relay(self, name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
+        """See `ports.Relaying`."""
+        fifo = name.endswith(".fifo")
+        groups = [message.headers.get(GROUP) if fifo else None for message in messages]
+        orders = [None if group is None else str(group) for group in groups]
+        return await one_after_another(messages, orders, partial(self._relay, name), CONFIRM)
+
+    async def _relay(self, name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
+        try:
+            async with asyncio.timeout(CONFIRM):
+                client, queue = await self._ready(name)
+                return await send_each(client, queue, messages, self._link.where, blame=True)
         except LOSS as error:
             self._queues.pop(name, None)
             raise self._link.refused(name, error) from error
@@ -115,13 +140,20 @@ class SqsBroker:
 
     async def _ready(self, name: str, *, anew: bool = False) -> tuple[Client, Queue]:
         async with self._connecting:
-            at = address_of(name)
-            place = at.endpoint, at.region
-            if (client := self._clients.get(place)) is None:
-                client = self._clients[place] = await self._link.connect(SENDS, at)
+            client = await self._client_at(at := address_of(name))
             if anew or name not in self._queues:
                 self._queues[name] = await self._link.queue(client, at)
             return client, self._queues[name]
+
+    async def _client(self, at: QueueAddress) -> Client:
+        async with self._connecting:
+            return await self._client_at(at)
+
+    async def _client_at(self, at: QueueAddress) -> Client:
+        place = at.endpoint, at.region
+        if place not in self._clients:
+            self._clients[place] = await self._link.connect(SENDS, at)
+        return self._clients[place]
 
     async def _send(self, client: Client, queue: Queue, batch: Sequence[Entry]) -> None:
         answer: dict[str, Any] = await client.send_message_batch(QueueUrl=queue.url, Entries=batch)

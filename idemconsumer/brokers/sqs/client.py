@@ -28,7 +28,7 @@ CALLS: Final = 3  # tries of one request, with the client's own backoff in betwe
 # What the client raises for a request that failed. It lets TimeoutError and OSError of DNS lookups through.
 LOSS: Final[tuple[type[Exception], ...]] = (BotoCoreError, ClientError, TimeoutError, OSError)
 
-_GONE = ("QueueDoesNotExist", "AWS.SimpleQueueService.NonExistentQueue")
+GONE = ("QueueDoesNotExist", "AWS.SimpleQueueService.NonExistentQueue")
 # SQS has its own names for throttling, KMS others, and the gateway before both sends only a status. OverLimit: the
 # queue has as many messages in flight as it may have (120,000).
 _THROTTLED = ("Throttl", "TooManyRequests", "RequestLimitExceeded", "SlowDown", "OverLimit")
@@ -132,7 +132,7 @@ class Link:
     def refused(self, given: str, error: Exception) -> BrokerUnavailable:
         """In our words, why a queue cannot be used."""
         at = address_of(given)
-        if code_of(error) in _GONE:
+        if code_of(error) in GONE:
             fifo = " --attributes FifoQueue=true" if at.name.endswith(".fifo") else ""
             region = f" --region {at.region}" if at.region else ""
             where = f"account {at.account}" if at.account else "this account"

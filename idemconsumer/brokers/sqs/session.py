@@ -9,16 +9,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import structlog
-
+from idemconsumer.brokers.backlog import Backlog
 from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.brokers.sqs.client import READ_TIMEOUT, Client, Link, Queue, farewell, throttled
 from idemconsumer.brokers.sqs.in_hand import Held
 from idemconsumer.brokers.sqs.wire import BATCH, GROUP, message_of, receives
 from idemconsumer.errors import SessionEnded
-from idemconsumer.ports.broker import Bounds, Delivery, Epoch
-
-log = structlog.get_logger("idemconsumer")
+from idemconsumer.logs import log
+from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Lag
 
 # Seconds that a poll waits at the broker. A drain waits for it too (A1), since what a cancelled poll was about to
 # bring stays hidden for its whole visibility timeout.
@@ -51,6 +49,7 @@ class SqsSession:
         self._client = client
         self._queue = queue
         self._outstanding = Outstanding(bounds, queue.source)
+        self._backlog = Backlog()
         self._epoch = Epoch(returns_count=True)
         self._held = Held()
         self._arrived: deque[Delivery] = deque()
@@ -125,6 +124,8 @@ class SqsSession:
             MessageAttributeNames=["All"],
         )
         arrivals = [self._delivery(raw, started + visibility) for raw in answer.get("Messages") or ()]
+        if arrivals:
+            self._backlog.newest = arrivals[-1].message.timestamp
         if arrivals and not self._lost:
             # Visibility counts from when the broker took the messages out, which may be long before its answer.
             if loop.time() > started + visibility / 2:
@@ -285,6 +286,14 @@ class SqsSession:
             return False
         visible, delayed, invisible = (int((answer.get("Attributes") or {}).get(name, 0)) for name in names)
         return visible + delayed == 0 and invisible <= len(self._held) and not self._arrived
+
+    async def lag(self, *, whole: bool) -> Mapping[str, Lag]:
+        """See `ports.KnowsLag`. By the queue's own estimate."""
+        if not whole or self._lost:
+            return {}
+        name = "ApproximateNumberOfMessages"
+        answer = await self._client.get_queue_attributes(QueueUrl=self._queue.url, AttributeNames=[name])
+        return {self._queue.source: self._backlog.lag(int((answer.get("Attributes") or {}).get(name, 0)))}
 
     async def stop_fetching(self) -> None:
         self._stopped = True

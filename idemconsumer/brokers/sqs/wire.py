@@ -2,7 +2,8 @@
 
 SQS takes bodies of at least one character that XML allows, and attributes with a non-empty value of such characters
 under a name of letters, digits, `_`, `-` and `.`. What does not fit is carried nevertheless, in a form that another
-idemconsumer reads back: a body as base64, headers as one JSON object in the attribute `idemconsumer-headers`.
+idemconsumer reads back: a body as base64, headers as one JSON object in the attribute `idemconsumer-headers`. The
+header `idemconsumer-message-id` is the message's id; a key that is given wins.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, Final
 from uuid import uuid4
 
@@ -32,6 +34,7 @@ GROUP: Final = "MessageGroupId"
 _ID: Final = "idemconsumer-message-id"
 _BODY: Final = "idemconsumer-body"
 _PACKED: Final = "idemconsumer-headers"
+_MARKS: Final = {_BODY, _PACKED}  # as attributes they are ours; a header of such a name is packed
 # A request of ten may have as many bytes as the largest message of any queue, which has been 256 KiB or more.
 _LEAST_REQUEST: Final = 262_144
 
@@ -52,6 +55,7 @@ def entry_of(queue: Queue, message: Outgoing) -> Entry:
     headers = dict(message.headers)
     group = headers.pop(GROUP, None)
     if message.key is not None:
+        headers.pop(_ID, None)
         headers = {_ID: message.key, **headers}
     body, mark = _body(message.body)
     attributes = _attributes(headers, mark)
@@ -110,16 +114,21 @@ def _body(body: bytes) -> tuple[str, str | None]:
     return text, None
 
 
-def _attributes(headers: Mapping[str, str], mark: str | None) -> dict[str, str]:
+def _attributes(headers: Mapping[str, str | bytes], mark: str | None) -> dict[str, str]:
     """As many headers as fit into attributes; the rest in one more."""
     attributes = {} if mark is None else {_BODY: mark}
-    fit = [name for name, value in headers.items() if _NAME.fullmatch(name) and value and not _UNSAYABLE.search(value)]
+    fit = {name: value for name, value in headers.items() if isinstance(value, str) and _fits(name, value)}
+    fit = {name: value for name, value in fit.items() if name not in _MARKS}
     room = MAX_ATTRIBUTES - len(attributes)
     if len(headers) > min(len(fit), room):
-        fit = fit[: room - 1]
+        fit = dict(islice(fit.items(), room - 1))
         packed = {name: value for name, value in headers.items() if name not in fit}
         attributes[_PACKED] = encode_headers(packed).decode()
-    return attributes | {name: headers[name] for name in fit}
+    return attributes | fit
+
+
+def _fits(name: str, value: str) -> bool:
+    return _NAME.fullmatch(name) is not None and value != "" and not _UNSAYABLE.search(value)
 
 
 def _size(body: str, attributes: Mapping[str, str]) -> int:
@@ -128,8 +137,8 @@ def _size(body: str, attributes: Mapping[str, str]) -> int:
     return len(body.encode()) + sum(len(part.encode()) for part in parts)
 
 
-def _fifo(queue: Queue, group: str | None, key: str | None) -> Entry:
-    if group is not None and not _TOKEN.fullmatch(group):
+def _fifo(queue: Queue, group: str | bytes | None, key: str | None) -> Entry:
+    if isinstance(group, bytes) or (group is not None and not _TOKEN.fullmatch(group)):
         raise ConfigurationError(
             f"publish to {queue.source}: the header {GROUP} has 1 to 128 letters, digits or punctuation, no spaces"
         )
@@ -159,14 +168,14 @@ def message_of(queue: Queue, raw: Mapping[str, Any]) -> Message:
     """
     system = raw.get("Attributes") or {}
     headers = {name: _value(value) for name, value in (raw.get("MessageAttributes") or {}).items()}
-    packed = headers.pop(_PACKED, "")
+    packed, mark = headers.pop(_PACKED, ""), headers.pop(_BODY, None)
     if packed:
         headers |= decode_headers(packed if isinstance(packed, bytes) else packed.encode())
     group = system.get(GROUP)
     if group is not None:
         headers[GROUP] = group
     text = raw.get("Body") or ""
-    body = _read(text, headers.pop(_BODY, None))
+    body = _read(text, mark)
     given = headers.pop(_ID, None)
     token = system.get("MessageDeduplicationId")
     if token == hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest():

@@ -1,0 +1,210 @@
+"""The workers on record (O13), and what a person may want of them: pause, resume, drain (O14 to O16)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from idemconsumer.admin.dead_letters import connected
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.message import keys
+from idemconsumer.ports.broker import Lag
+from idemconsumer.sql.queries import load
+
+LOST: Final = 45.0  # seconds without a sign of life; a worker gives one every twelve
+UNRECORDED: Final = "unrecorded"
+
+Name: TypeAlias = tuple[str, str]  # app and handler
+
+
+class Doing(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of one of its handlers. `names`: under which it is stored, the identity first (L68).
+    `queues`: those in Postgres that are the handler's own, under all of its names. `lag`: by source, as far as the
+    worker knows it. `paused`: it has noticed that. `running`: lanes that run something; `relays`: schemes to which
+    it relays the outbox; `outcomes`: of deliveries, since the worker began."""
+
+    sources: list[str] = []
+    names: list[Name] = []
+    queues: list[str] = []
+    lag: dict[str, Lag] = {}
+    paused: bool = False
+    lanes: int = 0
+    running: int = 0
+    relays: list[str] = []
+    outcomes: dict[str, int] = {}
+
+
+class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker process. `state`: running; draining; `lost`, if it gave no sign of life for 45 s; or `unrecorded`, of
+    an earlier version: nobody knows what it does, and `id` is None. `unseen`: seconds since the last sign; `place`:
+    which of its launcher's workers it is. Times are the database's."""
+
+    id: int | None
+    app: str
+    host: str
+    pid: int
+    place: int
+    version: str
+    state: str
+    handlers: dict[str, Doing]
+    started_at: datetime | None = None
+    seen_at: datetime | None = None
+    drain_at: datetime | None = None
+    unseen: float = 0.0
+
+    @property
+    def live(self) -> bool:
+        return self.state in ("running", "draining")
+
+
+class Paused(msgspec.Struct, frozen=True, kw_only=True):
+    """A handler that is paused: by whom, when and why."""
+
+    app: str
+    handler: str
+    at: datetime
+    by: str
+    reason: str | None = None
+
+
+class Audited(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody wanted of workers. `by`: as they said themselves; `role`: of the database."""
+
+    id: int
+    at: datetime
+    by: str
+    role: str
+    what: str
+    target: str
+    reason: str | None = None
+
+
+class Controls:
+    """Of one schema, with a new connection for each call. Raises like `Admin`."""
+
+    def __init__(self, dsn: str, schema: str) -> None:
+        self._dsn = dsn
+        self._schema = schema
+        self._queries = load(schema)
+
+    async def workers(self, app: str | None = None) -> list[WorkerLine]:
+        """Those on record, and leases of sagas that belong to none of these."""
+        recorded = [
+            WorkerLine(**row | {"handlers": msgspec.json.decode(row["handlers"], type=dict[str, Doing])})
+            for row in await self._rows("processes", {"app": app, "lost": LOST})
+        ]
+        return recorded + [
+            line
+            for row in await self._rows("unrecorded_workers", {})
+            for line in _unrecorded(row["name"], row["runs"])
+            if app in (None, line.app)
+        ]
+
+    async def paused(self, app: str | None = None) -> list[Paused]:
+        return [Paused(**row) for row in await self._rows("paused_handlers", {"app": app})]
+
+    async def audit(self, limit: int = 50) -> list[Audited]:
+        """The newest first."""
+        return [Audited(**row) for row in await self._rows("audit", {"limit": limit})]
+
+    async def pause(
+        self, app: str, handler: str, *, by: str, reason: str | None = None, names: Sequence[Name] = ()
+    ) -> bool:
+        """Nothing of the handler is fetched or begun any more, from about a second later on (O14). Returns whether it
+        was not paused already; then who has paused it, and why, stays.
+
+        One that was renamed is paused as what it was, which workers of both names know. `names`: all of its names, the
+        identity first; without them, those that live workers say.
+        """
+        identity = (names or await self._names(app, handler))[0]
+        given = {"app": identity[0], "handler": identity[1], "by": by, "reason": reason}
+        return await self._change("pause_handler", given)
+
+    async def resume(
+        self, app: str, handler: str, *, by: str, reason: str | None = None, names: Sequence[Name] = ()
+    ) -> bool:
+        """Returns whether it was paused, under any of its names. `names` as for `pause`."""
+        apps, handlers = zip(*{*(names or await self._names(app, handler)), (app, handler)}, strict=True)
+        given = {"apps": list(apps), "handlers": list(handlers), "by": by, "reason": reason}
+        return await self._change("resume_handler", given)
+
+    async def running(self, app: str, handler: str) -> list[WorkerLine]:
+        """Workers on record, and leases, that have a handler which is or was called so."""
+        return [
+            line
+            for line in await self.workers()
+            for name, doing in line.handlers.items()
+            if (app, handler) in ((line.app, name), *doing.names)
+        ]
+
+    async def _names(self, app: str, handler: str) -> list[Name]:
+        """All that live workers know of its names, the identity first (L68). In a deployment some know fewer."""
+        known = [
+            doing.names
+            for line in await self.running(app, handler)
+            if line.live
+            for doing in line.handlers.values()
+            if (app, handler) in doing.names
+        ]
+        return max(known, key=len, default=[(app, handler)])
+
+    async def drain(self, worker: int, *, by: str, reason: str | None = None) -> bool:
+        """The worker with this id finishes what runs and leaves, and no other one takes its place (O15). Returns
+        whether it was not asked already. Raises ConfigurationError where no such worker lives."""
+        lines = {line.id: line for line in await self.workers() if line.live}
+        if worker not in lines:
+            known = ", ".join(str(each) for each in lines) or "none"
+            raise ConfigurationError(
+                f"no live worker has the id {worker}; live are: {known} (`idemconsumer workers list`)"
+            )
+        return await self._change("drain_process", {"id": worker, "by": by, "reason": reason})
+
+    async def note_reload(self, target: str, *, by: str) -> None:
+        """A launcher was told to start its workers again (O17)."""
+        await self._write("note_reload", {"target": target, "by": by, "reason": None})
+
+    async def app_of(self, handler: str) -> str:
+        """The one app that has a handler of this name, as far as the database knows. Raises ConfigurationError."""
+        apps = {line.app for line in await self.workers() if handler in line.handlers}
+        apps |= {each.app for each in await self.paused() if each.handler == handler}
+        scopes = [keys.parts_of(row["name"]) for row in await self._rows("scopes", {})]
+        apps |= {app for app, _, name in scopes if name == handler}
+        if len(apps) == 1 or (apps and {(each, handler) for each in apps} <= {*await self._names(min(apps), handler)}):
+            return min(apps)
+        if apps:
+            raise ConfigurationError(
+                f"several apps have a handler {handler!r}: {', '.join(sorted(apps))}; add --app NAME"
+            )
+        raise ConfigurationError(
+            f"no handler {handler!r} is known; to pause one that has never run yet, add --app NAME"
+        )
+
+    async def _change(self, statement: str, params: Mapping[str, Any]) -> bool:
+        (row,) = await self._write(statement, params)
+        return bool(row["changed"])
+
+    async def _rows(self, statement: str, params: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+        async with connected(self._dsn, self._schema) as connection:
+            return await (await connection.execute(self._queries[statement], params)).fetchall()
+
+    async def _write(self, statement: str, params: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+        async with connected(self._dsn, self._schema) as connection, connection.transaction():
+            cursor = await connection.execute(self._queries[statement], params)
+            return await cursor.fetchall() if cursor.description else []
+
+
+def _unrecorded(name: str, runs: str | None) -> list[WorkerLine]:
+    """What is known of a worker by its lease: a line for each app."""
+    host, _, pid = name.rpartition(":")
+    apps: dict[str, dict[str, Doing]] = {}
+    for each in msgspec.json.decode(runs or "[]"):
+        apps.setdefault(each["app"], {})[each["handler"]] = Doing()
+    return [
+        WorkerLine(
+            id=None, app=app, host=host, pid=int(pid or 0), place=0, version="unknown", state=UNRECORDED, handlers=its
+        )
+        for app, its in (apps or {"unknown": {}}).items()
+    ]

@@ -1,0 +1,243 @@
+"""What is wrong, or will be, as far as the database can tell; and what to do about it. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from idemconsumer.admin.control import UNRECORDED, WorkerLine
+from idemconsumer.admin.dead_letters import connected
+from idemconsumer.admin.key_secrets import examine_secrets
+from idemconsumer.admin.orphans import Sagas, find_orphans
+from idemconsumer.admin.status import MOST, Status, status
+from idemconsumer.hashing import HASHING
+from idemconsumer.message import keys
+from idemconsumer.message.sources import retry_source
+from idemconsumer.ports.broker import Finding
+from idemconsumer.sql.queries import load
+
+LONG: Final = 300.0  # seconds that a transaction may be open
+_OVERDUE: Final = 60.0  # seconds
+_NOT_VACUUMED: Final = 600.0  # seconds
+_DEAD: Final = 10_000  # rows
+_LARGE: Final = 16 * 1024 * 1024  # bytes
+_TIMES: Final = 3  # as large as its rows
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding, with what to do. A `note` is nothing that has to be mended; `check` may find an `error`."""
+
+    level: Literal["note", "warning", "error"]
+    subject: str
+    text: str
+
+
+async def diagnose(dsn: str, schema: str, app: str | None = None, sagas: Sagas | None = None) -> list[Diagnosis]:
+    """Of all apps in the schema, or of one; of the server in any case. `sagas` as in `find_orphans`. Raises
+    StoreUnavailable, and ConfigurationError when the schema is not migrated."""
+    found = await status(dsn, schema, app)
+    orphans = await find_orphans(dsn, schema, app or "", sagas or {})
+    queries = load(schema)
+    async with connected(dsn, schema) as connection:
+        given = {"most": MOST, "seconds": LONG}
+        leases, requests, transactions, tables, scopes = [
+            await (await connection.execute(queries[name], given)).fetchall()
+            for name in ("stale_leases", "abandoned_requests", "old_transactions", "table_sizes", "some_scopes")
+        ]
+    subjects = ((each.waiting, each.text) for each in orphans)
+    return [
+        *_handlers(found),
+        *_workers(found.workers),
+        *_leases(leases),
+        *_requests(requests, app),
+        *(_warning(f"sagas of {of.app}/{of.handler}", text) for of, text in subjects if app in (None, of.app)),
+        *_sagas(found),
+        *_queues(found),
+        *_outbox(found),
+        *_transactions(transactions),
+        *_tables(tables),
+        *_scopes([row["name"] for row in scopes], found, app),
+        *_secrets(await examine_secrets(dsn, schema) if HASHING.secrets else ()),
+    ]
+
+
+def _warning(subject: str, text: str) -> Diagnosis:
+    return Diagnosis(level="warning", subject=subject, text=text)
+
+
+def _handlers(found: Status) -> Iterator[Diagnosis]:
+    for each in found.handlers:
+        if (pause := each.paused) is not None:
+            why = f" ({pause.reason})" if pause.reason else ""
+            yield _warning(
+                f"handler {each.app}/{each.handler}",
+                f"is paused since {pause.at:%Y-%m-%d %H:%M} by {pause.by}{why}; "
+                f"`idemconsumer resume {each.handler} --app {each.app}` lets it go on",
+            )
+
+
+def _workers(workers: Sequence[WorkerLine]) -> Iterator[Diagnosis]:
+    live = [line for line in workers if line.live]
+    for line in workers:
+        who = f"worker {line.host}:{line.pid} of {line.app}"
+        if line.state == UNRECORDED:
+            yield _warning(
+                who, "is of an earlier version and on no record, so it obeys no pause and no drain; replace it"
+            )
+        elif not line.live and not any(_same_place(line, other) for other in live):
+            yield _warning(
+                who,
+                f"has given no sign of life for {line.unseen:.0f} s, and no other one has its place: it was killed "
+                "with its launcher, or is cut off from the database",
+            )
+    for app in sorted({line.app for line in live}):
+        versions = sorted({line.version for line in live if line.app == app})
+        if len(versions) > 1:
+            yield _warning(
+                f"workers of {app}",
+                f"run idemconsumer {' and '.join(versions)}; that is meant for the time of a deployment: finish it",
+            )
+
+
+def _same_place(line: WorkerLine, other: WorkerLine) -> bool:
+    return (line.app, line.host, line.place) == (other.app, other.host, other.place)
+
+
+def _leases(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
+    for row in rows:
+        over = "is unknown" if row["seconds"] is None else f"is over since {row['seconds']:.0f} s"
+        yield _warning(
+            f"lease of {row['name'] or row['worker']}",
+            f"{over}, and nobody has taken its {_counted(row['sagas'])} sagas; start a worker that runs their "
+            "handlers, or resume these",
+        )
+
+
+def _requests(rows: Iterable[Mapping[str, Any]], app: str | None) -> Iterator[Diagnosis]:
+    for row in rows:
+        of, _, handler = keys.parts_of(row["scope"])
+        if app in (None, of):
+            yield _warning(
+                f"requests of {of}/{handler}",
+                f"{_counted(row['requests'])} were begun by processes that are gone, the first at "
+                f"{row['oldest']:%Y-%m-%d %H:%M}, and have not come again; nobody knows how far they came: "
+                f"`idemconsumer keys list --handler {handler} --state processing` lists them, and "
+                "`keys release` makes a key new",
+            )
+
+
+def _sagas(found: Status) -> Iterator[Diagnosis]:
+    for each in found.sagas:
+        subject = f"sagas of {each.app}/{each.handler}"
+        if each.review:
+            yield _warning(
+                subject,
+                f"{_counted(each.review)} wait for a person; `idemconsumer sagas list --state dead --handler "
+                f"{each.handler}` lists them",
+            )
+        if each.due and each.overdue is not None and each.overdue > _OVERDUE:
+            yield _warning(
+                subject,
+                f"{_counted(each.due)} are due, the first for {each.overdue:.0f} s, and nobody takes them; start more "
+                "workers of their version, or resume the handler",
+            )
+
+
+def _queues(found: Status) -> Iterator[Diagnosis]:
+    for each in found.queues:
+        subject = f"postgres:{each.name}"
+        messages = MOST + 1 if each.more else each.waiting + each.in_hand + each.delayed
+        if each.handler is None:
+            yield _warning(
+                subject,
+                f"{_counted(messages)} messages wait, and no live worker on record reads it; start one, or bring "
+                "the handler back",
+            )
+        elif each.overdue is not None and each.overdue > _OVERDUE:
+            yield _warning(
+                subject,
+                f"what should have come back {each.overdue:.0f} s ago is not taken by {each.handler}; its workers may "
+                "be paused, cut off or too busy",
+            )
+        elif each.kind == "retries" and each.waiting and (each.oldest or 0.0) > _OVERDUE:
+            yield _warning(
+                subject,
+                f"{_counted(each.waiting)} retries of {each.handler} are overdue, the first by {each.oldest:.0f} s; "
+                "its workers may be paused or too busy",
+            )
+
+
+def _outbox(found: Status) -> Iterator[Diagnosis]:
+    for each in found.outbox:
+        subject = f"outbox to {each.destination}"
+        if each.parked:
+            yield _warning(
+                subject,
+                f"{_counted(each.parked)} messages were refused and wait for a person; `idemconsumer outbox list "
+                f"--parked --destination {each.destination}` says why",
+            )
+        if not each.relayed and (each.waiting or each.later):
+            scheme = each.destination.partition(":")[0]
+            yield _warning(
+                subject,
+                f"{_counted(each.waiting + each.later)} messages wait, and no live worker on record relays to "
+                f"{scheme}; give one the address (IDEMCONSUMER_{scheme.upper()}), without IDEMCONSUMER_RELAY=off",
+            )
+        elif each.waiting and (each.oldest or 0.0) > _OVERDUE:
+            yield _warning(
+                subject,
+                f"{_counted(each.waiting)} messages wait, the oldest for {each.oldest:.0f} s; the broker may be away, "
+                "or the destination missing: the log of the workers says why",
+            )
+
+
+def _transactions(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
+    for row in rows:
+        prepared = row["state"] == "prepared"
+        end = f"ROLLBACK PREPARED {row['who']}" if prepared else f"SELECT pg_terminate_backend({row['who']})"
+        yield _warning(
+            f"transaction of {row['role']} ({row['program']}, {row['state']})",
+            f"is open for {row['seconds']:.0f} s, and nothing that ended since can be vacuumed; end it, if nobody "
+            f"needs it: {end}",
+        )
+
+
+def _tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
+    for row in rows:
+        name, dead, live, vacuumed = row["name"], row["dead"], row["live"], row["vacuumed"]
+        if dead > _DEAD and dead > live / 2 and (vacuumed is None or vacuumed > _NOT_VACUUMED):
+            when = "never vacuumed" if vacuumed is None else f"last vacuumed {vacuumed:.0f} s ago"
+            yield _warning(
+                f"table {name}",
+                f"has {dead:,} dead rows beside {live:,} live ones, and was {when}; look for an old transaction, and "
+                "whether autovacuum runs, or VACUUM it",
+            )
+        expected = row["expected"]
+        if expected is not None and row["bytes"] > max(_LARGE, _TIMES * expected):
+            yield _warning(
+                f"table {name}",
+                f"takes {row['bytes'] / 1e6:,.0f} MB, and its rows should take about {expected / 1e6:,.0f} MB; "
+                "pg_repack gives that back while workers run, VACUUM FULL while none does",
+            )
+
+
+def _scopes(names: Sequence[str], found: Status, app: str | None) -> Iterator[Diagnosis]:
+    """Records of a handler that is gone: they go by their retention, and only their name stays."""
+    read = {queue for each in found.handlers for queue in each.queues}
+    stored = {(of, handler) for of, _, handler in map(keys.parts_of, names)}
+    for of, handler in sorted(stored):
+        if app in (None, of) and retry_source(of, handler) not in read:
+            text = "has records, and no live worker on record runs it; if it is gone, they go after their retention"
+            yield Diagnosis(level="note", subject=f"handler {of}/{handler}", text=text)
+
+
+def _secrets(findings: Iterable[Finding]) -> Iterator[Diagnosis]:
+    """Who watches needs no secret, and is not told that it has none."""
+    for each in findings:
+        yield Diagnosis(level="note" if each.level == "ok" else each.level, subject=each.subject, text=each.text)
+
+
+def _counted(count: int) -> str:
+    return f"{count:,}" if count <= MOST else f"more than {MOST:,}"

@@ -1,0 +1,205 @@
+"""Accept a message now, and have a worker run it later; what came of it is asked for by its key (H40 to H44)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import datetime
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from psycopg import AsyncConnection
+
+from idemconsumer.app.following import tracing_of
+from idemconsumer.app.inline import InlineRunner
+from idemconsumer.app.sagas import Recorded
+from idemconsumer.app.sending import check_via, to_send
+from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, StoreUnavailable
+from idemconsumer.handlers.decorator import Handler
+from idemconsumer.handlers.handler import NO_HEADERS, BoundHandler, Call, given_key
+from idemconsumer.message import codecs
+from idemconsumer.message.names import StoredName
+from idemconsumer.ports.handler import Tx
+from idemconsumer.rules.accepting import Progress, progress
+from idemconsumer.rules.values import Record, State
+from idemconsumer.rules.verdicts import Verdict, contention_pause, judge
+from idemconsumer.settings import Settings
+from idemconsumer.stores.accepting import Acceptance, Sent, Standing, accept_in
+from idemconsumer.stores.signals import recorded
+from idemconsumer.stores.tx import connection_of
+from idemconsumer.user_code.resources import Resources
+
+_PATIENCE: Final = 2.0  # seconds for a rival that is accepting the same key, and commits in milliseconds
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """How far what was accepted has come, by `progress`.
+
+    `new`: this call has stored it. `conflict`: the key was used before with another payload; nothing was stored, and
+    `progress` is that of what came first. Of what is `done` or `failed` there is the result: its `body` and
+    `content_type`, and the `status` and `headers` of a response, where the handler gave them. `reason` is the code of
+    the rejection of what is `failed`, and that of the dead letter of what is `dead`. `created_at`, of `accepted` alone:
+    when it was accepted, by the database's clock; None for what was not, but came from a broker.
+    """
+
+    progress: Progress
+    new: bool = False
+    conflict: bool = False
+    status: int | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+    body: bytes | None = None
+    content_type: str | None = None
+    reason: str | None = None
+    created_at: datetime | None = None
+
+
+class Accepting(ABC):
+    """The calls of `App` that accept messages. What they need of the app comes by the methods below, which it has."""
+
+    name: str
+
+    @abstractmethod
+    def _has(self, handler: Handler[..., Any]) -> bool: ...
+
+    @abstractmethod
+    def _configured(self) -> Settings: ...
+
+    @abstractmethod
+    def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler: ...
+
+    @abstractmethod
+    async def _running(self) -> InlineRunner: ...
+
+    @abstractmethod
+    async def _name_of(
+        self, handler: Handler[..., Any], tenant: str | None, key: str, recorded: Recorded
+    ) -> StoredName: ...
+
+    async def accept(
+        self,
+        handler: Handler[..., Any],
+        payload: object,
+        *,
+        key: str,
+        tenant: str | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
+        via: str | None = None,
+        tx: Tx | AsyncConnection[Any] | None = None,
+    ) -> Accepted:
+        """Put a message on record, and have a worker of this app run it: one commit, whatever the handler's source is.
+
+        `payload` is the body if it is bytes, else it goes as JSON. `key` stands in for the handler's key rule, and
+        `tenant` for its tenant rule; `headers` are the message's. With `tx` (of a handler, or a psycopg connection of
+        your own) it is accepted if and only if that transaction commits; without, it is on return.
+
+        It comes to the handler from a queue in Postgres, or `via` one of its sources, such as "kafka:orders", by the
+        outbox: then in the order of that source, and others that read it see it too. `key` and `tenant` are what the
+        handler's rules find in the message: they are put into the headers that the rules name, and where a rule reads
+        the payload, the payload has to have the same. docs/handlers.md has the rules that can be known before.
+
+        A second call under the same key stores nothing, however far the first one has come, and says how far; with
+        another payload it is a `conflict`, and no dead letter. Not guaranteed: an order, without `via`. Raises
+        BadMessage when the handler could not take payload, key or tenant, TypeError for a payload that is not JSON,
+        ConfigurationError when it is no handler of this app or cannot accept `via` that, StoreUnavailable when nothing
+        is stored, and CommitUnknown when it may be: call again then, with the same key.
+        """
+        self._check_own(handler)
+        if via is not None:
+            check_via(handler.plan, via)
+        settings = self._configured()
+        bound = self._bind(handler, settings, Resources(()))
+        sent = tracing_of(settings).carried(headers)
+        inline = await self._running()  # R39: before anything is hashed
+        if via is None:
+            call, out = bound.from_code(payload, key=key, tenant=tenant, headers=sent), None
+        else:
+            call, out = to_send(bound, via, payload, key=given_key(key), tenant=tenant, headers=sent)
+        if tx is not None:
+            connection, schema = connection_of(tx), settings.schema
+            name = await self._name_of(handler, call.tenant, call.key, partial(recorded, connection, schema))
+            acceptance = _acceptance(bound, call, name, out)
+            storing = partial(accept_in, connection, schema, await inline.scope_id(acceptance.claim), acceptance)
+            return _told(await _until_known(storing, 0.0), acceptance)
+        name = await self._name_of(handler, call.tenant, call.key, inline.recorded)
+        acceptance = _acceptance(bound, call, name, out)
+        return _told(await _until_known(partial(inline.accept, acceptance), _PATIENCE), acceptance)
+
+    async def accepted(self, handler: Handler[..., Any], *, key: str, tenant: str | None = None) -> Accepted:
+        """How far what was accepted under a key has come. Runs nothing.
+
+        `tenant` is the one that it was accepted for: another one finds nothing. Raises StoreUnavailable, BadMessage for
+        an invalid key, and ConfigurationError when it is no handler of this app.
+        """
+        self._check_own(handler)
+        key, inline = given_key(key), await self._running()
+        name = await self._name_of(handler, tenant, key, inline.recorded)
+        return _found(await inline.standing(name.digest(tenant, key)))
+
+    def _check_own(self, handler: Handler[..., Any]) -> None:
+        if not self._has(handler):
+            raise ConfigurationError(
+                f"app {self.name!r}: {handler.name!r} is not a handler of this app; call the app that has it, or "
+                "include it"
+            )
+
+
+def _acceptance(bound: BoundHandler, call: Call, name: StoredName, sent: Sent | None) -> Acceptance:
+    max_age = bound.options.max_age
+    claim = msgspec.structs.replace(call.claim, key=name.digest(call.tenant, call.key), scope=name.scope(call.tenant))
+    return Acceptance(claim, call.arrived, name, sent, max_age, asked=max_age is not None and bound.reconciles)
+
+
+async def _until_known(accept: Callable[[], Awaitable[Record | None]], patience: float) -> Record | None:
+    """Raises StoreUnavailable when a rival holds the key for longer than `patience`: there is no record to tell of.
+    Once the answer to a COMMIT was lost it is CommitUnknown instead, whatever went wrong after that."""
+    clock = asyncio.get_running_loop().time
+    deadline, collisions, doubt = clock() + patience, 0, None
+    while True:
+        try:
+            return await accept()
+        except CommitUnknown as error:
+            if doubt is None:
+                deadline = clock() + patience  # it may have taken long to notice the loss
+            elif clock() >= deadline:
+                raise
+            doubt = error
+            continue
+        except Contention as contention:
+            if clock() >= deadline:
+                raise doubt or StoreUnavailable(f"the key cannot be claimed now: {contention}") from contention
+        except StoreUnavailable as away:
+            if doubt is not None:
+                raise doubt from away
+            raise
+        collisions += 1
+        await asyncio.sleep(contention_pause(collisions, random.random()))
+
+
+def _told(standing: Record | None, acceptance: Acceptance) -> Accepted:
+    if standing is None:
+        return Accepted(Progress.PENDING, new=True)
+    if judge(standing, acceptance.claim.fingerprint, acceptance.claim.canonical) is Verdict.CONFLICT:
+        return Accepted(progress(standing.state), conflict=True)
+    return _found(Standing(standing.state, standing.result))
+
+
+def _found(standing: Standing | None) -> Accepted:
+    if standing is None:
+        return Accepted(progress(None))
+    far, result, reason = progress(standing.state, held=standing.held), standing.result, standing.reason
+    if standing.state is State.FAILED and result is not None:
+        reason = codecs.decode_rejection(result).code
+    if result is None:
+        return Accepted(far, reason=reason, created_at=standing.created_at)
+    return Accepted(
+        far,
+        status=result.status,
+        headers=result.headers,
+        body=result.body,
+        content_type=result.content_type,
+        reason=reason,
+        created_at=standing.created_at,
+    )

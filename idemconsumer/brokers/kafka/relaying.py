@@ -1,0 +1,195 @@
+"""The outbox on its way to Kafka: batches made here, of which a partition gets one after the other.
+
+Of a record that is refused the client's producer knows no more than that its batch failed, and the next batch may be
+taken nevertheless. So nothing is sent to a partition behind a batch that failed, and that one is halved until the
+refused record is found (X5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+from aiokafka.errors import (
+    InvalidTimestampError,
+    KafkaError,
+    MessageSizeTooLargeError,
+    RecordListTooLargeError,
+    UnknownError,
+    kafka_errors,
+)
+from aiokafka.partitioner import DefaultPartitioner
+
+from idemconsumer.brokers.kafka.client import words
+from idemconsumer.brokers.kafka.producing import Producing
+from idemconsumer.errors import BrokerUnavailable
+from idemconsumer.ports.broker import BEHIND, Outgoing, Unsent
+
+CONFIRM: Final = 30.0  # seconds
+_BATCH: Final = 256 * 1024  # bytes; a topic may take less, and then batches are halved
+_OVERHEAD: Final = 128  # bytes of a record and its batch beside key, value and headers, generously
+
+
+class InvalidRecordError(UnknownError):  # type: ignore[misc]
+    """A broker's answer to a record without a key for a compacted topic, and to one that a schema does not let in."""
+
+    errno = 87
+    message = "INVALID_RECORD"
+    description = "The broker does not take the record: without a key for a compacted topic, or not of its schema"
+
+
+# aiokafka has no name for it, and takes it for UNKNOWN_SERVER_ERROR, which is no fault of a record. Who catches that,
+# still catches this one.
+kafka_errors.setdefault(InvalidRecordError.errno, InvalidRecordError)
+_REFUSED: Final = (MessageSizeTooLargeError, RecordListTooLargeError, InvalidTimestampError, InvalidRecordError)
+
+_partitioner = DefaultPartitioner()
+
+
+class Relay:
+    """`partitions` says how many a topic has, 0 for one that is not there; `missing` what is to be said then."""
+
+    def __init__(
+        self,
+        connection: dict[str, Any],
+        servers: str,
+        most_bytes: int,
+        partitions: Callable[[str], Awaitable[int]],
+        missing: Callable[[str], str],
+    ) -> None:
+        self._servers = servers
+        self.most_bytes = most_bytes
+        self.producing = Producing(connection, most_bytes, max_batch_size=min(_BATCH, most_bytes))
+        self._partitions = partitions
+        self._missing = missing
+
+    async def relay(self, topic: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
+        """See `ports.Relaying`. Raises KafkaError, OSError and TimeoutError where nothing was confirmed."""
+        sending = _Sending(self, topic, messages)
+        try:
+            async with asyncio.timeout(CONFIRM):
+                if not await self._partitions(topic):
+                    raise BrokerUnavailable(self._missing(topic))
+                await sending.run()
+        except (KafkaError, OSError, TimeoutError) as error:
+            if all(each is not None for each in sending.answers):
+                raise
+            return sending.given_up(f"Kafka at {self._servers} did not confirm it: {words(error)}")
+        return sending.answers
+
+    def too_large(self, message: Outgoing) -> bool:
+        headers = sum(len(name.encode()) + len(_bytes(value)) + 10 for name, value in message.headers.items())
+        return len(message.body) + len(_key(message) or b"") + headers + _OVERHEAD > self.most_bytes
+
+    async def close(self) -> None:
+        await self.producing.close()
+
+
+class _Sending:
+    """Of messages to one topic. `answers`: what is known of each."""
+
+    def __init__(self, relay: Relay, topic: str, messages: Sequence[Outgoing]) -> None:
+        self._relay = relay
+        self._topic = topic
+        self._messages = messages
+        self._stopped = set[bytes | None]()  # keys
+        self.answers: list[Unsent | None] = [BEHIND] * len(messages)
+
+    async def run(self) -> None:
+        """All partitions at once; then what failed, by halves, one partition after the other."""
+        of = await self._by_partition()
+        sending = (self._send_all(partition, indexes) for partition, indexes in of.items())
+        failed = await asyncio.gather(*sending, return_exceptions=True)
+        for error in failed:
+            if isinstance(error, BaseException):
+                raise error
+        for partition, parts in zip(of, failed, strict=True):
+            assert not isinstance(parts, BaseException)
+            await self._send_halves(partition, parts)
+
+    async def _by_partition(self) -> dict[int, list[int]]:
+        producer = await self._relay.producing.get()
+        there = sorted(await producer.partitions_for(self._topic))
+        any_of_them = random.choice(there)  # one for all without a key: larger batches
+        of: dict[int, list[int]] = {}
+        for index, message in enumerate(self._messages):
+            key = _key(message)
+            if key in self._stopped:
+                continue
+            if self._relay.too_large(message):
+                self._refuse(index, f"it is larger than the {self._relay.most_bytes} bytes that are sent to Kafka")
+                continue
+            partition = any_of_them if key is None else _partitioner(key, there, there)
+            of.setdefault(partition, []).append(index)
+        return of
+
+    async def _send_all(self, partition: int, indexes: Sequence[int]) -> list[list[int]]:
+        """In batches, up to the first that is refused; returns that one, and what is behind it."""
+        while indexes:
+            count, error = await self._send(partition, indexes)
+            if error is not None:
+                return [list(indexes[:count]), list(indexes[count:])]
+            indexes = indexes[count:]
+        return []
+
+    async def _send_halves(self, partition: int, parts: Sequence[list[int]]) -> None:
+        left = deque(parts)
+        while left:
+            part = [index for index in left.popleft() if _key(self._messages[index]) not in self._stopped]
+            if not part:
+                continue
+            count, error = await self._send(partition, part)
+            if error is None:
+                left.appendleft(part[count:])
+            elif count == 1:
+                self._refuse(part[0], words(error))
+                left.appendleft(part[1:])
+            else:
+                left.extendleft((part[count:], part[count // 2 : count], part[: count // 2]))
+
+    async def _send(self, partition: int, indexes: Sequence[int]) -> tuple[int, KafkaError | None]:
+        """As many as fit into a batch, and why they were refused. Raises KafkaError where it is not their fault."""
+        producer = await self._relay.producing.get()
+        builder = producer.create_batch()
+        now, count = int(time.time() * 1000), 0
+        for index in indexes:
+            message = self._messages[index]
+            headers = [(name, _bytes(value)) for name, value in message.headers.items()]
+            if builder.append(timestamp=now, key=_key(message), value=message.body, headers=headers) is None:
+                break
+            count += 1
+        builder.close()
+        try:
+            await (await producer.send_batch(builder, self._topic, partition=partition))
+        except _REFUSED as error:
+            self._relay.producing.discard(producer)
+            return count, error
+        except KafkaError:
+            self._relay.producing.discard(producer)
+            raise
+        for index in indexes[:count]:
+            self.answers[index] = None
+        return count, None
+
+    def given_up(self, text: str) -> list[Unsent | None]:
+        unsent = Unsent(text)
+        return [unsent if each is BEHIND else each for each in self.answers]
+
+    def _refuse(self, index: int, text: str) -> None:
+        self.answers[index] = Unsent(text, final=True)
+        if (key := _key(self._messages[index])) is not None:
+            self._stopped.add(key)
+
+
+def _key(message: Outgoing) -> bytes | None:
+    if message.record_key is not None or message.key is None:
+        return message.record_key
+    return message.key.encode()
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()

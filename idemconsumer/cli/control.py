@@ -1,0 +1,157 @@
+"""`pause`, `resume`, `drain`, `workers`, `audit`: what workers do, while they run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import click
+
+from idemconsumer.admin.control import UNRECORDED, Controls
+from idemconsumer.admin.who import user
+from idemconsumer.cli.banner import table
+from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.settings import load
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+NOT_REACHED = (
+    "{} workers are not on record, since they are of an earlier version or begin this moment: an earlier version does "
+    "not obey"
+)
+
+
+def _who(command: F) -> F:
+    command = click.option("--by", metavar="NAME", help="Who decides.  [default: your account and machine]")(command)
+    return click.option("--reason", metavar="TEXT", help="Why; workers log it, and `audit` shows it.")(command)
+
+
+def _controls(flags: dict[str, Any]) -> Controls:
+    settings = load(**flags)
+    return Controls(need_dsn(settings), settings.schema)
+
+
+@click.command()
+@click.argument("handler")
+@click.option("--app", metavar="NAME", help="Its app, where several have a handler of this name, or none has run yet.")
+@_who
+@database
+@as_json
+def pause(handler: str, app: str | None, as_json: bool, **flags: Any) -> None:
+    """Let no worker fetch or begin anything for a handler.
+
+    It takes effect within a second or so, and within 15 s where workers are told of nothing (behind a pooler). What
+    runs is finished, also a saga that runs. What is fetched and not begun goes back where that costs nothing, else it
+    waits. It holds for workers that start later, until `resume`.
+    """
+    _decide(Controls.pause, ("paused", "is paused already"), handler, app, flags, as_json)
+
+
+@click.command()
+@click.argument("handler")
+@click.option("--app", metavar="NAME", help="Its app, where several have a handler of this name.")
+@_who
+@database
+@as_json
+def resume(handler: str, app: str | None, as_json: bool, **flags: Any) -> None:
+    """Let workers go on with a handler that is paused."""
+    _decide(Controls.resume, ("resumed", "is not paused"), handler, app, flags, as_json)
+
+
+def _decide(
+    act: Callable[..., Awaitable[bool]],
+    words: tuple[str, str],
+    handler: str,
+    app: str | None,
+    flags: dict[str, Any],
+    as_json: bool,
+) -> None:
+    by, reason = flags.pop("by") or user(), flags.pop("reason")
+    controls = _controls(flags)
+
+    async def decide() -> tuple[str, bool, int, int]:
+        its = app or await controls.app_of(handler)
+        changed = await act(controls, its, handler, by=by, reason=reason)
+        running = await controls.running(its, handler)
+        earlier = sum(line.state == UNRECORDED for line in running)
+        return its, changed, sum(line.live for line in running), earlier
+
+    its, changed, workers, earlier = asyncio.run(decide())
+    if as_json:
+        print_json(
+            {"app": its, "handler": handler, "changed": changed, "workers": workers, "unrecorded_workers": earlier}
+        )
+        return
+    click.echo(printable(f"{its}/{handler} {words[0] if changed else words[1]}; {workers} workers run it"))
+    if earlier:
+        click.echo(f"warning: {NOT_REACHED.format(earlier)}", err=True)
+
+
+@click.command()
+@click.argument("worker", type=int)
+@_who
+@database
+@as_json
+def drain(worker: int, as_json: bool, **flags: Any) -> None:
+    """Have one worker finish what runs, and leave.
+
+    WORKER is an id of `workers list`. Its launcher starts no other one in its place, until it is started again itself
+    or gets a SIGHUP.
+    """
+    by, reason = flags.pop("by") or user(), flags.pop("reason")
+    changed = asyncio.run(_controls(flags).drain(worker, by=by, reason=reason))
+    if as_json:
+        print_json({"worker": worker, "changed": changed})
+    else:
+        click.echo(f"worker {worker} {'is asked to leave' if changed else 'was asked to leave already'}")
+
+
+@click.group()
+def workers() -> None:
+    """Worker processes, as the database knows them."""
+
+
+@workers.command("list")
+@click.option("--app", metavar="NAME", help="Only those of this app.")
+@database
+@as_json
+def worker_list(app: str | None, as_json: bool, **flags: Any) -> None:
+    """List worker processes: those on record, and leases of sagas whose worker is not.
+
+    A worker that was killed is `lost` for an hour. One of an earlier version of idemconsumer is not on record: if it
+    runs sagas it is listed as `unrecorded`, else it is not listed.
+    """
+    lines = asyncio.run(_controls(flags).workers(app))
+    if as_json:
+        print_json(lines)
+        return
+    rows: list[tuple[str, ...]] = [("id", "app", "host", "pid", "place", "version", "state", "seen", "handlers")]
+    for line in lines:
+        names = [f"{name} (paused)" if doing.paused else name for name, doing in line.handlers.items()]
+        seen = "-" if line.id is None else f"{line.unseen:.0f} s ago"
+        who = (line.app, line.host, str(line.pid), str(line.place), line.version, line.state, seen, ", ".join(names))
+        rows.append(("-" if line.id is None else str(line.id), *map(printable, who)))
+    click.echo(table(rows) if lines else "no workers")
+
+
+@click.command()
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
+)
+@database
+@as_json
+def audit(limit: int, as_json: bool, **flags: Any) -> None:
+    """List who paused, resumed, drained or reloaded what, and why; the newest first.
+
+    BY is what people said themselves, ROLE the database's user.
+    """
+    entries = asyncio.run(_controls(flags).audit(limit))
+    if as_json:
+        print_json(entries)
+        return
+    rows: list[tuple[str, ...]] = [("at", "by", "role", "what", "target", "reason")]
+    for each in entries:
+        cells = (each.by, each.role, each.what, each.target, each.reason or "-")
+        rows.append((f"{each.at:%Y-%m-%d %H:%M:%S}", *map(printable, cells)))
+    click.echo(table(rows) if entries else "nothing was decided yet")

@@ -1,0 +1,30 @@
+"""Errors that a person can act on: what is said of them, in one line, and the exit code."""
+
+from __future__ import annotations
+
+import os
+
+from idemconsumer.cli.missing import cannot_import
+from idemconsumer.errors import ConfigurationError, IdemConsumerError, LockNotGiven, Replaced
+from idemconsumer.process.child import WORKER, Exit
+from idemconsumer.redaction import error_text
+
+
+def failure(error: Exception) -> tuple[str, Exit] | None:
+    """What is said of it, and the exit code. None: nobody expected it."""
+    if isinstance(error, ImportError):
+        error = cannot_import("what idemconsumer needs", error)
+    if isinstance(error, ConfigurationError):
+        return error_text(error), Exit.USAGE
+    if isinstance(error, LockNotGiven):
+        return error_text(error), Exit.PENDING
+    if isinstance(error, IdemConsumerError):
+        return error_text(error), Exit.ERROR
+    import psycopg
+
+    return (error_text(error), Exit.ERROR) if isinstance(error, psycopg.Error) else None
+
+
+def reports(error: Exception) -> bool:
+    """Whether this process says it: of several workers that cannot start the first one, since they all fail alike."""
+    return os.environ.get(WORKER, "0") == "0" or isinstance(error, Replaced)

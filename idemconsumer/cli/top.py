@@ -1,0 +1,167 @@
+"""`top`: `status`, live, with rates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import termios
+import tty
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from datetime import datetime
+from typing import Any, Final
+
+import click
+
+from idemconsumer.admin.control import WorkerLine
+from idemconsumer.admin.status import Status
+from idemconsumer.admin.status import status as read_status
+from idemconsumer.cli.banner import table
+from idemconsumer.cli.options import database, need_dsn, printable
+from idemconsumer.cli.status import counted, state_of, tables
+from idemconsumer.errors import ConfigurationError, IdemConsumerError
+from idemconsumer.redaction import error_text
+from idemconsumer.settings import load
+
+_FAILURES: Final = ("retrying", "failed", "dead", "conflict")
+_MOST: Final = 1_000  # rows, where `status` reads ten times as many
+_SHORTEST: Final = 1.0  # seconds between two words of a worker, of which a rate is made
+
+Tables = list[tuple[str, list[tuple[str, ...]]]]
+Look = Callable[[], Awaitable[Status]]
+
+
+@click.command()
+@click.argument("app", metavar="[APP]", required=False)
+@click.option(
+    "--interval", type=click.FloatRange(0.5), default=2.0, metavar="S", help="Seconds between two looks.  [default: 2]"
+)
+@click.option("--once", is_flag=True, help="Print it once, as plain text.")
+@database
+def top(app: str | None, interval: float, once: bool, **flags: Any) -> None:
+    """Watch handlers, queues, sagas, dead letters and workers live; q ends it.
+
+    DONE/S and FAILED/S are deliveries with an outcome, and those of them that failed. Workers write down what they have
+    done every twelve seconds, so these are means over the last twelve, or since a worker began. LAG is what waits in
+    Postgres queues, and at brokers where workers ask them, which they do with --ops-port; else it has a question mark.
+    """
+    settings = load(**flags)
+    dsn = need_dsn(settings)
+
+    async def look() -> Status:
+        return await read_status(dsn, settings.schema, app, most=_MOST)
+
+    if once:
+        for title, rows in screen(asyncio.run(look()), Rates()):
+            click.echo(f"{title}: none\n" if len(rows) == 1 else f"{title}\n{table(rows)}\n")
+        return
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigurationError("top needs a terminal; write --once, or use `idemconsumer status --json`")
+    asyncio.run(_live(look, interval))
+
+
+class Rates:
+    """What handlers do in a second, from what workers say that they have done."""
+
+    def __init__(self) -> None:
+        self._words: dict[int, tuple[datetime, dict[str, dict[str, int]]]] = {}
+        self._rates: dict[int, dict[str, tuple[float, float]]] = {}
+
+    def of(self, workers: list[WorkerLine]) -> Mapping[tuple[str, str], tuple[float, float]]:
+        """All outcomes, and failures, by app and handler; of live workers."""
+        sums: defaultdict[tuple[str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        for line in workers:
+            if line.id is None or not line.live or line.seen_at is None or line.started_at is None:
+                continue
+            said = {name: dict(doing.outcomes) for name, doing in line.handlers.items()}
+            at, before = self._words.get(line.id, (line.started_at, {}))
+            if (seconds := (line.seen_at - at).total_seconds()) >= _SHORTEST:
+                self._words[line.id] = line.seen_at, said
+                self._rates[line.id] = {
+                    name: _per_second(its, before.get(name, {}), seconds) for name, its in said.items()
+                }
+            for name, (done, failed) in self._rates.get(line.id, {}).items():
+                all_done, all_failed = sums[line.app, name]
+                sums[line.app, name] = all_done + done, all_failed + failed
+        return sums
+
+
+def _per_second(now: Mapping[str, int], before: Mapping[str, int], seconds: float) -> tuple[float, float]:
+    more = {kind: count - before.get(kind, 0) for kind, count in now.items()}
+    return sum(more.values()) / seconds, sum(more.get(kind, 0) for kind in _FAILURES) / seconds
+
+
+def screen(status: Status, rates: Rates) -> Tables:
+    """The tables of `status`, with rates and lag for each handler."""
+    _, *others = tables(status)
+    per_second = rates.of(status.workers)
+    lags: defaultdict[str, int] = defaultdict(int)
+    unread: defaultdict[str, bool] = defaultdict(bool)
+    for queue in status.queues:
+        if queue.handler is not None:
+            lags[queue.handler] += queue.waiting
+            unread[queue.handler] |= queue.more
+    rows: list[tuple[str, ...]] = [("handler", "done/s", "failed/s", "lag", "busy", "workers", "state")]
+    for each in status.handlers:
+        name = f"{each.app}/{each.handler}"
+        done, failed = per_second.get((each.app, each.handler), (0.0, 0.0))
+        lag = counted(lags[name] + sum(its.messages for its in each.lag.values()), status.most, unread[name])
+        if any(source not in each.lag and not source.startswith("postgres:") for source in each.sources):
+            lag += " + ?"
+        cells = (f"{done:,.1f}", f"{failed:,.1f}", lag, f"{each.running}/{each.lanes}")
+        rows.append(tuple(map(printable, (name, *cells, str(each.workers), state_of(each)))))
+    return [(f"handlers, {status.at:%Y-%m-%d %H:%M:%S %Z}", rows), *others]
+
+
+async def _live(look: Look, interval: float) -> None:
+    try:
+        from rich.console import Group
+        from rich.live import Live
+        from rich.table import Table
+    except ImportError:
+        raise ConfigurationError("top needs rich; write pip install 'idemconsumer[top]', or write --once") from None
+
+    def shown(found: Tables, error: str) -> Group:
+        parts: list[Any] = []
+        for title, (first, *rows) in found:
+            made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+            for name in first:
+                made.add_column(name.upper(), no_wrap=name == "handler")
+            for row in rows:
+                made.add_row(*(cell.replace("[", r"\[") for cell in row))
+            parts += [made, ""]
+        return Group(*parts, error or "q: quit")
+
+    rates, found, ended = Rates(), Tables(), asyncio.Event()
+    with _keys(ended), Live(screen=True, auto_refresh=False) as live:
+        while not ended.is_set():
+            error = ""
+            try:
+                found = screen(await look(), rates)
+            except IdemConsumerError as away:  # what was seen last stays
+                error = error_text(away)
+            live.update(shown(found, error), refresh=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await ended.wait()
+
+
+@contextlib.contextmanager
+def _keys(ended: asyncio.Event) -> Iterator[None]:
+    """`ended` is set at a q. Keys arrive one by one, and are not shown."""
+    descriptor, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+    before = termios.tcgetattr(descriptor)
+
+    def pressed() -> None:
+        if (keys := os.read(descriptor, 1024)) == b"" or b"q" in keys.lower():
+            ended.set()
+
+    tty.setcbreak(descriptor)
+    loop.add_reader(descriptor, pressed)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

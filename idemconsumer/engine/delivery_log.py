@@ -1,0 +1,132 @@
+"""The delivery log: what became of deliveries, for people who ask about a key (O22, O23).
+
+What is applied is logged in its own commit. Everything else is gathered, written a quarter of a second later, many in
+one statement, and lost with the process. Nothing depends on the log, and no delivery waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+from idemconsumer.engine.work import Work
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
+from idemconsumer.ports.store import JoinedStore, LoggedDeliveries
+from idemconsumer.redaction import error_text
+from idemconsumer.rules.deliveries import became
+from idemconsumer.rules.values import Outcome
+from idemconsumer.rules.verdicts import Settlement, settle
+
+_PAUSE: Final = 0.25  # seconds between two writes
+_TOGETHER: Final = 512  # deliveries of a row; half a page of keys
+_MOST: Final = 20_000  # that wait to be written, some megabytes
+_FAREWELL: Final = 2.0  # seconds
+
+
+class _Waiting(NamedTuple):
+    """A delivery, without its message: the columns of `LoggedDeliveries`."""
+
+    key: bytes
+    source: str
+    position: str
+    outcome: str
+    attempt: int
+    ended: float
+    arrived: float
+
+
+class DeliveryLog:
+    """Of one engine. Handlers without `delivery_log` cost it nothing."""
+
+    def __init__(self, store: JoinedStore) -> None:
+        self._store = store
+        self._worker = f"{socket.gethostname()} {os.getpid()}"
+        self._waiting: dict[BoundHandler, list[_Waiting]] = {}
+        self._count = 0
+        self._lost = 0
+        self._writing: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+
+    def applied(self, works: Sequence[Work]) -> LoggedDeliveries | None:
+        """What to write in the commit that applies these, all of one handler. None: they are not logged."""
+        if not works or not works[0].handler.delivery_log:
+            return None
+        messages = [work.message for work in works]
+        return self._row(
+            works[0].handler,
+            [work.key for work in works],
+            [message.source for message in messages],
+            [message.position or message.message_id or "" for message in messages],
+            ("applied",),
+            [work.attempt for work in works],
+            (time.monotonic(),),
+            [work.arrived for work in works],
+        )
+
+    def add(self, group: Sequence[Work], outcomes: Sequence[Outcome]) -> None:
+        """What became of the first of `group`, all of one handler; it is written soon, unless that was done."""
+        handler = group[0].handler
+        if not handler.delivery_log:
+            return
+        now = time.monotonic()
+        for work, outcome in zip(group, outcomes, strict=False):
+            if work.logged or not work.key or (told := became(outcome)) is None:
+                continue
+            work.logged = settle(outcome) is Settlement.FINISH
+            if self._count >= _MOST:
+                self._lost += 1
+                continue
+            self._waiting.setdefault(handler, []).append(_waiting(work, told, outcome.attempt, now))
+            self._count += 1
+        if self._waiting and (self._writing is None or self._writing.done()):
+            # In a context of its own: it is of no lane, and takes no lane's share of the connections.
+            self._writing = asyncio.get_running_loop().create_task(self._write_soon(), context=contextvars.Context())
+
+    async def close(self) -> None:
+        """Write what waits, if the database answers soon."""
+        self._closing.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FAREWELL):
+                if self._writing is not None:
+                    await self._writing
+                await self._write()
+
+    async def _write_soon(self) -> None:
+        while self._waiting:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PAUSE):
+                    await self._closing.wait()
+            await self._write()
+
+    async def _write(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        lost, self._lost, self._count = self._lost, 0, 0
+        rows = [
+            self._row(handler, *map(list, zip(*deliveries[start : start + _TOGETHER], strict=True)))
+            for handler, deliveries in waiting.items()
+            for start in range(0, len(deliveries), _TOGETHER)
+        ]
+        try:
+            if rows:
+                await self._store.log_deliveries(rows)
+        except Exception as error:  # noqa: BLE001 - nothing waits for this, and nobody would notice
+            lost += sum(len(row.keys) for row in rows)
+            log.debug("deliveries were not logged", error=error_text(error))
+        if lost:
+            log.warning("deliveries are missing from the delivery log", count=lost)
+
+    def _row(self, handler: BoundHandler, *columns: Any) -> LoggedDeliveries:
+        return LoggedDeliveries(handler.delivery_log, handler.app, handler.name, self._worker, *columns)
+
+
+def _waiting(work: Work, outcome: str, attempt: int, now: float) -> _Waiting:
+    message = work.message
+    position = message.position or message.message_id or ""
+    return _Waiting(work.key, message.source, position, outcome, attempt, now, work.arrived)

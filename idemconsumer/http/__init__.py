@@ -1,0 +1,26 @@
+"""The front door: one key from a request to its effect and its answer. ASGI and WSGI; a framework is imported in the
+file of its name alone.
+"""
+
+from idemconsumer.http.accepting import AcceptLater
+from idemconsumer.http.asgi import IdempotencyMiddleware
+from idemconsumer.http.current import SyncRows, SyncTx, current_key, current_sync_tx, current_tx
+from idemconsumer.http.idempotency import Idempotency
+from idemconsumer.http.messages import Request, Response
+from idemconsumer.http.policy import Route
+from idemconsumer.ports.requests import LostRequest
+
+__all__ = [
+    "AcceptLater",
+    "Idempotency",
+    "IdempotencyMiddleware",
+    "LostRequest",
+    "Request",
+    "Response",
+    "Route",
+    "SyncRows",
+    "SyncTx",
+    "current_key",
+    "current_sync_tx",
+    "current_tx",
+]

@@ -1,0 +1,220 @@
+"""Accept a request now and have a worker do it; its client asks what came of it under the same key (H45)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+from urllib.parse import quote
+
+import msgspec
+
+from idemconsumer.app.accepting import Accepted
+from idemconsumer.app.app import App
+from idemconsumer.app.sending import check_via
+from idemconsumer.errors import BadMessage, CommitUnknown, ConfigurationError, StoreUnavailable
+from idemconsumer.handlers.decorator import Handler
+from idemconsumer.http import problems
+from idemconsumer.http.exchange import Receive, Scope, Send
+from idemconsumer.http.idempotency import HEADER, Tenant, caller
+from idemconsumer.http.messages import Request, Response
+from idemconsumer.http.policy import MIB
+from idemconsumer.http.problems import MEDIA_TYPE, TYPE, Problem
+from idemconsumer.http.wire import read_body, request_of, respond
+from idemconsumer.rules.accepting import Progress
+from idemconsumer.rules.http import BadKey, addressable, bodiless, keepable, parse_key
+
+CREATED_AT: Final = "idempotent-created-at"  # a header: when it was accepted, by the database's clock
+_AGAIN: Final = 1  # seconds until it is worth asking again
+_PASSED: Final = ("content-type", "traceparent", "tracestate")
+
+
+class AcceptLater:
+    """An ASGI app that takes requests for a handler, and has a worker do them.
+
+        later = AcceptLater(app, place, tenant=account, path="/orders")
+        api.add_route("/orders", later)
+        api.add_route("/orders/{key:path}", later)
+
+    Under WSGI it is `AcceptLaterMiddleware(app.wsgi_app, later)` of `idemconsumer.http.wsgi`.
+
+    POST of `path` stores the body as a message under its Idempotency-Key, and answers 202 with a Location, the same
+    each time; another body under the key is 422. GET of that Location is 202 until it is done, and then what the
+    handler returned: its status (200 unless given, 204 for nothing), headers and body. A rejection is a problem with
+    its code and body, and its status or 422; what was put aside for a person is one with 500; what is not known is 404,
+    also where it is another tenant's. `tenant` is as in `Idempotency`. `headers` names those that the message has too,
+    beside the content type and those of a trace. `max_body` is bytes. `via` is as in `App.accept`; a body that names
+    another key or tenant than its request is 422 then.
+
+    While the database is away all is 503, and nothing is stored. Not guaranteed: that requests are done in the order in
+    which they came. Raises ConfigurationError for what cannot be.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        handler: Handler[..., Any],
+        *,
+        tenant: Tenant,
+        path: str,
+        headers: Sequence[str] = (),
+        max_body: int = MIB,
+        via: str | None = None,
+    ) -> None:
+        if not callable(tenant):
+            raise ConfigurationError(
+                "AcceptLater: `tenant` is mandatory; write a function of the request that returns whose it is, such as "
+                "lambda request: request.header('x-account')"
+            )
+        if not path.startswith("/") or path.endswith("/"):
+            raise ConfigurationError(f'AcceptLater: path={path!r}; write where it is, such as "/orders"')
+        if isinstance(headers, str):
+            raise ConfigurationError(f"AcceptLater: headers={headers!r} is one text; write a list, [{headers!r}]")
+        if via is not None:
+            check_via(handler.plan, via)
+            if handler.plan.tenant_spec is None:
+                raise ConfigurationError(
+                    f"AcceptLater: handler {handler.name!r} has no `tenant`, so a message that comes {via!r} would be "
+                    'nobody\'s; write e.g. tenant=Key.header("Account") there, which is sent along'
+                )
+        self._app = app
+        self._handler = handler
+        self._tenant = tenant
+        self._path = path
+        self._passed = {*_PASSED, *(name.lower() for name in headers)}
+        self._via = via
+        self.max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One connection, as ASGI has it."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"AcceptLater answers HTTP requests, and this is {scope['type']!r}")
+        request = request_of(scope)
+        if not self.covers(request):
+            await respond(send, problems.NOT_FOUND.response)
+            return
+        body = await read_body(request, receive, self.max_body) if request.method == "POST" else b""
+        if body is not None:
+            await respond(send, await self.answer(request, body, await caller(self._tenant, request)))
+
+    def covers(self, request: Request) -> bool:
+        """Whether it is a POST of the path, or asks for a Location."""
+        if request.method == "POST":
+            return request.path == self._path
+        return request.method in ("GET", "HEAD") and request.path.startswith(f"{self._path}/")
+
+    def ask_tenant(self, request: Request) -> Any:
+        """What `tenant` says, or what is to be awaited for it. It may block, and may need the thread of the request."""
+        return self._tenant(request)
+
+    async def answer(self, request: Request, body: bytes | Problem, tenant: str | Problem) -> Response:
+        """The answer to a request that is covered."""
+        if isinstance(body, Problem):
+            return body.response
+        if request.method == "POST":
+            return await self._accept(request, body, tenant)
+        answer = await self._status(request.path.removeprefix(f"{self._path}/"), tenant)
+        return replace(answer, body=b"") if request.method == "HEAD" else answer
+
+    async def close(self) -> None:
+        """Close what was opened, which is the app's, once all requests have been answered."""
+        await self._app.close()
+
+    async def accept(self, request: Request, body: bytes) -> Response:
+        """The answer to a request, whose message is stored then."""
+        return await self._accept(request, body, await caller(self._tenant, request))
+
+    async def status(self, request: Request, key: str) -> Response:
+        """How far the request with this key has come, for the tenant of the one that asks."""
+        return await self._status(key, await caller(self._tenant, request))
+
+    async def _accept(self, request: Request, body: bytes, tenant: str | Problem) -> Response:
+        key = parse_key(request.values(HEADER))
+        if key is None:
+            return problems.KEY_MISSING.response
+        if isinstance(key, BadKey):
+            problem = problems.KEY_REPEATED if key is BadKey.REPEATED else problems.KEY_MALFORMED
+            return problem.response
+        if not addressable(key):
+            return problems.KEY_NO_PATH.response
+        if isinstance(tenant, Problem):
+            return tenant.response
+        try:
+            headers = {name: value for name, value in request.headers if name in self._passed}
+            accepted = await self._app.accept(
+                self._handler, body, key=key, tenant=tenant, headers=headers, via=self._via
+            )
+        except BadMessage as error:
+            return _refused(error).response
+        except CommitUnknown:
+            return problems.OUTCOME_UNKNOWN.response
+        except StoreUnavailable:
+            return problems.UNAVAILABLE.response
+        if accepted.conflict:
+            return problems.KEY_REUSED.response
+        return _waits(accepted, f"{quote(request.root + self._path)}/{quote(key, safe='')}")
+
+    async def _status(self, key: str, tenant: str | Problem) -> Response:
+        if isinstance(tenant, Problem):
+            return tenant.response
+        try:
+            return told(await self._app.accepted(self._handler, key=key, tenant=tenant))
+        except BadMessage:
+            return problems.NOT_FOUND.response
+        except StoreUnavailable:
+            return problems.UNAVAILABLE.response
+
+
+def told(accepted: Accepted) -> Response:
+    """What a client is told that asks."""
+    match accepted.progress:
+        case Progress.UNKNOWN:
+            return problems.NOT_FOUND.response
+        case Progress.PENDING | Progress.RUNNING:
+            answer = _waits(accepted, None)
+        case Progress.DONE:
+            answer = _done(accepted)
+        case _:
+            answer = _failed(accepted)
+    if accepted.created_at is None:
+        return answer
+    return replace(answer, headers=(*answer.headers, (CREATED_AT, accepted.created_at.isoformat())))
+
+
+def _waits(accepted: Accepted, location: str | None) -> Response:
+    body = msgspec.json.encode({"progress": accepted.progress})
+    headers = [("content-type", "application/json"), ("retry-after", str(_AGAIN)), ("cache-control", "no-store")]
+    return _whole(202, headers + ([] if location is None else [("location", location)]), body)
+
+
+def _done(accepted: Accepted) -> Response:
+    body = accepted.body or b""
+    headers = [("content-type", accepted.content_type)] if accepted.content_type else []
+    headers += [(name.lower(), value) for name, value in accepted.headers if keepable(name.lower())]
+    if "cache-control" not in dict(headers):
+        headers.append(("cache-control", "no-store"))  # a cache does not know tenants
+    return _whole(accepted.status or (200 if body else 204), headers, body)
+
+
+def _failed(accepted: Accepted) -> Response:
+    problem = problems.REJECTED if accepted.progress is Progress.FAILED else problems.PUT_ASIDE
+    status = accepted.status or problem.status
+    said: dict[str, Any] = {"type": TYPE + problem.name, "title": problem.title, "status": status}
+    said |= {"detail": problem.detail, "code": accepted.reason}
+    if problem is problems.REJECTED and accepted.body is not None:
+        said["body"] = msgspec.json.decode(accepted.body).get("body")
+    headers = [("content-type", MEDIA_TYPE), ("cache-control", "no-store"), *accepted.headers]
+    return _whole(status, headers, msgspec.json.encode(said))
+
+
+def _refused(error: BadMessage) -> Problem:
+    if error.reason == "oversized":
+        return problems.BODY_TOO_LARGE
+    if error.reason in ("key_differs", "tenant_differs"):
+        return problems.KEY_DIFFERS
+    return problems.UNREADABLE  # the header's key is good: what else is named a key is found in the body
+
+
+def _whole(status: int, headers: list[tuple[str, str]], body: bytes) -> Response:
+    length = [] if bodiless(status) else [("content-length", str(len(body)))]
+    return Response(status, tuple(headers + length), body)

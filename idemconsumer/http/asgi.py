@@ -1,0 +1,79 @@
+"""IdempotencyMiddleware: the front door as ASGI middleware, for Starlette, FastAPI, Litestar and what else is ASGI."""
+
+from __future__ import annotations
+
+from idemconsumer.http.exchange import Asgi, Exchange, Message, Receive, Scope, Send
+from idemconsumer.http.idempotency import Idempotency, Table
+from idemconsumer.http.marked import marked_routes
+from idemconsumer.http.problems import Problem
+from idemconsumer.http.serving import serve, serve_to_its_end
+from idemconsumer.http.wire import path_of, read_body, request_of, respond
+from idemconsumer.rules.routes import SAFE
+
+
+class IdempotencyMiddleware:
+    """Around an ASGI app, or added to one: `app.add_middleware(IdempotencyMiddleware, idempotency=idempotency)`.
+
+    Requests of routes that are not covered, and websockets, pass as if it was not there. Of a covered request the body
+    is read once and handed on as it came, and the response is sent when it is certain. It belongs inside of what adds
+    CORS headers and compresses, and outside of what has effects. It closes what `idempotency` has opened when the app
+    is shut down, if that is told to it.
+    """
+
+    def __init__(self, app: Asgi, idempotency: Idempotency) -> None:
+        self.app = app
+        self.idempotency = idempotency
+        self._table: Table | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One connection, as ASGI has it."""
+        if scope["type"] == "http" and scope["method"] not in SAFE:
+            await self._http(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            self._routes(scope)
+            await self.app(scope, receive, self._closing(send))
+        else:
+            await self.app(scope, receive, send)
+
+    def _routes(self, scope: Scope) -> Table:
+        """Made once: what was marked in the app is known when its first request comes."""
+        if self._table is None:
+            # The app of the scope may be one around this middleware.
+            marked = marked_routes(self.app) or marked_routes(scope.get("app") or scope.get("litestar_app"))
+            self._table = self.idempotency.table(marked)
+        return self._table
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"], path_of(scope)
+        policy = self._routes(scope).find(method, path)
+        if policy is None:
+            await self.app(scope, receive, send)
+            return
+        request = request_of(scope)
+        admitted = await self.idempotency.admit(request, policy)
+        if admitted is None:
+            await self.app(scope, receive, send)
+            return
+        if isinstance(admitted, Problem):
+            await respond(send, admitted.response)
+            return
+        body = await read_body(request, receive, policy.max_body)
+        if isinstance(body, Problem):
+            await respond(send, body.response)
+            return
+        if body is None:  # the client has gone before it had sent all: nothing has begun
+            return
+        exchange = Exchange(self.app, scope, body, receive, send, cap=policy.max_response, stream=policy.stream)
+        answering = self.idempotency.answer(admitted, body, exchange.run)
+        if policy.tx:
+            await serve(exchange, answering)
+        else:
+            await serve_to_its_end(exchange, answering, policy.name)
+
+    def _closing(self, send: Send) -> Send:
+        async def passing(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown."):
+                await self.idempotency.close()
+            await send(message)
+
+        return passing

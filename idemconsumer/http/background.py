@@ -1,0 +1,61 @@
+"""The event loop of threads that have none: one per process, made by the first of them that needs it (H50)."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeAlias
+
+_SECONDS_TO_CLOSE: Final = 5.0
+
+Close: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Background:
+    """The loop, in a thread that keeps no process alive. `closing`: what is called in it when the process ends, as far
+    as Python sees to that, so not after SIGKILL."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.closing: set[Close] = set()
+        threading.Thread(target=self.loop.run_forever, name="idemconsumer-http", daemon=True).start()
+        atexit.register(self._close)
+
+    def _close(self) -> None:
+        if _background is not self:
+            return  # it is the parent's
+        for close in self.closing:
+            future = asyncio.run_coroutine_threadsafe(close(), self.loop)
+            try:
+                future.result(_SECONDS_TO_CLOSE)
+            except Exception:  # noqa: BLE001 - nobody is left who could be told
+                future.cancel()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+_lock = threading.Lock()
+_background: Background | None = None
+_inherited: Final[list[Background | None]] = []
+
+
+def background() -> Background:
+    """That of this process."""
+    global _background
+    with _lock:
+        if _background is None:
+            _background = Background()
+        return _background
+
+
+def _forked() -> None:
+    """A child has none of its parent's threads. What it got is kept as it is: to close it would take the parent's
+    sockets from what the parent waits for them with."""
+    global _background, _lock
+    _inherited.append(_background)
+    _background, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)

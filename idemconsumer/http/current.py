@@ -1,0 +1,193 @@
+"""The key and the Tx of the request that runs here, for its endpoint: in the loop, or in a thread (H9)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final, Generic, LiteralString, TypeVar, overload
+
+from idemconsumer.errors import ConfigurationError, HandlerFault
+from idemconsumer.ports.handler import Params, Rows, Tx
+from idemconsumer.user_code.leftovers import Everybodys
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+GIVES_TX: Final[set[Callable[..., Any]]] = set()
+"""Functions that a framework calls for a parameter; an endpoint that has one asks for Tx."""
+
+
+KEY: Final[ContextVar[str]] = ContextVar("idemconsumer_key", default="")
+"""As it is stored, of the request for which this task runs."""
+
+
+class Slot(Everybodys):
+    """Where the Tx of one request is while it may be used. It is nowhere else, so that who still holds it when the
+    endpoint has returned has it of the endpoint (J19)."""
+
+    __slots__ = ("_tx", "key", "loop", "refusal")
+
+    def __init__(self, refusal: str = "") -> None:
+        self.refusal = refusal
+        self.key = KEY.get()
+        self.loop = asyncio.get_running_loop()
+        self._tx: Tx | None = None
+
+    def open(self, tx: Tx) -> None:
+        self._tx = tx
+
+    def end(self) -> None:
+        self._tx = None
+
+    @property
+    def tx(self) -> Tx:
+        if self._tx is not None:
+            return self._tx
+        if self.refusal:
+            raise ConfigurationError(self.refusal)
+        raise HandlerFault(
+            "Tx was asked for after the response had been given; what it would write would not be committed with it"
+        )
+
+
+_SLOT: Final[ContextVar[Slot | None]] = ContextVar("idemconsumer_request", default=None)
+
+
+@contextmanager
+def slot_for(route: str, *, joined: bool) -> Iterator[Slot]:
+    """The slot of a request of this route, for the tasks that are made inside."""
+    refusal = (
+        ""
+        if joined
+        else f"route {route!r} asks for Tx, and is not declared so; write Route(tx=True) for it, or "
+        "@idempotency.route(tx=True) below the route's decorator"
+    )
+    slot = Slot(refusal)
+    token = _SLOT.set(slot)
+    try:
+        yield slot
+    finally:
+        slot.end()
+        _SLOT.reset(token)
+
+
+def slot_of_task() -> Slot | None:
+    """That of the request for which this task runs."""
+    return _SLOT.get()
+
+
+@contextmanager
+def slot_in_thread(slot: Slot | None) -> Iterator[None]:
+    """The same, in a thread that has no task."""
+    token = _SLOT.set(slot)
+    try:
+        yield
+    finally:
+        _SLOT.reset(token)
+
+
+def _slot() -> Slot:
+    if (slot := _SLOT.get()) is None:
+        raise ConfigurationError(
+            "Tx, or the key, was asked for outside of a request that the front door covers; put IdempotencyMiddleware "
+            "around the app, and declare the route: routes={'POST /orders': Route(tx=True)}"
+        )
+    return slot
+
+
+def current_key() -> str:
+    """The key of this request as it is stored: 64 hex digits, the same for each repetition, and of no other request.
+
+    Give it to a remote as its own idempotency key, or as a reference: a LostRequest has it too, so that the remote can
+    be asked about it. In endpoints, also in a thread. Raises ConfigurationError elsewhere.
+    """
+    return _slot().key
+
+
+def current_tx() -> Tx:
+    """The transaction of this request: what it writes and the stored response are one commit.
+
+    For `async def` endpoints of routes with tx=True; valid until the response is given. Raises ConfigurationError
+    elsewhere, and HandlerFault when it is over.
+    """
+    return _slot().tx
+
+
+def current_sync_tx() -> SyncTx:
+    """As `current_tx`, for an endpoint that runs in a thread: `def`, not `async def`. Raises as it does."""
+    slot = _slot()
+    _ = slot.tx
+    return SyncTx(slot)
+
+
+GIVES_TX.update((current_tx, current_sync_tx))
+
+
+class SyncTx:
+    """`Tx` for code that runs in a thread: each method waits for the loop that has the connection.
+
+    Everything said of `Tx` holds. Raises HandlerFault in the loop itself, which would wait for ever.
+    """
+
+    __slots__ = ("_slot",)
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    @overload
+    def execute(self, query: LiteralString, params: Params | None = None) -> SyncRows[tuple[Any, ...]]:
+        """Run one statement, as `Tx.execute`."""
+
+    @overload
+    def execute(self, query: LiteralString, params: Params | None = None, *, into: type[T]) -> SyncRows[T]:
+        """As above, with each row as an `into`."""
+
+    def execute(self, query: LiteralString, params: Params | None = None, *, into: Any = None) -> SyncRows[Any]:
+        slot = self._slot
+
+        async def run() -> Rows[Any]:
+            given: Any = slot.tx
+            rows: Rows[Any] = await given.execute(query, params, into=into)
+            return rows
+
+        return SyncRows(slot, _wait(slot, run))
+
+
+class SyncRows(Generic[R]):
+    """The rows of one statement of `SyncTx`."""
+
+    __slots__ = ("_rows", "_slot")
+
+    def __init__(self, slot: Slot, rows: Rows[R]) -> None:
+        self._slot = slot
+        self._rows = rows
+
+    @property
+    def rowcount(self) -> int:
+        """How many rows the statement returned or changed; -1 where Postgres does not report it."""
+        return self._rows.rowcount
+
+    def first(self) -> R | None:
+        """The next unread row; None when there is none."""
+        return _wait(self._slot, self._rows.first)
+
+    def one(self) -> R:
+        """The only row. Raises LookupError when there is none, or more than one."""
+        return _wait(self._slot, self._rows.one)
+
+    def all(self) -> list[R]:
+        """All unread rows."""
+        return _wait(self._slot, self._rows.all)
+
+
+def _wait(slot: Slot, call: Callable[[], Coroutine[Any, Any, T] | Any]) -> T:
+    try:
+        here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+    except RuntimeError:
+        here = None
+    if here is slot.loop:
+        raise HandlerFault("SyncTx was used in the event loop; use current_tx() in an async endpoint")
+    result: T = asyncio.run_coroutine_threadsafe(call(), slot.loop).result()
+    return result

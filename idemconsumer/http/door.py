@@ -1,0 +1,99 @@
+"""From an admitted request to its answer: claim, judge, run, replay, wait. Of no protocol of servers (H10)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from idemconsumer.errors import CommitUnknown, Contention, IdemConsumerError, StoreUnavailable
+from idemconsumer.http import problems
+from idemconsumer.http.messages import replay
+from idemconsumer.http.modes import Answer, Mode, Run, refusal
+from idemconsumer.http.policy import Policy
+from idemconsumer.logs import log
+from idemconsumer.ports.requests import Running
+from idemconsumer.ports.store import Claim
+from idemconsumer.rules.values import Record
+from idemconsumer.rules.verdicts import Verdict, judge
+
+_FIRST_PAUSE: Final = 0.05  # seconds; doubled up to
+_LONGEST_PAUSE: Final = 0.5
+_DOUBT: Final = 5.0  # seconds in which a COMMIT without an answer should end
+_DOUBTS: Final = 3
+
+
+class Door:
+    """Knows whether its store was there the last time, to say so once."""
+
+    def __init__(self) -> None:
+        self._away = False
+
+    async def answer(
+        self, claimed: Callable[[], Claim], policy: Policy, mode: Callable[[], Awaitable[Mode]], run: Run
+    ) -> Answer:
+        """The answer to one request. `mode` opens its store, and then `claimed` hashes its key (R39). Raises what the
+        application raises."""
+        loop, claim = asyncio.get_running_loop(), None
+        until, pause, doubts = loop.time() + policy.wait, _FIRST_PAUSE, 0
+        while True:
+            try:
+                opened = await mode()
+                claim = claim or claimed()
+                met = await opened.attempt(claim, policy, run)
+            except CommitUnknown as error:
+                _check_ours(error)
+                doubts += 1
+                until = max(until, loop.time() + _DOUBT)
+                if doubts == _DOUBTS:
+                    return self._refused(error, doubts)
+                continue
+            except (StoreUnavailable, Contention) as error:
+                _check_ours(error)
+                return self._refused(error, doubts)
+            self._there()
+            if isinstance(met, Answer):
+                return met
+            if (answer := _standing(met, claim, policy)) is not None:
+                return answer
+            if (left := until - loop.time()) <= 0:
+                return refusal(problems.OUTCOME_UNKNOWN if doubts else problems.IN_PROGRESS)
+            await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _refused(self, error: IdemConsumerError, doubts: int) -> Answer:
+        if not self._away and not isinstance(error, Contention):
+            self._away = True
+            log.warning("requests with a key are refused while the database is away", error=str(error))
+        return refusal(problems.OUTCOME_UNKNOWN if doubts else problems.UNAVAILABLE)
+
+    def _there(self) -> None:
+        if self._away:
+            self._away = False
+            log.info("requests with a key are answered again")
+
+
+def _standing(met: Record | Running, claim: Claim, policy: Policy) -> Answer | None:
+    """The answer that is on record. None: it is in progress."""
+    record = met.record if isinstance(met, Running) else met
+    if record is None:
+        return None
+    verdict = judge(record, claim.fingerprint)
+    if verdict is Verdict.CONFLICT:  # R12, also while the other request is in progress
+        log.warning("a key was used for another request", route=policy.name, key=claim.key)
+        return refusal(problems.KEY_REUSED)
+    if isinstance(met, Running) and met.lost:  # H35: nobody runs it, so waiting would tell nothing
+        return refusal(problems.OUTCOME_UNKNOWN)
+    if isinstance(met, Running) or verdict is Verdict.BUSY:
+        return None
+    stored = record.result
+    if verdict is Verdict.DEAD or stored is None or stored.status is None:
+        return refusal(problems.NOT_REPLAYABLE)
+    return Answer(replay(stored), live=False)
+
+
+def _check_ours(error: IdemConsumerError) -> None:
+    """Raises what came from the application, which says nothing about our store (B12)."""
+    if error.by_function:
+        raise error

@@ -1,0 +1,51 @@
+"""FastAPI: Tx as a parameter of an endpoint, which makes its route a joined one, and the front door in OpenAPI.
+
+@api.post("/orders")
+async def place(order: Order, tx: RequestTx) -> Receipt: ...
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.http.current import GIVES_TX, SyncTx, current_sync_tx, current_tx
+from idemconsumer.http.idempotency import Idempotency
+from idemconsumer.http.openapi import describe
+from idemconsumer.ports.handler import Tx
+
+try:
+    from fastapi import Depends, FastAPI
+except ImportError as error:
+    raise ConfigurationError("idemconsumer.http.fastapi needs FastAPI; pip install fastapi") from error
+
+__all__ = ["RequestSyncTx", "RequestTx", "document"]
+
+
+async def _tx() -> Tx:  # a plain function would be called in a thread
+    return current_tx()
+
+
+async def _sync_tx() -> SyncTx:
+    return current_sync_tx()
+
+
+GIVES_TX.update((_tx, _sync_tx))
+
+RequestTx = Annotated[Tx, Depends(_tx)]
+"""For `async def`: what it writes and the stored response are one commit."""
+
+RequestSyncTx = Annotated[SyncTx, Depends(_sync_tx)]
+"""The same for `def`, which FastAPI runs in a thread."""
+
+
+def document(api: FastAPI, idempotency: Idempotency) -> None:
+    """Let the OpenAPI document of `api` say what `describe` adds."""
+    made = api.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = made()
+        describe(schema, idempotency, api)
+        return schema
+
+    api.openapi = openapi  # type: ignore[method-assign]

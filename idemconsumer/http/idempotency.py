@@ -1,0 +1,260 @@
+"""Idempotency: the routes of a service that are idempotent, whose keys they are, and where they are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, TypeVar, Unpack
+from uuid import uuid4
+
+from idemconsumer.app.app import App
+from idemconsumer.errors import BadMessage, ConfigurationError
+from idemconsumer.http import problems
+from idemconsumer.http.current import KEY
+from idemconsumer.http.door import Door
+from idemconsumer.http.lost import LostRequests
+from idemconsumer.http.marked import Marked, mark
+from idemconsumer.http.messages import COVERED, Request, Response
+from idemconsumer.http.modes import Answer, Mode, Run
+from idemconsumer.http.opening import Opened
+from idemconsumer.http.policy import Policy, Route, RouteOptions, compile_route
+from idemconsumer.http.problems import Problem
+from idemconsumer.message import keys
+from idemconsumer.ports.observer import NullObserver, Observer
+from idemconsumer.ports.requests import LostRequest, RequestStore
+from idemconsumer.ports.store import Claim
+from idemconsumer.rules.http import BadKey, parse_key
+from idemconsumer.rules.routes import Pattern, pattern
+
+T = TypeVar("T", bound=Callable[..., Any])
+Tenant = Callable[[Request], "str | Awaitable[str | None] | None"]
+
+HEADER: Final = "idempotency-key"
+DEFAULT_METHODS: Final = ("POST", "PATCH")
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that may run under its key, once its body is known."""
+
+    request: Request
+    policy: Policy
+    tenant: str
+    key: str
+
+
+class Table:
+    """Policies by route: those that were written down come before those that the app has marked."""
+
+    def __init__(self, routes: Sequence[tuple[Pattern, Policy | None]], default: Mapping[str, Policy]) -> None:
+        """A route without a policy of its own has the default's."""
+        self._routes: dict[str, list[tuple[Pattern, Policy | None]]] = {}
+        for each in routes:
+            self._routes.setdefault(each[0].method, []).append(each)
+        self._default = default
+
+    def find(self, method: str, path: str) -> Policy | None:
+        """None: this request is none of ours."""
+        for known, policy in self._routes.get(method, ()):
+            if known.matches(method, path):
+                return policy or self._default.get(method)
+        return self._default.get(method)
+
+
+class Idempotency:
+    """What the front door does, for one service.
+
+    `app` gives the name that is part of every key, and the settings. `tenant` says of a request whose it is: a key
+    belongs to its tenant and its route, so two callers never meet in one key. None or an empty text is answered with
+    401; what it raises is raised, and nothing runs. `routes` has a Route for "POST /orders/{id}" and the like;
+    `default` is for every other POST and PATCH, and None leaves those alone. `store` is where routes without `tx` keep
+    their keys: "postgres", "redis" or "hybrid", the last two at the address `redis`, or the settings'. `observer`
+    is for tests. Raises ConfigurationError for what cannot be.
+
+    The database is opened by the first request that needs it. While it is away, requests with a key are answered with
+    503 and nothing runs.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        tenant: Tenant,
+        routes: Mapping[str, Route] | None = None,
+        default: Route | None = Route(),  # noqa: B008 - frozen
+        store: Literal["postgres", "redis", "hybrid"] | RequestStore = "postgres",
+        redis: str | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        if not callable(tenant):
+            raise ConfigurationError(
+                "Idempotency: `tenant` is mandatory; write a function of the request that returns whose it is, such as "
+                "lambda request: request.header('x-account')"
+            )
+        self._name = app.name
+        self._tenant = tenant
+        self._default = default
+        self._routes = [(_pattern(text), compile_route(text, route)) for text, route in (routes or {}).items()]
+        self._at = (observer or NullObserver()).at
+        self._opened = Opened(app, store, redis, self._at)
+        self._door = Door()
+        for policy in [policy for _, policy in self._routes] + list(self._defaults().values()):
+            self._opened.expect(policy)
+
+    def route(self, **options: Unpack[RouteOptions]) -> Callable[[T], T]:
+        """Mark an endpoint, below its framework's decorator, with the options of a Route:
+
+            @api.post("/orders")
+            @idempotency.route(tx=True, required=True)
+            async def place(order: Order) -> Receipt: ...
+
+        The function stays as it is. A route in `routes=` comes before this.
+        """
+        given = Route(**options)
+        self._opened.expect(compile_route("@route", given))
+
+        def marked(endpoint: T) -> T:
+            mark(endpoint, given)
+            return endpoint
+
+        return marked
+
+    def table(self, marked: Sequence[Marked] = ()) -> Table:
+        """The policies, with those of routes that an app has marked. Raises ConfigurationError."""
+        routes: list[tuple[Pattern, Policy | None]] = list(self._routes)
+        known = {each.name for each, _ in routes}
+        for each in marked:
+            if each.name in known:
+                continue
+            if each.route is None and not each.tx:  # it may come before a marked one that matches its path too
+                with suppress(ValueError):
+                    routes.append((pattern(each.name), None))
+            else:
+                route = each.route or self._default or Route()
+                policy = compile_route(each.name, replace(route, tx=True) if each.tx else route)
+                self._opened.expect(policy)
+                routes.append((_pattern(each.name), policy))
+        return Table(routes, self._defaults())
+
+    def _defaults(self) -> dict[str, Policy]:
+        if self._default is None:
+            return {}
+        names = {method: f"{method} *" for method in DEFAULT_METHODS}
+        return {method: compile_route(name, self._default, by_path=True) for method, name in names.items()}
+
+    async def admit(self, request: Request, policy: Policy) -> Admitted | Problem | None:
+        """Whether the request may run under a key. None: it has none, and needs none. Raises what `tenant` raises."""
+        key = self.key_of(request, policy)
+        if not isinstance(key, str):
+            return key
+        tenant = self.ask_tenant(request)
+        return self.admitted(request, policy, key, await tenant if inspect.isawaitable(tenant) else tenant)
+
+    def key_of(self, request: Request, policy: Policy) -> str | Problem | None:
+        """The key of a request; a new one, if it has none and needs one to run. Raises ConfigurationError for one that
+        runs under its key already."""
+        key = parse_key(request.values(HEADER))
+        if isinstance(key, BadKey):
+            return problems.KEY_REPEATED if key is BadKey.REPEATED else problems.KEY_MALFORMED
+        if key is None:
+            if policy.required:
+                return problems.KEY_MISSING
+            if not policy.tx:
+                return None
+            key = str(uuid4())  # it needs a transaction, and nobody will ask for this key
+        if COVERED in request.environment:  # it would wait for itself, and the refusal be its answer for good
+            raise ConfigurationError(
+                f"two IdempotencyMiddleware are around {policy.name!r}; leave one out, or write default=None and "
+                "routes={…} for the outer one, so that each route has one"
+            )
+        return key
+
+    def ask_tenant(self, request: Request) -> Any:
+        """What `tenant` says, or what is to be awaited for it. It may block, and may need the thread of the request."""
+        return self._tenant(request)
+
+    def admitted(self, request: Request, policy: Policy, key: str, given: object) -> Admitted | Problem:
+        """A request of which all is known but its body. `given`: what `tenant` said."""
+        tenant = checked_tenant(given)
+        return tenant if isinstance(tenant, Problem) else Admitted(request, policy, tenant, key)
+
+    async def answer(self, admitted: Admitted, body: bytes, run: Run) -> Answer:
+        """The answer to an admitted request. Raises what the application raises, and ConfigurationError for a database
+        that cannot be used."""
+        policy = admitted.policy
+
+        def mode() -> Awaitable[Mode]:
+            return self._opened.joined() if policy.tx else self._opened.leased()
+
+        return await self._door.answer(lambda: self._claim(admitted, body), policy, mode, run)
+
+    def _claim(self, admitted: Admitted, body: bytes) -> Claim:
+        policy, tenant, request = admitted.policy, admitted.tenant, admitted.request
+        # H1. The paths of routes that nobody has written down are many: each would be a scope of its own. So would each
+        # place be where an app is mounted.
+        place = request.root + request.path if policy.by_path else request.root
+        key = keys.joined([place, admitted.key]) if place else admitted.key
+        stored = keys.digest(self._name, tenant, policy.name, key)
+        KEY.set(stored.hex())
+        return Claim(
+            key=stored,
+            scope=keys.scope_name(self._name, tenant, policy.name),
+            fingerprint=None if policy.take is None else policy.take(request, body),
+            retain=policy.retain,
+            expires=policy.expires,
+        )
+
+    # -------------------------------------------------------------------------------------------------------- the lost
+    async def lost(self) -> list[LostRequest]:
+        """Requests in leased mode whose process died before their response was stored, the oldest first: nobody knows
+        how far they came. Those that run are none of them. With Redis all of its keys are read. Raises
+        StoreUnavailable."""
+        return await (await self._lost_requests()).all()
+
+    async def settle(self, lost: LostRequest, response: Response) -> bool:
+        """It was done: `response` is the answer to its key from now on. False: it is not lost any more, since it was
+        sent again and runs, or has ended; nothing was stored. Raises StoreUnavailable, and CommitUnknown if it may be
+        stored; repeat it then."""
+        return await (await self._lost_requests()).settle(lost, response)
+
+    async def release(self, lost: LostRequest) -> bool:
+        """It was not done: its key is new, and the request runs when it is sent again. Returns and raises as
+        `settle`."""
+        return await (await self._lost_requests()).release(lost)
+
+    async def _lost_requests(self) -> LostRequests:
+        return LostRequests(await self._opened.requests(), app=self._name, by="the app")
+
+    async def close(self) -> None:
+        """Close what was opened, once all requests have been answered. The next request opens it anew. What still runs
+        under a key is waited for, for some seconds; after that it keeps its key, and all is closed behind it (H14)."""
+        await asyncio.shield(self._opened.close())
+
+
+def _pattern(text: str) -> Pattern:
+    try:
+        return pattern(text)
+    except ValueError as error:
+        raise ConfigurationError(f"route {error}") from None
+
+
+async def caller(resolve: Tenant, request: Request) -> str | Problem:
+    """The tenant of a request. Raises what `resolve` raises, TypeError and ValueError for what is no tenant."""
+    given = resolve(request)
+    return checked_tenant(await given if inspect.isawaitable(given) else given)
+
+
+def checked_tenant(tenant: object) -> str | Problem:
+    """What a resolver said, if it can be a tenant. Raises TypeError and ValueError."""
+    if tenant is None or tenant == "":
+        return problems.TENANT_MISSING
+    if not isinstance(tenant, str):
+        raise TypeError(f"`tenant` returned {type(tenant).__name__}; return str, or None")
+    try:
+        keys.as_text(tenant, "tenant")
+    except BadMessage as error:
+        raise ValueError(f"`tenant`: {error.detail}") from None
+    return tenant

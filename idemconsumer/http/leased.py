@@ -1,0 +1,185 @@
+"""Leased mode of a request: its key is held while it runs, and its response is stored behind it (H6)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from idemconsumer.errors import CommitUnknown, SelfCancelled, StoreUnavailable
+from idemconsumer.http.current import slot_for
+from idemconsumer.http.lost import ask, given
+from idemconsumer.http.messages import Response
+from idemconsumer.http.modes import PATIENCE, UNCLAIMED, Answer, CutOff, Run, kept_result, refusal
+from idemconsumer.http.policy import Policy
+from idemconsumer.http.problems import OUTCOME_UNKNOWN
+from idemconsumer.logs import log
+from idemconsumer.message.message import StoredResult
+from idemconsumer.ports.handler import NotDone, Unknown
+from idemconsumer.ports.observer import Point
+from idemconsumer.ports.requests import Held, RequestStore, Running
+from idemconsumer.ports.store import Claim
+from idemconsumer.rules.values import Record
+from idemconsumer.stores.unfinished import PASSING
+from idemconsumer.user_code.call import mark
+from idemconsumer.user_code.cancellation import uninterrupted
+
+_AGAIN: Final = 0.2  # seconds between two attempts to store a response
+_PATIENCE: Final = 10.0  # seconds: a client waits for what has happened already
+
+
+class Leased:
+    """See `Mode`. It has no time limit: a key is held for as long as its endpoint runs (H13)."""
+
+    def __init__(self, store: RequestStore, at: Callable[[Point, str, Sequence[bytes]], None]) -> None:
+        self._store = store
+        self._at = at
+        self._running: set[asyncio.Future[None]] = set()
+
+    async def ended(self, within: float | None = None) -> bool:
+        """Wait until nobody has a key or asks for one, for so many seconds at most: whether that is so."""
+        try:
+            async with asyncio.timeout(within):
+                while self._running:
+                    await asyncio.wait(self._running)
+        except TimeoutError:
+            return False
+        return True
+
+    async def attempt(self, claim: Claim, policy: Policy, run: Run) -> Answer | Record | Running:
+        with self._counted():
+            return await self._attempt(claim, policy, run)
+
+    async def _attempt(self, claim: Claim, policy: Policy, run: Run) -> Answer | Record | Running:
+        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def lose() -> None:
+            if not lost.done():
+                lost.set_result(None)
+
+        try:
+            async with asyncio.timeout(PATIENCE):
+                found = await self._store.claim(claim, lose, again=policy.again)
+        except TimeoutError:
+            raise StoreUnavailable("the store does not answer") from None
+        if not isinstance(found, Held):
+            return found
+        self._at(Point.CLAIMED, policy.name, (claim.key,))
+        if (known := await self._reconciled(found, policy, lost)) is not None:
+            return known
+        # If its loop ends, what it has begun may go on in a thread: it has never `ended`.
+        with self._counted(asyncio.CancelledError):
+            return await self._held(found, policy, run, lost)
+
+    @contextmanager
+    def _counted(self, *but: type[BaseException]) -> Iterator[None]:
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running.add(over)
+        try:
+            yield
+        except but:
+            raise
+        except BaseException:
+            self._end(over)
+            raise
+        self._end(over)
+
+    def _end(self, over: asyncio.Future[None]) -> None:
+        self._running.discard(over)
+        over.set_result(None)
+
+    async def _held(self, held: Held, policy: Policy, run: Run, lost: asyncio.Future[None]) -> Answer:
+        claim = held.claim
+        try:
+            # What is unclaimed is stored nowhere, so nobody but its client can get the response.
+            response = await self._ran(policy.name, run, None if held.unclaimed else policy.timeout, lost)
+            result = kept_result(response, policy) if response is not None and policy.kept(response) else None
+        except asyncio.CancelledError:  # H13
+            raise
+        except BaseException as error:
+            await uninterrupted(self._release(held, ran=isinstance(error, CutOff)))
+            mark(error)  # else an outage that the endpoint has met would be one of our store, and it would run again
+            raise
+        if response is None or lost.done():
+            log.warning("a request has lost its key while it ran", route=policy.name, key=claim.key)
+            return refusal(OUTCOME_UNKNOWN)
+        if held.unclaimed:  # the store's outage policy is to run: there is nothing to end
+            return Answer(response, live=True, marks=UNCLAIMED)
+        if result is None:
+            await uninterrupted(self._release(held))
+            return Answer(response, live=True)
+        self._at(Point.SEALING, policy.name, (claim.key,))
+        failed = response.status >= 400
+        if not await self._stored(held, result, lost, failed=failed):
+            log.warning("the response of a request could not be stored", route=policy.name, key=claim.key)
+            return refusal(OUTCOME_UNKNOWN)
+        self._at(Point.COMMITTED, policy.name, (claim.key,))
+        return Answer(response, live=True)
+
+    async def _reconciled(self, held: Held, policy: Policy, lost: asyncio.Future[None]) -> Answer | None:
+        """The answer to a request whose former owner was lost, if its route can tell (H35). None: it is to run."""
+        if not held.again or policy.reconcile is None:
+            return None
+        try:
+            known = await ask(held, policy)
+            result = given(known) if isinstance(known, Response) else None
+        except BaseException:
+            await uninterrupted(self._release(held))
+            raise
+        if isinstance(known, NotDone) and not lost.done():
+            return None
+        if isinstance(known, Response) and result is not None:
+            if await self._stored(held, result, lost, failed=known.status >= 400):
+                log.warning("a lost request was settled", by="reconcile", route=policy.name, key=held.claim.key)
+                return Answer(known, live=False)
+        elif isinstance(known, Unknown):
+            await uninterrupted(self._release(held))
+        return refusal(OUTCOME_UNKNOWN)
+
+    async def _ran(self, route: str, run: Run, limit: float | None, lost: asyncio.Future[None]) -> Response | None:
+        """None: the key was lost, and it was cut off. Raises SelfCancelled if it has cancelled itself."""
+        with slot_for(route, joined=False):
+            task = asyncio.ensure_future(run(limit))
+        try:
+            either: list[asyncio.Future[Any]] = [task, lost]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await uninterrupted(asyncio.wait({task}))
+        if not task.cancelled():
+            return task.result()
+        if lost.done():
+            return None
+        raise SelfCancelled
+
+    async def _stored(self, held: Held, result: StoredResult, lost: asyncio.Future[None], *, failed: bool) -> bool:
+        """Whether the response is stored. Raises what says that no store can keep it, and gives the key back: it would
+        be held for as long as this process lives."""
+        try:
+            return await uninterrupted(self._completed(held, result, lost, failed=failed))
+        except Exception:
+            await uninterrupted(self._release(held))
+            raise
+
+    async def _completed(self, held: Held, result: StoredResult, lost: asyncio.Future[None], *, failed: bool) -> bool:
+        """Whether the response is stored. What has happened is worth some patience; the key is renewed meanwhile."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _PATIENCE
+        while not lost.done():
+            try:
+                return await self._store.complete(held, result, failed=failed)
+            except CommitUnknown:
+                continue
+            except PASSING:  # a lock that is not given, too: to give the key back would run the request again
+                if loop.time() > until:
+                    break
+                await asyncio.sleep(_AGAIN)
+        return False
+
+    async def _release(self, held: Held, *, ran: bool = False) -> None:
+        try:
+            await self._store.release(held, ran=ran)
+        except PASSING:  # its lease ends by itself
+            log.warning("the key of a request could not be given back", key=held.claim.key)

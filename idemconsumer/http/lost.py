@@ -1,0 +1,82 @@
+"""Requests whose owner was lost in leased mode: who is asked about them, and what was decided (H35, H36)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from idemconsumer.errors import SelfCancelled
+from idemconsumer.http.messages import Response
+from idemconsumer.http.policy import Policy
+from idemconsumer.logs import log
+from idemconsumer.message.keys import parts_of
+from idemconsumer.message.message import StoredResult
+from idemconsumer.ports.handler import Done, NotDone, Unknown
+from idemconsumer.ports.requests import Held, LostRequest, RequestStore
+from idemconsumer.user_code.cancellation import being_cancelled, run_mortal
+
+_SECONDS: Final = 30.0  # for an answer, where the route has no limit
+_GRACE: Final = 5.0  # seconds for a `reconcile` that was cancelled: its key is held meanwhile, and a client waits
+
+
+class LostRequests:
+    """Those of one store, of one app or of all. `by`: who decides, for the log."""
+
+    def __init__(self, store: RequestStore, *, app: str | None = None, by: str) -> None:
+        self._store = store
+        self._app = app
+        self._by = by
+
+    async def all(self) -> list[LostRequest]:
+        """The oldest first. Raises StoreUnavailable."""
+        return [each for each in await self._store.lost() if self._app in (None, each.app)]
+
+    async def settle(self, lost: LostRequest, response: Response) -> bool:
+        """Store the answer. See `RequestStore.settle_lost`."""
+        settled = await self._store.settle_lost(lost, given(response), failed=response.status >= 400)
+        return self._decided("a lost request was settled", lost, settled, status=response.status)
+
+    async def release(self, lost: LostRequest) -> bool:
+        """See `RequestStore.release_lost`."""
+        return self._decided("a lost request was released", lost, await self._store.release_lost(lost))
+
+    def _decided(self, what: str, lost: LostRequest, done: bool, **more: object) -> bool:
+        if done:
+            about = {"app": lost.app, "route": lost.route, "key": lost.key, "since": f"{lost.since:%Y-%m-%d %H:%M:%S}Z"}
+            log.warning(what, by=self._by, **about, **more)
+        return done
+
+
+def given(response: Response) -> StoredResult:
+    """What is stored of a response that somebody has made up: all of its headers that a replay may have."""
+    return response.stored([name.lower() for name, _ in response.headers])
+
+
+async def ask(held: Held, policy: Policy) -> Response | NotDone | Unknown:
+    """Ask the route's `reconcile` what became of a request that a former owner may have done. Raises nothing: what
+    gives no answer does not know."""
+    assert policy.reconcile is not None
+    assert held.since is not None
+    claim = held.claim
+    lost = LostRequest(claim.key.hex(), *parts_of(claim.scope), held.since, held.token)
+    seconds = policy.timeout or _SECONDS
+
+    def left() -> None:
+        log.warning("reconcile does not end though it was cancelled", route=policy.name, seconds=_GRACE)
+
+    try:
+        async with asyncio.timeout(seconds):
+            answer = await run_mortal(policy.reconcile(lost), _GRACE, left)
+    except (Exception, asyncio.CancelledError) as error:  # of the application: nothing is known
+        if being_cancelled():
+            raise
+        known = SelfCancelled() if isinstance(error, asyncio.CancelledError) else error
+        log.error("reconcile has failed", route=policy.name, key=claim.key, exc_info=known)
+        return Unknown()
+    match answer:
+        case Done(result=Response()):
+            return answer.result
+        case NotDone() | Unknown():
+            return answer
+    log.error("reconcile returned no answer; return Done(Response(…)), NotDone() or Unknown()", route=policy.name)
+    return Unknown()

@@ -1,0 +1,68 @@
+"""What both modes give the door: one attempt to have a key, and what it met."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from idemconsumer.http.messages import Headers, Response
+from idemconsumer.http.policy import Policy
+from idemconsumer.http.problems import NOT_REPLAYABLE, Problem
+from idemconsumer.message.message import StoredResult
+from idemconsumer.ports.requests import Running
+from idemconsumer.ports.store import Claim
+from idemconsumer.rules.values import Record
+
+PATIENCE: Final = 5.0  # seconds for a connection, and for what is asked before anything runs: a client waits
+
+UNCLAIMED: Final = (("idempotent-unclaimed", "true"),)
+"""Of a response whose key nobody held (H27): the client knows that the request may run again."""
+
+
+class CutOff(RuntimeError):
+    """The application was ended in the middle, as its process is about to be: nobody knows how far it came."""
+
+
+class Run(Protocol):
+    """Runs the application."""
+
+    def __call__(self, limit: float | None = None) -> Awaitable[Response]:
+        """The response of a new run, which is not sent before `Answer.live` says so. It has begun when this returns.
+
+        After `limit` seconds the client may be told that it goes on; that ends nothing. Cancelled, it ends the
+        application, as far as that can be ended. Raises what the application raises, and CutOff."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the client gets. `live`: what the application gave in the last run, to be sent as the application has it,
+    and `marks` with its headers; else `response` is to be sent, and the application is to be ended if it waits."""
+
+    response: Response
+    live: bool
+    marks: Headers = ()
+
+
+def refusal(problem: Problem) -> Answer:
+    return Answer(problem.response, live=False)
+
+
+class Mode(Protocol):
+    """Joined or leased."""
+
+    async def attempt(self, claim: Claim, policy: Policy, run: Run) -> Answer | Record | Running:
+        """Claim the key and, if it is ours, run and store. Or what stands on record, or who runs it now.
+
+        Raises what the application raises; StoreUnavailable and Contention if nothing was done; CommitUnknown if it is
+        not known whether the effect and the response were stored.
+        """
+        ...
+
+
+def kept_result(response: Response, policy: Policy) -> StoredResult:
+    """What is stored of it: of what is not whole, that it is gone (H7)."""
+    if response.whole:
+        return response.stored(policy.keep_headers)
+    return NOT_REPLAYABLE.response.stored(("cache-control",))

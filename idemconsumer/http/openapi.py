@@ -1,0 +1,72 @@
+"""What the front door adds to an OpenAPI document: the header, its own responses, and the policy (H10)."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any, Final
+
+from idemconsumer.http import problems
+from idemconsumer.http.idempotency import Idempotency
+from idemconsumer.http.marked import marked_routes
+from idemconsumer.http.policy import Policy
+from idemconsumer.rules.http import MAX_KEY
+
+_HEADER: Final = "Idempotency-Key"
+_OBJECT: Final = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail"],
+    "properties": {
+        "type": {"type": "string", "format": "uri"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+    },
+}
+
+
+def describe(schema: MutableMapping[str, Any], idempotency: Idempotency, app: object = None) -> None:
+    """Add to the covered operations of an OpenAPI document what the front door does to them, and change no other.
+
+    `app` is the Starlette, FastAPI or Litestar app whose endpoints may be marked. Doing it twice adds nothing.
+    """
+    table = idempotency.table(marked_routes(app))
+    for path, operations in schema.get("paths", {}).items():
+        for method, operation in operations.items():
+            if isinstance(operation, MutableMapping) and (policy := table.find(method.upper(), path)) is not None:
+                _describe(operation, policy)
+
+
+def _describe(operation: MutableMapping[str, Any], policy: Policy) -> None:
+    parameters = operation.setdefault("parameters", [])
+    parameters[:] = [each for each in parameters if each.get("name", "").lower() != _HEADER.lower()]
+    parameters.append(
+        {
+            "name": _HEADER,
+            "in": "header",
+            "required": policy.required,
+            "description": "New for each operation and the same for each repetition, such as a UUID. Bare or quoted.",
+            "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY},
+        }
+    )
+    responses = operation.setdefault("responses", {})
+    for status in sorted({problem.status for problem in problems.ALL}):
+        its = [problem for problem in problems.ALL if problem.status == status]
+        response = responses.setdefault(str(status), {"description": its[0].title})
+        types = [problems.TYPE + problem.name for problem in its]
+        response.setdefault("content", {})[problems.MEDIA_TYPE] = {"schema": _OBJECT | {"x-types": types}}
+        if any(problem.again is not None for problem in its):
+            response.setdefault("headers", {})["Retry-After"] = {"schema": {"type": "integer"}}
+    operation["x-idempotency"] = {
+        "mode": "joined" if policy.tx else "leased",
+        "required": policy.required,
+        "fingerprint": _compared(policy),
+        "expires": policy.expires,
+        "wait": policy.wait,
+        "maxBody": policy.max_body,
+        "maxResponse": policy.max_response,
+    }
+
+
+def _compared(policy: Policy) -> object:
+    given = policy.route.fingerprint
+    return given if given is None or isinstance(given, str) else list(given)

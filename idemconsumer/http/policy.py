@@ -1,0 +1,167 @@
+"""Route: what holds for the requests of one route; and the policy that is made of it once, at the start."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, TypedDict
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.handlers.durations import MAX_RUN, parse_duration
+from idemconsumer.http.fingerprints import Take, compile_fingerprint
+from idemconsumer.http.messages import Response
+from idemconsumer.ports.handler import Done, Duration, NotDone, Unknown
+from idemconsumer.ports.requests import LostRequest
+from idemconsumer.rules.http import keepable, kept_by_default
+
+Fingerprint: TypeAlias = Literal["bytes", "json"] | Sequence[str] | None
+Judge: TypeAlias = Callable[[Response], bool]
+Reconcile: TypeAlias = Callable[[LostRequest], Awaitable[Done[Response] | NotDone | Unknown]]
+OnStale: TypeAlias = Literal["run", "review"]
+
+MIB: Final = 1024 * 1024
+_TX_SECONDS: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How the requests of a route are made idempotent. Durations as in handlers ("10s", "24h").
+
+    `tx`: the route asks for `Tx`, and its effects and its response are one commit (joined mode). Else the key is held
+    while the route runs, and the response is stored behind it (leased mode). `required`: without a key the answer is
+    400; else such a request runs as ever, in joined mode in its transaction. `fingerprint`: what else must be equal
+    under one key, beside method, path and query: the body's "bytes", its value as "json", paths into a JSON body such
+    as `["amount", "card.id"]`, or None: nothing at all is compared. `store`: whether a response is kept as the answer
+    to its key; what is not, is sent, and in joined mode undone. By default 2xx, 3xx and 4xx are kept, but not 401, 407,
+    408, 425 and 429. `keep_headers`: names that replays have beside the usual ones. `wait`: how long a request waits
+    for another one with its key before the answer is 409. `timeout`: how long it may run in joined mode, by default
+    30 s; in leased mode how long its client waits for it, by default without end: it goes on, whoever waits. `expires`:
+    after that a key is new; `retain`: how long its record is kept at most. `max_body` and `max_response` are bytes; a
+    larger body is 413, a larger response is sent once. `stream`: it is sent as it comes, and once.
+
+    In leased mode a process that dies between the effect and the stored response leaves a lost request, of which nobody
+    knows how far it came. `on_stale`: "run" runs it when it is sent again; "review" answers it with 503 until it has
+    been settled or released (`Idempotency.lost`). `reconcile`: an async function of the LostRequest, which is asked
+    instead as it is sent again. `Done(Response(…))` is stored and sent; after `NotDone()` it runs; `Unknown()` is 503,
+    and so is whatever it raises, or not answering within `timeout`, or 30 s.
+    """
+
+    tx: bool = False
+    required: bool = False
+    fingerprint: Fingerprint = "bytes"
+    store: Judge | None = None
+    keep_headers: Sequence[str] = ()
+    wait: Duration = 0.0
+    timeout: Duration | None = None
+    expires: Duration | None = "24h"
+    retain: Duration = "14d"
+    max_body: int = MIB
+    max_response: int = MIB
+    stream: bool = False
+    on_stale: OnStale = "run"
+    reconcile: Reconcile | None = None
+
+
+class RouteOptions(TypedDict, total=False):
+    """The fields of Route, as keywords."""
+
+    tx: bool
+    required: bool
+    fingerprint: Fingerprint
+    store: Judge | None
+    keep_headers: Sequence[str]
+    wait: Duration
+    timeout: Duration | None
+    expires: Duration | None
+    retain: Duration
+    max_body: int
+    max_response: int
+    stream: bool
+    on_stale: OnStale
+    reconcile: Reconcile | None
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A Route as it is obeyed: times in seconds, headers in small letters. `name` is that of its scope. With
+    `by_path` a key belongs to one path, since many are under that name."""
+
+    name: str
+    by_path: bool
+    tx: bool
+    required: bool
+    take: Take | None
+    kept: Judge
+    keep_headers: tuple[str, ...]
+    wait: float
+    timeout: float | None
+    expires: float | None
+    retain: float
+    max_body: int
+    max_response: int
+    stream: bool
+    again: bool  # whether a request whose owner was lost may be taken over
+    reconcile: Reconcile | None
+    route: Route
+
+
+def compile_route(name: str, route: Route, *, by_path: bool = False) -> Policy:
+    """Raises ConfigurationError for what cannot be, naming the route."""
+
+    def refuse(problem: str) -> ConfigurationError:
+        return ConfigurationError(f"route {name!r}: {problem}")
+
+    def seconds(option: str, value: Duration) -> float:
+        try:
+            return parse_duration(value)
+        except ConfigurationError as error:
+            raise refuse(f"`{option}`: {error}") from None
+
+    keep = tuple(header.lower() for header in route.keep_headers)
+    if isinstance(route.keep_headers, str):
+        raise refuse(f"`keep_headers` is one text; write a list, [{route.keep_headers!r}]")
+    if never := [header for header in keep if not keepable(header)]:
+        raise refuse(f"`keep_headers` names {never[0]!r}, which belongs to one answer or one caller; leave it out")
+    for option in ("max_body", "max_response"):
+        if getattr(route, option) < 0:
+            raise refuse(f"`{option}` is negative; write a number of bytes")
+    timeout = None if route.timeout is None else seconds("timeout", route.timeout)
+    if timeout is not None and not 0 < timeout <= MAX_RUN:
+        raise refuse(f"`timeout` is {route.timeout!r}; write more than 0 s, and at most 20d")
+    expires = None if route.expires is None else seconds("expires", route.expires)
+    retain = seconds("retain", route.retain)
+    if expires is not None and not 0 < expires <= retain:
+        raise refuse(f"`expires` is {route.expires!r}; write more than 0 s and at most `retain`, {route.retain!r}")
+    if route.on_stale not in ("run", "review"):
+        raise refuse(f'`on_stale` is {route.on_stale!r}; write "run" or "review"')
+    if route.reconcile is not None and not inspect.iscoroutinefunction(route.reconcile):
+        raise refuse(f"`reconcile` is {route.reconcile!r}; write an async function of a LostRequest")
+    if route.tx and (route.reconcile is not None or route.on_stale != "run"):
+        raise refuse(
+            "`on_stale` and `reconcile` are for routes without `tx`, whose effects are elsewhere; leave them out"
+        )
+    judge = route.store
+    return Policy(
+        name=name,
+        by_path=by_path,
+        tx=route.tx,
+        required=route.required,
+        take=compile_fingerprint(name, route.fingerprint),
+        kept=judge if judge is not None else _kept_by_default,
+        keep_headers=keep,
+        wait=seconds("wait", route.wait),
+        timeout=_TX_SECONDS if timeout is None and route.tx else timeout,
+        expires=expires,
+        retain=retain,
+        max_body=route.max_body,
+        max_response=route.max_response,
+        stream=route.stream,
+        again=route.on_stale == "run" or route.reconcile is not None,
+        reconcile=route.reconcile,
+        route=route,
+    )
+
+
+def _kept_by_default(response: Response) -> bool:
+    return kept_by_default(response.status)

@@ -1,0 +1,132 @@
+"""What the door answers by itself: problem details (RFC 9457), whose types never change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+
+from idemconsumer.http.messages import Response
+
+TYPE: Final = "urn:idemconsumer:problem:"
+MEDIA_TYPE: Final = "application/problem+json"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One of them. `again`: seconds after which the same request may be sent again, with the same key."""
+
+    name: str
+    status: int
+    title: str
+    detail: str
+    again: int | None = None
+
+    @property
+    def body(self) -> bytes:
+        fields = {"type": TYPE + self.name, "title": self.title, "status": self.status, "detail": self.detail}
+        return msgspec.json.encode(fields)
+
+    @property
+    def response(self) -> Response:
+        body = self.body
+        headers = [("content-type", MEDIA_TYPE), ("content-length", str(len(body))), ("cache-control", "no-store")]
+        if self.again is not None:
+            headers.append(("retry-after", str(self.again)))
+        if self.status == 401:
+            headers.append(("www-authenticate", "Bearer"))
+        return Response(self.status, tuple(headers), body)
+
+
+KEY_MISSING: Final = Problem(
+    "key-missing",
+    400,
+    "Idempotency-Key is missing",
+    "This operation needs the header Idempotency-Key: a value that is new for each operation, such as a UUID, and the "
+    "same for each repetition.",
+)
+KEY_MALFORMED: Final = Problem(
+    "key-malformed",
+    400,
+    "Idempotency-Key is malformed",
+    "Send 1 to 255 visible ASCII characters, bare or as a quoted string.",
+)
+KEY_REPEATED: Final = Problem(
+    "key-repeated", 400, "More than one Idempotency-Key", "Send the header once, with one value."
+)
+TENANT_MISSING: Final = Problem(
+    "tenant-missing", 401, "Unknown caller", "A key belongs to its caller, and this request does not say who that is."
+)
+BODY_TOO_LARGE: Final = Problem(
+    "body-too-large", 413, "The body is too large", "The body is larger than this operation takes with a key."
+)
+KEY_REUSED: Final = Problem(
+    "key-reused",
+    422,
+    "Idempotency-Key was used for another request",
+    "The same key came before with another request. Send what came first, or use a new key.",
+)
+IN_PROGRESS: Final = Problem(
+    "in-progress",
+    409,
+    "The request is in progress",
+    "A request with this key has begun and not ended. Send it again later, with the same key.",
+    again=1,
+)
+NOT_REPLAYABLE: Final = Problem(
+    "not-replayable",
+    410,
+    "The response is gone",
+    "The request was executed. Its response was a stream, or too large to be kept, and is sent at most once.",
+)
+UNAVAILABLE: Final = Problem(
+    "unavailable",
+    503,
+    "Not available",
+    "Nothing was done. Send the request again later, with the same key.",
+    again=2,
+)
+TIMED_OUT: Final = Problem(
+    "timed-out",
+    503,
+    "It took too long",
+    "The operation was cut off, and no response of it is stored. Send the request again, with the same key.",
+    again=2,
+)
+GOES_ON: Final = replace(
+    TIMED_OUT,
+    detail="The operation goes on, and its response will be stored. Send the request again later, with the same key, "
+    "to get it.",
+)
+OUTCOME_UNKNOWN: Final = Problem(
+    "outcome-unknown",
+    503,
+    "The outcome is not known",
+    "It is not known whether the request was executed. Send it again with the same key, which tells.",
+    again=2,
+)
+# Of what is accepted and done later (H45).
+NOT_FOUND: Final = Problem(
+    "not-found", 404, "Not known", "Nothing was accepted under this key, or it is no longer kept."
+)
+UNREADABLE: Final = Problem(
+    "unreadable", 400, "The body cannot be read", "The body is not what this operation takes. Nothing was accepted."
+)
+KEY_NO_PATH: Final = replace(
+    KEY_MALFORMED, detail='It becomes a part of a path, so nothing between its slashes may be "." or "..".'
+)
+KEY_DIFFERS: Final = Problem(
+    "key-differs",
+    422,
+    "The body is another one's",
+    "The body names another key than Idempotency-Key does, or another caller than this one. Nothing was accepted.",
+)
+REJECTED: Final = Problem("rejected", 422, "It was rejected", "It was refused for good, and had no effect.")
+PUT_ASIDE: Final = Problem(
+    "put-aside", 500, "It could not be done", "It failed, and waits for a person who decides about it."
+)
+ALL: Final = (
+    KEY_MISSING, KEY_MALFORMED, KEY_REPEATED, TENANT_MISSING, IN_PROGRESS, NOT_REPLAYABLE, BODY_TOO_LARGE, KEY_REUSED,
+    UNAVAILABLE, TIMED_OUT, OUTCOME_UNKNOWN,
+)  # fmt: skip

@@ -1,0 +1,173 @@
+"""IdempotencyMiddleware for WSGI: the same front door for Flask, Django and what else is WSGI."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Final
+
+from idemconsumer.http.accepting import AcceptLater
+from idemconsumer.http.background import background
+from idemconsumer.http.idempotency import Admitted, Idempotency, Table, checked_tenant
+from idemconsumer.http.marked_wsgi import marked_wsgi_routes
+from idemconsumer.http.messages import Headers, Request, Response
+from idemconsumer.http.policy import Policy
+from idemconsumer.http.problems import BODY_TOO_LARGE, Problem
+from idemconsumer.http.wsgi_exchange import Environ, Exchange, StartResponse, Wsgi
+from idemconsumer.rules.http import MOST_DIGITS, bodiless
+from idemconsumer.rules.routes import SAFE
+
+_PART: Final = 65_536  # bytes
+
+
+class IdempotencyMiddleware:
+    """Around a WSGI app: `app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, idempotency)` for Flask,
+    `application = IdempotencyMiddleware(get_wsgi_application(), idempotency)` for Django.
+
+    Requests of routes that are not covered pass as if it was not there. Of a covered request the body is read once and
+    handed on as it came, and the response is sent when it is certain. The application runs in the thread of its server,
+    as ever; what decides runs in one event loop of the process, in a thread that the first covered request starts, so
+    it is not taken along into a child that a server forks later. What was opened is closed when the process exits.
+
+    A thread cannot be cancelled. A route with `tx` that runs longer than its `timeout` is rolled back, its Tx refuses
+    what it asks for from then on, and the client is answered once it returns. Other routes run to their end, whatever
+    their `timeout`, and answer then.
+    """
+
+    def __init__(self, app: Wsgi, idempotency: Idempotency) -> None:
+        self.app = app
+        self.idempotency = idempotency
+        self._table: Table | None = None
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        """One request, as PEP 3333 has it."""
+        method = environ["REQUEST_METHOD"]
+        path = _decoded(environ.get("PATH_INFO", "")) or "/"
+        policy = None if method in SAFE else self._routes().find(method, path)
+        if policy is None:
+            return self.app(environ, start_response)
+        request = _request(environ)
+        admitted = self._admitted(request, policy)
+        if admitted is None:
+            return self.app(environ, start_response)
+        if isinstance(admitted, Problem):
+            return _respond(start_response, admitted.response)
+        body = _read(environ, policy.max_body)
+        if isinstance(body, Problem):
+            return _respond(start_response, body.response)
+        if body is None:
+            start_response("400 Bad Request", [("Content-Length", "0")])  # the client has gone
+            return []
+        exchange = Exchange(self.app, environ, body, cap=policy.max_response, stream=policy.stream)
+        there = background()
+        there.closing.add(self.idempotency.close)
+        answering = self.idempotency.answer(admitted, body, exchange.run)
+        answer = exchange.follow(asyncio.run_coroutine_threadsafe(answering, there.loop))
+        if answer.live and exchange.last is not None:
+            return exchange.last.live(start_response, answer.marks)
+        exchange.discard()
+        return _respond(start_response, answer.response)
+
+    def close(self) -> None:
+        """Close what was opened in this process, once all requests have been answered; the next one opens it anew."""
+        asyncio.run_coroutine_threadsafe(self.idempotency.close(), background().loop).result()
+
+    def _admitted(self, request: Request, policy: Policy) -> Admitted | Problem | None:
+        """In this thread: a tenant may have to be looked up by a connection that belongs to it, as Django's do."""
+        key = self.idempotency.key_of(request, policy)
+        if not isinstance(key, str):
+            return key
+        tenant = self.idempotency.ask_tenant(request)
+        if inspect.iscoroutine(tenant):
+            tenant = asyncio.run_coroutine_threadsafe(tenant, background().loop).result()
+        return self.idempotency.admitted(request, policy, key, tenant)
+
+    def _routes(self) -> Table:
+        """Made once: what was marked in the app is known when its first request comes."""
+        if self._table is None:
+            self._table = self.idempotency.table(marked_wsgi_routes(self.app))
+        return self._table
+
+
+class AcceptLaterMiddleware:
+    """Around a WSGI app: `app.wsgi_app = AcceptLaterMiddleware(app.wsgi_app, later)` for Flask,
+    `application = AcceptLaterMiddleware(get_wsgi_application(), later)` for Django.
+
+    POST of the path of `later`, and GET below it, are answered as `AcceptLater` says; all else is the app's. `tenant`
+    is asked in the thread of the request. The rest runs in the event loop that `IdempotencyMiddleware` has too, so an
+    `App` of a process that serves ASGI as well is not to be used here.
+    """
+
+    def __init__(self, app: Wsgi, later: AcceptLater) -> None:
+        self.app = app
+        self.later = later
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        """One request, as PEP 3333 has it."""
+        request, later = _request(environ), self.later
+        if not later.covers(request):
+            return self.app(environ, start_response)
+        body = _read(environ, later.max_body) if request.method == "POST" else b""
+        if body is None:
+            start_response("400 Bad Request", [("Content-Length", "0")])  # the client has gone
+            return []
+        there = background()
+        there.closing.add(later.close)
+        tenant = later.ask_tenant(request)
+        if inspect.iscoroutine(tenant):
+            tenant = asyncio.run_coroutine_threadsafe(tenant, there.loop).result()
+        answering = later.answer(request, body, checked_tenant(tenant))
+        return _respond(start_response, asyncio.run_coroutine_threadsafe(answering, there.loop).result())
+
+    def close(self) -> None:
+        """Close what was opened in this process, once all requests have been answered; the next one opens it anew."""
+        asyncio.run_coroutine_threadsafe(self.later.close(), background().loop).result()
+
+
+def _request(environ: Environ) -> Request:
+    path = _decoded(environ.get("PATH_INFO", "")) or "/"
+    query, root = environ.get("QUERY_STRING", "").encode("latin-1"), _decoded(environ.get("SCRIPT_NAME", ""))
+    return Request(environ["REQUEST_METHOD"], path, query, _headers(environ), environ, root)
+
+
+def _read(environ: Environ, cap: int) -> bytes | Problem | None:
+    """The whole body; a problem if it is too large; None if the client has gone before it had sent all."""
+    given = environ.get("CONTENT_LENGTH") or ""
+    length = int(given) if given.isdecimal() and len(given) <= MOST_DIGITS else None
+    if given.isdecimal() and (length is None or length > cap):
+        return BODY_TOO_LARGE
+    if length is None and not environ.get("wsgi.input_terminated"):
+        return b""  # nothing says where it would end
+    left = cap + 1 if length is None else length
+    parts = list[bytes]()
+    while left and (part := environ["wsgi.input"].read(min(left, _PART))):
+        parts.append(part)
+        left -= len(part)
+    if length is None:
+        return b"".join(parts) if left else BODY_TOO_LARGE
+    return None if left else b"".join(parts)
+
+
+def _respond(start_response: StartResponse, response: Response) -> Iterable[bytes]:
+    start_response(_status(response.status), list(response.headers))
+    return [] if bodiless(response.status) else [response.body]
+
+
+def _status(code: int) -> str:
+    try:
+        return f"{code} {HTTPStatus(code).phrase}"
+    except ValueError:
+        return f"{code} Unknown"
+
+
+def _decoded(text: str) -> str:
+    """From the bytes that a server puts into a text, one into each character (PEP 3333)."""
+    return text.encode("latin-1").decode("utf-8", "replace")
+
+
+def _headers(environ: Environ) -> Headers:
+    given = {name.removeprefix("HTTP_"): value for name, value in environ.items() if name.startswith("HTTP_")}
+    given |= {name: environ[name] for name in ("CONTENT_TYPE", "CONTENT_LENGTH") if environ.get(name)}
+    return tuple((name.replace("_", "-").lower(), value) for name, value in given.items())

@@ -1,0 +1,120 @@
+"""What a worker has done so far, in plain numbers that only grow; and what a launcher makes of those of many workers.
+
+Counting decides nothing (O11). A group is counted at once, not message by message, and nothing here waits. Labels are
+names from code and configuration: handlers, sources, outcomes, reasons. Keys, tenants and texts of errors are none.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Final
+
+import msgspec
+
+from idemconsumer.rules.values import Outcome, OutcomeKind
+
+# Upper bounds of the buckets; the last bucket has none.
+SECONDS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+MESSAGES: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+
+_PUT_ASIDE: Final = (OutcomeKind.DEAD, OutcomeKind.CONFLICT)
+
+_kind = attrgetter("kind")
+
+
+class Histogram(msgspec.Struct):
+    """How often a value fell into each bucket, and the sum of the values."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float = 0.0
+
+    @classmethod
+    def of(cls, bounds: tuple[float, ...]) -> Histogram:
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def add(self, other: Histogram) -> None:
+        if other.bounds == self.bounds:  # else it is of another version
+            self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+            self.sum += other.sum
+
+
+class HandlerCounts(msgspec.Struct):
+    """Of one handler.
+
+    `deliveries` by source; `outcomes` of deliveries by their kind: one that is tried again has several; `letters` are
+    the dead letters by reason. `handling` has the seconds that the function took for a message: of a group, each
+    message counts with the mean. `groups` has the seconds of a group with its claim and its commit, and `sizes` how
+    many messages ran in one transaction. Of a saga a group is an attempt.
+    """
+
+    deliveries: Counter[str] = msgspec.field(default_factory=Counter)
+    outcomes: Counter[str] = msgspec.field(default_factory=Counter)
+    letters: Counter[str] = msgspec.field(default_factory=Counter)
+    handling: Histogram = msgspec.field(default_factory=lambda: Histogram.of(SECONDS))
+    groups: Histogram = msgspec.field(default_factory=lambda: Histogram.of(SECONDS))
+    sizes: Histogram = msgspec.field(default_factory=lambda: Histogram.of(MESSAGES))
+
+    def ended(self, outcomes: Sequence[Outcome]) -> None:
+        """Deliveries came to these outcomes."""
+        before = self._put_aside
+        self.outcomes.update(map(_kind, outcomes))
+        if self._put_aside > before:
+            aside = (each for each in outcomes if each.kind in _PUT_ASIDE)
+            # What comes under a dead key has its letter already (O6).
+            self.letters.update(each.reason for each in aside if each.reason is not None and each.letter is None)
+
+    @property
+    def _put_aside(self) -> int:
+        return sum(self.outcomes[kind] for kind in _PUT_ASIDE)
+
+    def handled(self, messages: int, seconds: float) -> None:
+        """The function ran for so many new messages of one transaction, and took so long for all of them."""
+        if messages:
+            self.handling.observe(seconds / messages, messages)
+            self.sizes.observe(messages)
+
+    def add(self, other: HandlerCounts) -> None:
+        self.deliveries.update(other.deliveries)
+        self.outcomes.update(other.outcomes)
+        self.letters.update(other.letters)
+        self.handling.add(other.handling)
+        self.groups.add(other.groups)
+        self.sizes.add(other.sizes)
+
+
+class Counts(msgspec.Struct):
+    """Of one process, by handler; or of many, added up. `pruned`: records that it has deleted. `relayed`: outgoing
+    messages that their brokers have confirmed, by destination, and `parked` those that these refuse."""
+
+    handlers: dict[str, HandlerCounts] = msgspec.field(default_factory=dict)
+    pruned: int = 0
+    relayed: Counter[str] = msgspec.field(default_factory=Counter)
+    parked: Counter[str] = msgspec.field(default_factory=Counter)
+
+    def of(self, handler: str) -> HandlerCounts:
+        if (counts := self.handlers.get(handler)) is None:
+            counts = self.handlers[handler] = HandlerCounts()
+        return counts
+
+    def add(self, other: Counts) -> None:
+        for name, counts in other.handlers.items():
+            self.of(name).add(counts)
+        self.pruned += other.pruned
+        self.relayed.update(other.relayed)
+        self.parked.update(other.parked)
+
+    @property
+    def outcomes(self) -> Mapping[str, int]:
+        """Of all handlers together."""
+        both = Counter[str]()
+        for counts in self.handlers.values():
+            both.update(counts.outcomes)
+        return {str(kind): number for kind, number in both.items()}

@@ -1,0 +1,148 @@
+"""What only the database knows: queues, retries, sagas, dead letters, leases. Asked by the launcher alone (O11)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import psycopg
+
+from idemconsumer.errors import IdemConsumerError
+from idemconsumer.logs import log
+from idemconsumer.message.keys import parts_of
+from idemconsumer.redaction import error_text
+from idemconsumer.sql.connecting import OwnCursor, connect_async
+from idemconsumer.sql.queries import load
+
+AGAIN: Final = 15.0  # seconds between two looks
+_REST: Final = 19.0  # times as long as a look took: a twentieth of one connection's time
+DEADLINE: Final = 3.0  # seconds that a scrape waits for a look
+# enable_seqscan: letters are counted in an index, and an empty queue in no table full of another one's messages.
+_SETTINGS: Final = {"enable_seqscan": "off", "statement_timeout": "5s", "lock_timeout": "1s"}
+_PATIENCE: Final = 7.0  # R20
+_SCHEME: Final = "postgres:"
+_MOST: Final = 100_000  # messages of a destination that are counted
+
+Name = tuple[str, ...]  # app and handler, and a state or a reason
+
+
+@dataclass(slots=True)
+class Number:
+    """How many, and for how many seconds the oldest of them has been there; None: there is none."""
+
+    number: int = 0
+    oldest: float | None = None
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """Messages of the outbox: `waiting` to be sent, the oldest for so many seconds; `later`; `parked`."""
+
+    waiting: int
+    oldest: float | None
+    later: int
+    parked: int
+
+
+@dataclass(slots=True)
+class Found:
+    """`queues` by source, without what is not due yet: that is in `delayed`. `sagas` by app, handler and state, `due`
+    those of them that a worker could take now. `letters` by app, handler and reason. `leases`: live ones, and lost
+    ones that still have sagas. `outbox` by destination. `pruned_at`: when a pass of pruning last
+    ended, in seconds since 1970."""
+
+    queues: dict[str, Number] = field(default_factory=dict)
+    delayed: dict[str, int] = field(default_factory=dict)
+    sagas: dict[Name, Number] = field(default_factory=dict)
+    due: dict[Name, Number] = field(default_factory=dict)
+    letters: dict[Name, Number] = field(default_factory=dict)
+    leases: Mapping[str, int] = field(default_factory=dict)
+    pruned_at: float | None = None
+    outbox: dict[str, Outgoing] = field(default_factory=dict)
+
+
+class Database:
+    """One connection, opened at the first look, with a deadline for everything. Not for two event loops."""
+
+    def __init__(self, dsn: str, schema: str) -> None:
+        self._dsn = dsn
+        self._queries = load(schema)
+        self._connection: psycopg.AsyncConnection[Any] | None = None
+        self._found: Found | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._next = 0.0
+        self._failing = False
+
+    async def look(self, sources: Iterable[str]) -> Found | None:
+        """What was found of late; None when the database does not answer in time. `sources`: those in Postgres are
+        measured."""
+        if self._looking is None and time.monotonic() >= self._next:
+            names = [each.removeprefix(_SCHEME) for each in sources if each.startswith(_SCHEME)]
+            self._looking = asyncio.create_task(self._look(names))
+        if self._looking is not None:
+            await asyncio.wait({self._looking}, timeout=DEADLINE)
+        return self._found if self._looking is None else None
+
+    async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await self._leave()
+
+    async def _look(self, names: list[str]) -> None:
+        """Not cut short by a scrape that does not wait for it: the server would go on, and be asked again."""
+        began = time.monotonic()
+        try:
+            self._found = await self._read(names)
+        except (psycopg.Error, OSError, IdemConsumerError) as error:
+            self._found = None
+            await self._leave()
+            if not self._failing:
+                log.warning("database not measured", error=error_text(error))
+            self._failing = True
+        else:
+            if self._failing:
+                log.info("database measured again")
+            self._failing = False
+        finally:
+            now = time.monotonic()
+            self._next = now + max(AGAIN, _REST * (now - began))
+            self._looking = None
+
+    async def _read(self, names: list[str]) -> Found:
+        found = Found(queues={f"{_SCHEME}{name}": Number() for name in names})
+        for name, number, seconds, later in await self._rows("measure_queues", {"names": names}):
+            found.queues[f"{_SCHEME}{name}"] = Number(number, seconds if number else None)
+            found.delayed[f"{_SCHEME}{name}"] = later
+        for app, handler, state, number, oldest, due, waiting in await self._rows("measure_sagas"):
+            app, *_ = parts_of(f"{app}/-/-")
+            found.sagas[app, handler, state] = Number(number, oldest)
+            all_due = found.due.setdefault((app, handler), Number())
+            all_due.number += due
+            all_due.oldest = max(filter(None, (all_due.oldest, waiting if due else None)), default=None)
+        for app, handler, reason, number, oldest in await self._rows("measure_letters"):
+            app, _, handler = parts_of(f"{app}/-/{handler}")
+            found.letters[app, handler, reason] = Number(number, oldest)
+        ((live, lost),) = await self._rows("measure_leases")
+        found.leases = {"live": live, "lost": lost}
+        for name, waiting, oldest, later, parked, *_ in await self._rows("status_outbox", {"most": _MOST}):
+            found.outbox[name] = Outgoing(waiting, oldest, later, parked)
+        ((found.pruned_at,),) = await self._rows("measure_pruning")
+        return found
+
+    async def _rows(self, query: str, params: Mapping[str, Any] | None = None) -> list[tuple[Any, ...]]:
+        if self._connection is None or self._connection.closed:
+            connection = await connect_async(
+                self._dsn, _SETTINGS, connect_timeout=5, application_name="idemconsumer metrics"
+            )
+            connection.patience = _PATIENCE
+            self._connection = connection
+        return await (await OwnCursor(self._connection).execute(self._queries[query], params)).fetchall()
+
+    async def _leave(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()

@@ -1,0 +1,248 @@
+"""The numbers in Prometheus's text format. The only module that knows its client library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Final
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from idemconsumer.observe.counts import Histogram
+from idemconsumer.observe.crew import Crew
+from idemconsumer.observe.database import Found
+from idemconsumer.rules.values import OutcomeKind
+
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+_PREFIX: Final = "idemconsumer_"
+_HANDLER: Final = ("app", "handler")
+# There from the beginning, so that a first increase can be seen.
+_EXPECTED: Final = (
+    OutcomeKind.APPLIED, OutcomeKind.DUPLICATE, OutcomeKind.CONFLICT, OutcomeKind.FAILED, OutcomeKind.DEAD,
+    OutcomeKind.RETRYING, OutcomeKind.BUSY,
+)  # fmt: skip
+
+Labels = tuple[str, ...]
+Samples = Iterable[tuple[Labels, float]]
+
+
+def exposition(crew: Crew, found: Found | None) -> bytes:
+    """All that is known. `found`: None when the database did not answer, and then what only it knows is left out."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Numbers(crew, found))
+    return generate_latest(registry)
+
+
+class _Numbers(Collector):
+    def __init__(self, crew: Crew, found: Found | None) -> None:
+        self._crew = crew
+        self._found = found
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _counted(self._crew)
+        yield from _standing(self._crew)
+        yield _gauge(
+            "database_up",
+            "Whether the database has answered the launcher of late",
+            (),
+            [((), float(self._found is not None))],
+        )
+        if self._found is not None:
+            yield from _stored(self._found)
+        yield from _lag(self._crew, self._found)
+
+
+def _counted(crew: Crew) -> Iterator[Metric]:
+    app, counts = crew.app, crew.counts
+    handlers = sorted(counts.handlers.items())
+    yield _counter(
+        "deliveries", "Messages that a source has delivered, again or for the first time", (*_HANDLER, "source"),
+        (((app, name, source), n) for name, of in handlers for source, n in of.deliveries.items()),
+    )  # fmt: skip
+    yield _counter(
+        "messages", "Runs of deliveries by how they ended", (*_HANDLER, "outcome"),
+        (
+            ((app, name, str(kind)), of.outcomes[kind])
+            for name, of in handlers
+            for kind in dict.fromkeys([*map(str, _EXPECTED), *map(str, of.outcomes)])
+        ),
+    )  # fmt: skip
+    yield _counter(
+        "dead_letters", "Messages that were put aside for a person", (*_HANDLER, "reason"),
+        (((app, name, reason), n) for name, of in handlers for reason, n in of.letters.items()),
+    )  # fmt: skip
+    yield _histogram(
+        "handler_duration_seconds", "How long the function took for a message; in a group, the mean",
+        (((app, name), of.handling) for name, of in handlers),
+    )  # fmt: skip
+    yield _histogram(
+        "group_duration_seconds", "How long a group took, its claim and its commit included",
+        (((app, name), of.groups) for name, of in handlers),
+    )  # fmt: skip
+    yield _histogram(
+        "group_size", "Messages that ran in one transaction", (((app, name), of.sizes) for name, of in handlers)
+    )
+    yield _counter("pruned_records", "Records past their retention that were deleted", (), [((), counts.pruned)])
+    yield _counter(
+        "relayed_messages", "Outgoing messages that their brokers have confirmed", ("destination",),
+        (((name,), n) for name, n in sorted(counts.relayed.items())),
+    )  # fmt: skip
+    yield _counter(
+        "parked_messages", "Outgoing messages that were put aside, since their brokers refuse them", ("destination",),
+        (((name,), n) for name, n in sorted(counts.parked.items())),
+    )  # fmt: skip
+    yield _counter("worker_deaths", "Workers that ended without being asked to", (), [((), crew.deaths)])
+
+
+def _standing(crew: Crew) -> Iterator[Metric]:
+    app, reports = crew.app, list(crew.reports)
+    handlers = sorted({name for report in reports for name in report.handlers})
+    states = {name: [report.handlers[name] for report in reports if name in report.handlers] for name in handlers}
+    pools = sorted({name for report in reports for name in report.pools})
+    used = {name: [report.pools[name] for report in reports if name in report.pools] for name in pools}
+    yield _gauge(
+        "workers", "Worker processes by what they do", ("state",), (((state,), n) for state, n in crew.phases.items())
+    )
+    yield _gauge(
+        "lanes",
+        "Lanes of all workers",
+        _HANDLER,
+        (((app, name), sum(s.lanes for s in of)) for name, of in states.items()),
+    )
+    yield _gauge(
+        "busy_lanes", "Lanes that run something", _HANDLER,
+        (((app, name), sum(s.busy for s in of)) for name, of in states.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "waiting_room_messages", "Deliveries that wait for a key that another worker holds", _HANDLER,
+        (((app, name), sum(s.waiting for s in of)) for name, of in states.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "waiting_room_oldest_seconds", "For how long the oldest of them has waited", _HANDLER,
+        (((app, name), max(s.oldest for s in of)) for name, of in states.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "in_hand_messages", "Deliveries that workers hold, unfinished", (), [((), sum(r.in_hand for r in reports))]
+    )
+    yield _gauge("in_hand_bytes", "Bytes of these", (), [((), sum(r.bytes_in_hand for r in reports))])
+    yield _gauge(
+        "pool_connections_used", "Connections to the database in use", ("pool",),
+        (((name,), sum(p.used for p in of)) for name, of in used.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "pool_connections_max", "How many there may be", ("pool",),
+        (((name,), sum(p.most for p in of)) for name, of in used.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "pool_pending_requests", "Lanes that wait for a connection", ("pool",),
+        (((name,), sum(p.pending for p in of)) for name, of in used.items()),
+    )  # fmt: skip
+
+
+def _stored(found: Found) -> Iterator[Metric]:
+    state, reason = (*_HANDLER, "state"), (*_HANDLER, "reason")
+    yield _gauge("sagas", "Sagas that have not ended", state, ((name, of.number) for name, of in found.sagas.items()))
+    yield _gauge(
+        "oldest_saga_seconds", "For how long the oldest of them has been there", state,
+        ((name, of.oldest or 0.0) for name, of in found.sagas.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "due_sagas", "Sagas that a worker could take now", _HANDLER,
+        ((name, of.number) for name, of in found.due.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "oldest_due_saga_seconds", "For how long one of them could have been taken", _HANDLER,
+        ((name, of.oldest or 0.0) for name, of in found.due.items()),
+    )  # fmt: skip
+    retries = {_of_retries(source): source for source in found.queues if source.startswith(_RETRIES)}
+    yield _gauge(
+        "retries", "Messages that are stored until their next attempt: not due yet, or due", state,
+        (
+            ((*name, of), float(n))
+            for name, source in retries.items()
+            for of, n in (("waiting", found.delayed.get(source, 0)), ("due", found.queues[source].number))
+        ),
+    )  # fmt: skip
+    yield _gauge(
+        "oldest_due_retry_seconds", "For how long the first of them has been due", _HANDLER,
+        ((name, found.queues[source].oldest or 0.0) for name, source in retries.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "delayed_messages", "Messages of Postgres queues that are not due yet", ("source",),
+        (((source,), n) for source, n in found.delayed.items() if not source.startswith(_RETRIES)),
+    )  # fmt: skip
+    yield _gauge(
+        "open_dead_letters", "Dead letters that nobody has redriven or discarded", reason,
+        ((name, of.number) for name, of in found.letters.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "oldest_dead_letter_seconds", "For how long the oldest of them has been there", reason,
+        ((name, of.oldest or 0.0) for name, of in found.letters.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "leases", "Leases of workers with sagas: live, or lost with sagas that nobody has taken yet", ("state",),
+        (((state,), n) for state, n in found.leases.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "outbox_messages", "Outgoing messages: waiting to be sent, to be sent later, or parked for a person",
+        ("destination", "state"),
+        (((name, state), float(n)) for name, of in found.outbox.items()
+         for state, n in (("waiting", of.waiting), ("later", of.later), ("parked", of.parked))),
+    )  # fmt: skip
+    yield _gauge(
+        "oldest_outbox_message_seconds", "For how long the oldest of those that wait to be sent has been there",
+        ("destination",), (((name,), of.oldest or 0.0) for name, of in found.outbox.items()),
+    )  # fmt: skip
+    if found.pruned_at is not None:
+        yield _gauge(
+            "last_prune_timestamp_seconds", "When a pass of pruning last ended, anywhere", (), [((), found.pruned_at)]
+        )
+
+
+def _lag(crew: Crew, found: Found | None) -> Iterator[Metric]:
+    messages = {source: lag.messages for source, lag in crew.lag.items()}
+    seconds = {source: lag.seconds for source, lag in crew.lag.items() if lag.seconds is not None}
+    for source, of in ({} if found is None else found.queues).items():
+        if not source.startswith(_RETRIES):
+            messages[source], seconds[source] = of.number, of.oldest or 0.0
+    yield _gauge(
+        "lag_messages", "Messages of a source that nobody has taken yet", ("source",),
+        (((source,), n) for source, n in messages.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "lag_seconds", "For how long the oldest of them has been there, where that is known", ("source",),
+        (((source,), n) for source, n in seconds.items()),
+    )  # fmt: skip
+
+
+_RETRIES: Final = "postgres:~~"  # as `message.sources.retry_source` has it
+
+
+def _of_retries(source: str) -> Labels:
+    """App and handler."""
+    app, _, handler = source.removeprefix(_RETRIES).rpartition("/")
+    return app, handler
+
+
+def _counter(name: str, text: str, labels: Labels, samples: Samples) -> Metric:
+    family = CounterMetricFamily(_PREFIX + name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _gauge(name: str, text: str, labels: Labels, samples: Samples) -> Metric:
+    family = GaugeMetricFamily(_PREFIX + name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _histogram(name: str, text: str, samples: Iterable[tuple[Labels, Histogram]]) -> Metric:
+    family = HistogramMetricFamily(_PREFIX + name, text, labels=_HANDLER)
+    for values, of in samples:
+        bounds = [*map(str, of.bounds), "+Inf"]
+        family.add_metric(values, list(zip(bounds, accumulate(of.counts), strict=True)), of.sum)
+    return family

@@ -1,0 +1,96 @@
+"""What a launcher answers over HTTP: /metrics, /livez and /readyz. GET only, one answer for each connection."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Final
+
+import msgspec
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.observe.crew import Crew
+from idemconsumer.observe.database import Database
+
+_PATIENCE: Final = 10.0  # seconds for one request and its answer; a look at the database has less
+_MOST: Final = 16 * 1024  # bytes of a request
+_JSON: Final = "application/json"
+
+Answer = tuple[HTTPStatus, str, bytes]
+
+
+class Ops:
+    """Of one launcher. Only `/metrics` asks the database, and has its answer, without the database's part, in any case.
+
+    Raises ConfigurationError where the library for metrics is not installed.
+    """
+
+    def __init__(self, crew: Crew, dsn: str | None, schema: str) -> None:
+        if find_spec("prometheus_client") is None:
+            raise ConfigurationError("--ops-port needs prometheus-client; write pip install 'idemconsumer[metrics]'")
+        self._crew = crew
+        self._database = None if dsn is None else Database(dsn, schema)
+
+    @asynccontextmanager
+    async def serving(self, host: str, port: int) -> AsyncIterator[None]:
+        """Meanwhile. ConfigurationError where nobody can listen."""
+        try:
+            server = await asyncio.start_server(self._connected, host, port, limit=_MOST)
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else str(error)
+            raise ConfigurationError(
+                f"--ops-port: cannot listen on {host}:{port}: {why}; write another one, as [HOST:]PORT"
+            ) from None
+        try:
+            yield
+        finally:
+            server.close()
+            if self._database is not None:
+                await self._database.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+                async with asyncio.timeout(_PATIENCE):
+                    request = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(_written(*await self._answer(request)))
+                    await writer.drain()
+        finally:
+            writer.close()
+
+    async def _answer(self, request: bytes) -> Answer:
+        method, _, rest = request.partition(b" ")
+        if method != b"GET":
+            return HTTPStatus.METHOD_NOT_ALLOWED, _JSON, b'{"error":"only GET"}\n'
+        match rest.partition(b" ")[0].partition(b"?")[0]:
+            case b"/metrics":
+                return await self._metrics()
+            case b"/livez":
+                return _health("alive", self._crew.against_life())
+            case b"/readyz":
+                return _health("ready", self._crew.against_readiness())
+            case _:
+                return HTTPStatus.NOT_FOUND, _JSON, b'{"error":"there are /metrics, /livez and /readyz"}\n'
+
+    async def _metrics(self) -> Answer:
+        # In a thread: it takes a while, and the workers' pipes are read in this one.
+        module = await asyncio.to_thread(import_module, "idemconsumer.observe.exposition")
+        found = None if self._database is None else await self._database.look(self._crew.sources)
+        return HTTPStatus.OK, module.CONTENT_TYPE, module.exposition(self._crew, found)
+
+
+def _health(word: str, against: Iterable[str]) -> Answer:
+    problems = list(against)
+    body = msgspec.json.encode({word: not problems, "problems": problems})
+    return HTTPStatus.SERVICE_UNAVAILABLE if problems else HTTPStatus.OK, _JSON, body + b"\n"
+
+
+def _written(status: HTTPStatus, kind: str, body: bytes) -> bytes:
+    head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+    allow = "Allow: GET\r\n" if status is HTTPStatus.METHOD_NOT_ALLOWED else ""
+    return f"{head}{allow}Cache-Control: no-store\r\nConnection: close\r\n\r\n".encode() + body

@@ -1,0 +1,76 @@
+"""Who follows messages through this process and beyond it, as spans of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, Protocol
+
+from idemconsumer.message.message import Message
+from idemconsumer.rules.values import Outcome
+
+
+class Processing(Protocol):
+    """A group that is processed, or an attempt of a saga."""
+
+    def decided(self, outcomes: Sequence[Outcome]) -> None:
+        """It has ended with these."""
+        ...
+
+
+class Tracing(Protocol):
+    """It decides nothing, waits for nobody, and must not raise (O20). What is entered is the current span of its task,
+    and of the tasks begun there, until it is left."""
+
+    def processing(
+        self, app: str, handler: str, group: str, messages: Iterable[Message], key: bytes
+    ) -> AbstractContextManager[Processing]:
+        """Around the processing of these messages. `group`: the consumer group of those of Kafka; `key`: the stored key
+        of the first message."""
+        ...
+
+    def begun(self) -> None:
+        """Handlers begin to run for what is processed: once for each transaction."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """A message of what is processed has failed with it."""
+        ...
+
+    def step(self, kind: str, name: str, attempt: int | None) -> AbstractContextManager[object]:
+        """Around one step of the saga that is processed, which runs. `attempt`: of a call, the number of this one."""
+        ...
+
+    def carried(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """The headers of what is sent now, with those that carry the trace on, unless a trace is among them (O21)."""
+        ...
+
+
+class NullTracing:
+    """Follows nothing."""
+
+    def processing(
+        self, app: str, handler: str, group: str, messages: Iterable[Message], key: bytes
+    ) -> AbstractContextManager[Processing]:
+        return _NOTHING
+
+    def begun(self) -> None:
+        return
+
+    def failed(self, error: BaseException) -> None:
+        return
+
+    def step(self, kind: str, name: str, attempt: int | None) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    def carried(self, headers: Mapping[str, str]) -> dict[str, str]:
+        return dict(headers)
+
+
+class _Unfollowed:
+    def decided(self, outcomes: Sequence[Outcome]) -> None:
+        return
+
+
+_NOTHING: Final = nullcontext(_Unfollowed())
+NO_TRACING: Final = NullTracing()

@@ -1,0 +1,44 @@
+"""How far what was accepted has come, as a pure function of its record (H42)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from idemconsumer.rules.values import State
+
+NOT_IN_TIME: Final = "not_in_time"
+"""The code of a rejection by `max_age` (H44), with this status:"""
+NOT_IN_TIME_STATUS: Final = 504
+
+
+class Progress(StrEnum):
+    """How far it has come.
+
+    `unknown`: there is no record, so it was never accepted, or is pruned. `pending`: it waits to be run, for the first
+    time or once more. `running`: a worker has it in hand. `done` and `failed` are final; `dead` waits for a person.
+    """
+
+    UNKNOWN = "unknown"
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    DEAD = "dead"
+
+
+_OF: Final = {
+    State.PENDING: Progress.PENDING,
+    State.PROCESSING: Progress.RUNNING,
+    State.UNDOING: Progress.RUNNING,
+    State.COMPLETED: Progress.DONE,
+    State.FAILED: Progress.FAILED,
+    State.DEAD: Progress.DEAD,
+}
+
+
+def progress(state: State | None, *, held: bool = False) -> Progress:
+    """`held`: somebody has locked the key of what is PENDING."""
+    if state is None:
+        return Progress.UNKNOWN
+    return Progress.RUNNING if held else _OF[state]

@@ -1,0 +1,56 @@
+"""Whether a launcher and its workers are alive, and whether they are ready: reasons against it, as sentences (O12)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """Of a worker: it opens what it needs; it consumes; it drains; it has nothing left to do and leaves."""
+
+    STARTING = "starting"
+    CONSUMING = "consuming"
+    DRAINING = "draining"
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a launcher knows of a worker. Times in seconds.
+
+    `silent`: since it last said something; `patience`: for how long its event loop may. `stalled`: feeds whose poll has
+    not come back, with since when. `lacking`: what it waits for before it can consume.
+    """
+
+    worker: int
+    phase: Phase
+    silent: float
+    patience: float
+    stalled: Mapping[str, float] = field(default_factory=dict)
+    lacking: Sequence[str] = ()
+
+
+def against_life(workers: Sequence[Standing], given_up: str = "") -> list[str]:
+    """Why a restart is due. A worker that starts, waits for a server, drains or is restarted is no reason."""
+    found = [given_up] if given_up else []
+    for each in workers:
+        if each.phase is not Phase.LEAVING and each.silent > each.patience:
+            found.append(f"worker {each.worker}: its event loop has stood still for {each.silent:.0f} s")
+        else:
+            found += [f"worker {each.worker}: no poll of {feed} for {s:.0f} s" for feed, s in each.stalled.items()]
+    return found
+
+
+def against_readiness(workers: Sequence[Standing], wanted: int, *, stopping: bool) -> list[str]:
+    """Why not all of the `wanted` workers consume."""
+    if stopping:
+        return ["the launcher is stopping"]
+    known = {each.worker for each in workers}
+    found = [f"worker {number} has not begun" for number in range(wanted) if number not in known]
+    for each in workers:
+        if each.phase is not Phase.CONSUMING:
+            found.append(f"worker {each.worker} is {each.phase}")
+        found += [f"worker {each.worker} waits for {what}" for what in each.lacking]
+    return found

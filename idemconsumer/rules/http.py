@@ -1,0 +1,105 @@
+"""What the front door decides about a request and its response, as pure functions (H5, H11, H12)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Final
+
+MAX_KEY: Final = 255  # characters
+MOST_DIGITS: Final = 18  # of a length that any server could have
+
+_QUOTED: Final = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"(.*)', re.ASCII | re.DOTALL)
+_TOKEN: Final = re.compile(r"[!#-+\--:<-\[\]-~]+", re.ASCII)  # what is visible, but not `"`, `,`, `;` and `\`
+
+# May be right the second time, with the same request: somebody has logged in, or the traffic is less.
+_PASSING: Final = frozenset({401, 407, 408, 425, 429})
+
+_KEPT: Final = (
+    "cache-control", "content-disposition", "content-encoding", "content-language", "content-location", "etag",
+    "last-modified", "link", "location", "preference-applied", "retry-after",
+)  # fmt: skip
+# Of this one answer, this connection or this caller: another request has others, or must not get them (H5).
+_NEVER: Final = frozenset({
+    "set-cookie", "set-cookie2", "clear-site-data",
+    "authorization", "www-authenticate", "authentication-info",
+    "proxy-authenticate", "proxy-authorization", "proxy-authentication-info",
+    "connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade",
+    "content-length", "content-type", "date", "server", "idempotent-replayed", "idempotent-unclaimed",
+})  # fmt: skip
+_NEVER_PREFIX: Final = "access-control-"
+_STREAMS: Final = ("text/event-stream", "multipart/x-mixed-replace")
+
+Headers = Sequence[tuple[str, str]]
+
+
+class BadKey(Enum):
+    """What is wrong with the header of a request."""
+
+    MALFORMED = "malformed"
+    REPEATED = "repeated"
+
+
+def parse_key(values: Sequence[str]) -> str | BadKey | None:
+    """The key that the values of `Idempotency-Key` name, None if there are none.
+
+    A quoted string and a bare token of the same characters are the same key. What follows a quoted string, such as a
+    parameter, is malformed: nothing defines what it would mean.
+    """
+    if not values:
+        return None
+    if len(values) > 1:
+        return BadKey.REPEATED
+    value = values[0].strip(" \t")
+    rest, key = "", value
+    if quoted := _QUOTED.fullmatch(value):
+        key, rest = re.sub(r"\\(.)", r"\1", quoted[1]), quoted[2].strip(" \t")
+    elif not _TOKEN.fullmatch(value):
+        # A proxy joins two lines with a comma.
+        parts = [part.strip(" \t") for part in value.split(",")]
+        twice = len(parts) > 1 and all(_TOKEN.fullmatch(part) for part in parts)
+        return BadKey.REPEATED if twice else BadKey.MALFORMED
+    if rest:
+        return BadKey.REPEATED if rest.startswith(",") else BadKey.MALFORMED
+    return key if 0 < len(key) <= MAX_KEY else BadKey.MALFORMED
+
+
+def addressable(key: str) -> bool:
+    """Whether a path that ends with this key, however it is encoded, means the same to whoever reads it (H48): clients
+    and proxies take the segments `.` and `..` out of a path, and some decode `%2E` and `%2F` before."""
+    return not {".", ".."} & set(re.split(r"[/\\]", key))
+
+
+def kept_by_default(status: int) -> bool:
+    """Whether a response with this status is the answer to its key from now on."""
+    return 200 <= status < 500 and status not in _PASSING
+
+
+def kept_headers(headers: Headers, more: Iterable[str] = ()) -> tuple[tuple[str, str], ...]:
+    """Those that a replay has too, in their order; names in small letters."""
+    kept = {*_KEPT, *more}
+    listed = (value for name, value in headers if name.lower() == "connection")
+    hops = {option.strip(" \t").lower() for value in listed for option in value.split(",")}
+    lower = [(name.lower(), value) for name, value in headers]
+    return tuple((name, value) for name, value in lower if name in kept and name not in hops and keepable(name))
+
+
+def keepable(name: str) -> bool:
+    """Whether a replay may ever have this header, given in small letters."""
+    return name not in _NEVER and not name.startswith(_NEVER_PREFIX)
+
+
+def content_type(headers: Headers) -> str:
+    """Empty if the response names none."""
+    return next((value for name, value in headers if name.lower() == "content-type"), "")
+
+
+def streams(media_type: str) -> bool:
+    """Whether a response of this type has no end that could be waited for."""
+    return media_type.lower().startswith(_STREAMS)
+
+
+def bodiless(status: int) -> bool:
+    """Whether a response with this status has neither a body nor its length."""
+    return status < 200 or status in (204, 304)

@@ -1,0 +1,60 @@
+"""What is to be done with an outgoing message that its broker has refused, and in which order others are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from idemconsumer.rules.verdicts import backoff
+
+TRIES: Final = 8  # that a broker has, about a minute, until a message waits for a person
+_LONGEST: Final = 30.0  # seconds between two tries
+_INDEXED: Final = 2_600  # bytes; Postgres takes some more
+
+
+def next_try(tries: int) -> float | None:
+    """Seconds until the next one, after so many that were refused; None: there is none, it is parked (X5)."""
+    if tries >= TRIES:
+        return None
+    return backoff(tries, first=0.5, factor=2.0, cap=_LONGEST, jitter=0.0)
+
+
+def holdable(destination: str, order: str | None) -> bool:
+    """Whether the index of what waits for its next try has room for a message of this order."""
+    return order is None or len(destination.encode()) + len(order.encode()) <= _INDEXED
+
+
+def next_look(failures: int, jitter: float) -> float:
+    """Seconds to leave a destination alone that was away so many times in a row (X6)."""
+    return backoff(failures, first=0.25, factor=2.0, cap=_LONGEST, jitter=jitter)
+
+
+def waves(orders: Sequence[str | None]) -> list[list[int]]:
+    """Indexes in waves, of which each has one of an order at most. What has no order is in the first one."""
+    made: list[list[int]] = []
+    seen: dict[str, int] = {}
+    for index, order in enumerate(orders):
+        number = 0 if order is None else seen.get(order, 0)
+        if order is not None:
+            seen[order] = number + 1
+        if number == len(made):
+            made.append([])
+        made[number].append(index)
+    return made
+
+
+def together(orders: Sequence[str | None], tries: Sequence[int]) -> list[list[int]]:
+    """What to send at once, and then each refused one by itself, which costs the others nothing (X5). What comes behind
+    a refused one of the same order is left for later."""
+    refused = [index for index, number in enumerate(tries) if number]
+    held: dict[str, int] = {}
+    for index in refused:
+        if (order := orders[index]) is not None:
+            held.setdefault(order, index)
+    first = [
+        index
+        for index, number in enumerate(tries)
+        if not number and not ((order := orders[index]) is not None and held.get(order, index) < index)
+    ]
+    alone = [[index] for index in refused if orders[index] is None or held[orders[index] or ""] == index]
+    return [first, *alone] if first else alone

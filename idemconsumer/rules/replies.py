@@ -1,0 +1,52 @@
+"""What a requester is answered, as a pure function of the outcome."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from idemconsumer.message.replies import Address
+from idemconsumer.rules.values import Outcome, OutcomeKind, State
+
+COMPLETED: Final = "completed"
+REJECTED: Final = "rejected"
+LONGEST_PAUSE: Final = 30.0  # seconds between two tries of a reply
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`outcome` is `completed`, with the handler's result as body (`null` where it returned None), or `rejected`, with
+    the rejection (`{"code":…,"body":…}`)."""
+
+    outcome: str
+    body: bytes
+    content_type: str
+
+
+def answer_of(outcome: Outcome) -> Answer | None:
+    """The same for the first delivery and for each duplicate, since it is what is stored (D21). None: not decided, so
+    there is nothing to answer. A dead letter waits for a person (D22)."""
+    if outcome.kind not in (OutcomeKind.APPLIED, OutcomeKind.DUPLICATE, OutcomeKind.FAILED):
+        return None
+    if outcome.state not in (State.COMPLETED, State.FAILED):
+        return None
+    body = b"null" if outcome.result is None else outcome.result
+    return Answer(
+        COMPLETED if outcome.state is State.COMPLETED else REJECTED, body, outcome.content_type or "application/json"
+    )
+
+
+def reply_id(key: bytes, address: Address, answer: Answer) -> str:
+    """The message id of a reply: the same each time that this request is answered, and for no other one (D21)."""
+    correlation = address.correlation or b""
+    correlation = correlation.encode("utf-8", "surrogatepass") if isinstance(correlation, str) else correlation
+    to = f"{address.scheme}:{address.to}:{address.partition}".encode("utf-8", "surrogatepass")
+    parts = (key, to, correlation, answer.outcome.encode(), answer.body)
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts))
+    return digest.hexdigest()[:32]
+
+
+def pause_after(failures: int, chance: float) -> float:
+    """Seconds until a reply is tried again that could not be sent so many times. `chance` in [0, 1)."""
+    return float(min(LONGEST_PAUSE, 0.25 * 2 ** min(failures, 10)) * (1 - chance / 4))

@@ -1,0 +1,220 @@
+-- Workers on record, and what people want of them. queries.py describes the format: {schema} is the configured schema.
+
+-- fragment: decided
+-- O14. What people have decided about the handlers of these apps.
+(select coalesce(json_agg(json_build_object('app', c.app, 'handler', c.handler, 'at', c.at, 'by', c.by,
+    'reason', c.reason)), '[]')::text from {schema}.control as c where c.app = any(%(apps)s))
+
+-- name: register_process
+-- One instant for both: two looks at the clock differ, and it would seem that the worker had been seen again.
+insert into {schema}.process (app, host, pid, place, version, state, handlers, started_at, seen_at)
+values (%(app)s, %(host)s, %(pid)s, %(place)s, %(version)s, %(state)s, %(handlers)s::jsonb, statement_timestamp(),
+    statement_timestamp())
+returning id, false, {decided}
+
+-- name: refresh_process
+-- O13. One that was away for long is put on record again.
+with seen as (
+    update {schema}.process set seen_at = clock_timestamp(), state = %(state)s, handlers = %(handlers)s::jsonb
+    where id = %(id)s returning drain_at
+), again as (
+    insert into {schema}.process (id, app, host, pid, place, version, state, handlers, started_at, seen_at)
+    select %(id)s, %(app)s, %(host)s, %(pid)s, %(place)s, %(version)s, %(state)s, %(handlers)s::jsonb, statement_timestamp(),
+        statement_timestamp()
+    where not exists (select from seen)
+    on conflict (id) do nothing
+)
+select %(id)s::bigint, exists (select from seen where drain_at is not null), {decided}
+
+-- name: forget_process
+delete from {schema}.process where id = %(id)s
+
+-- name: prune_processes
+-- O13. Those that left without a word. A person can still ask why for an hour.
+delete from {schema}.process where seen_at < clock_timestamp() - interval '1 hour'
+
+-- name: processes
+-- `lost`: it has missed three looks.
+select p.id, p.app, p.host, p.pid, p.place, p.version, p.handlers::text as handlers, p.started_at, p.seen_at, p.drain_at,
+    case when p.seen_at < clock_timestamp() - make_interval(secs => %(lost)s) then 'lost'
+         when p.drain_at is not null then 'draining' else p.state end as state,
+    extract(epoch from clock_timestamp() - p.seen_at)::float8 as unseen
+from {schema}.process as p
+where %(app)s::text is null or p.app = %(app)s
+order by p.app, p.host, p.place, p.id
+
+-- name: unrecorded_workers
+-- L28. Leases of processes that are not on record: of the version before, or one that has just begun. One that runs nothing
+-- holds requests, and is no worker (H22).
+select w.name, w.runs::text as runs from {schema}.worker as w
+where w.until >= clock_timestamp() and w.runs is distinct from '[]'
+  and not exists (select from {schema}.process as p where p.host || ':' || p.pid = w.name)
+order by w.id
+
+-- name: paused_handlers
+select app, handler, at, by, reason from {schema}.control
+where %(app)s::text is null or app = %(app)s order by app, handler
+
+-- name: pause_handler
+-- O14, O16. Who is told of it reads it in the commit.
+with done as (
+    insert into {schema}.control (app, handler, at, by, reason)
+    values (%(app)s, %(handler)s, clock_timestamp(), %(by)s, %(reason)s)
+    on conflict (app, handler) do nothing returning app, handler
+), noted as (
+    insert into {schema}.audit (at, by, role, what, target, reason)
+    select clock_timestamp(), %(by)s, session_user, 'pause', app || '/' || handler, %(reason)s from done
+)
+select count(*) as changed, pg_notify('idemconsumer_queue', 'control:')::text as told from done
+
+-- name: resume_handler
+-- Under all of its names (L68).
+with done as (
+    delete from {schema}.control
+    where (app, handler) in (select * from unnest(%(apps)s::text[], %(handlers)s::text[])) returning app, handler
+), noted as (
+    insert into {schema}.audit (at, by, role, what, target, reason)
+    select clock_timestamp(), %(by)s, session_user, 'resume', app || '/' || handler, %(reason)s from done
+)
+select count(*) as changed, pg_notify('idemconsumer_queue', 'control:')::text as told from done
+
+-- name: drain_process
+with done as (
+    update {schema}.process set drain_at = clock_timestamp() where id = %(id)s and drain_at is null
+    returning id, app, host, pid
+), noted as (
+    insert into {schema}.audit (at, by, role, what, target, reason)
+    select clock_timestamp(), %(by)s, session_user, 'drain', format('worker %%s (%%s, %%s:%%s)', id, app, host, pid),
+        %(reason)s from done
+)
+select count(*) as changed, pg_notify('idemconsumer_queue', 'control:')::text as told from done
+
+-- name: note_reload
+insert into {schema}.audit (at, by, role, what, target, reason)
+values (clock_timestamp(), %(by)s, session_user, 'reload', %(target)s, %(reason)s)
+
+-- name: audit
+select id, at, by, role, what, target, reason from {schema}.audit order by id desc limit %(limit)s
+
+-- fragment: queues
+-- The names of all queues with anything in them, each found by one step through the index.
+ready (name) as (
+    (select q.name from {schema}.queue as q order by q.name limit 1)
+    union all
+    select (select q.name from {schema}.queue as q where q.name > r.name order by q.name limit 1)
+    from ready as r where r.name is not null
+), later (name) as (
+    (select d.name from {schema}.delayed as d order by d.name limit 1)
+    union all
+    select (select d.name from {schema}.delayed as d where d.name > l.name order by d.name limit 1)
+    from later as l where l.name is not null
+), queues (name) as (
+    select name from ready where name is not null union select name from later where name is not null
+)
+
+-- name: status_queues
+-- `most`: of each queue so many rows are read, the first ones, and `more`: there are more. `oldest`: seconds since the first one that waits was
+-- published, or given back; `overdue`: since the first one that is due should have been moved to its queue.
+with recursive {queues}
+select n.name, r.waiting, r.in_hand, r.oldest, l.delayed, l.next, l.overdue, r.more or l.delayed > %(most)s as more
+from queues as n
+cross join lateral (
+    select count(*) filter (where q.visible) as waiting, count(*) filter (where not q.visible) as in_hand,
+        extract(epoch from clock_timestamp() - min(q.visible_at) filter (where q.visible))::float8 as oldest,
+        count(*) > %(most)s as more
+    from (select visible_at, visible_at <= clock_timestamp() as visible from {schema}.queue
+          where name = n.name order by id limit %(most)s + 1) as q
+) as r
+cross join lateral (
+    select count(*) as delayed, min(d.due_at) as next,
+        greatest(0, extract(epoch from clock_timestamp() - min(d.due_at)))::float8 as overdue
+    from (select due_at from {schema}.delayed where name = n.name order by due_at limit %(most)s + 1) as d
+) as l
+order by n.name
+
+-- name: status_sagas
+-- Of each handler so many are read, those that are due first. The app's name is quoted, as in a scope's. `due`: a worker
+-- could take it now; `overdue`: for so many seconds.
+with recursive handlers (name) as (
+    (select s.handler from {schema}.saga as s order by s.handler limit 1)
+    union all
+    select (select s.handler from {schema}.saga as s where s.handler > h.name order by s.handler limit 1)
+    from handlers as h where h.name is not null
+)
+select a.app, h.name as handler, count(*) filter (where a.worker is not null) as running,
+    count(*) filter (where a.free and a.due > clock_timestamp()) as waiting,
+    count(*) filter (where a.free and a.due <= clock_timestamp()) as due,
+    count(*) filter (where a.state = {UNDOING} and a.parked is null) as undoing,
+    count(*) filter (where a.parked is not null) as review,
+    min(a.started_at) as oldest,
+    extract(epoch from clock_timestamp() - min(a.due) filter (where a.free and a.due <= clock_timestamp()))::float8 as overdue,
+    max(a.read) > %(most)s as more
+from handlers as h
+cross join lateral (
+    select coalesce(s.app, split_part((select name from {schema}.scope where id = s.scope_id), '/', 1)) as app, s.worker,
+        s.state, s.parked, s.due, s.started_at, s.worker is null and s.parked is null as free, count(*) over () as read
+    from (select * from {schema}.saga as s where s.handler = h.name order by s.due limit %(most)s + 1) as s
+) as a
+where h.name is not null and (%(app)s::text is null or a.app = %(app)s)
+group by 1, 2
+order by 1, 2
+
+-- name: status_letters
+-- Of each reason so many letters are read, the newest; counted are those that wait for a person.
+with recursive reasons (name) as (
+    (select d.reason from {schema}.dead_letter as d order by d.reason limit 1)
+    union all
+    select (select d.reason from {schema}.dead_letter as d where d.reason > r.name order by d.reason limit 1)
+    from reasons as r where r.name is not null
+)
+select r.name as reason, count(*) as letters, max(d.last_at) as newest, max(d.read) > %(most)s as more
+from reasons as r
+cross join lateral (
+    select *, count(*) over () as read from (
+        select scope, redriven_at, last_at from {schema}.dead_letter where reason = r.name
+        order by id desc limit %(most)s + 1) as d
+) as d
+where r.name is not null and d.redriven_at is null
+  and (%(scopes)s::text is null or starts_with(d.scope, %(scopes)s))
+group by 1
+order by 2 desc, 1
+
+-- name: stale_leases
+-- Workers whose lease has been over for a minute, and that hold sagas nobody has taken; up to `most` of these are counted.
+with recursive {owners}
+select o.worker, w.name, extract(epoch from clock_timestamp() - w.until)::float8 as seconds,
+    (select count(*) from (select 1 from {schema}.saga as s where s.worker = o.worker limit %(most)s + 1) as s) as sagas
+from owner as o left join {schema}.worker as w on w.id = o.worker
+where o.worker is not null and (w.id is null or w.until < clock_timestamp() - interval '1 minute')
+order by o.worker
+
+-- name: old_transactions
+-- Of this database, and what was prepared and is not decided: nothing that ended since they began can be vacuumed. Their
+-- statements are not shown, since these quote rows. Of other roles only members of pg_read_all_stats see any.
+select a.pid::text as who, a.usename::text as role, coalesce(nullif(a.application_name, ''), a.backend_type) as program, a.state,
+    extract(epoch from clock_timestamp() - a.xact_start)::float8 as seconds
+from pg_stat_activity as a
+where a.datname = current_database() and a.xact_start < clock_timestamp() - make_interval(secs => %(seconds)s)
+  and a.pid <> pg_backend_pid()
+union all
+select quote_literal(p.gid), p.owner::text, 'two-phase commit', 'prepared',
+    extract(epoch from clock_timestamp() - p.prepared)::float8
+from pg_prepared_xacts as p
+where p.database = current_database() and p.prepared < clock_timestamp() - make_interval(secs => %(seconds)s)
+order by seconds desc
+
+-- name: table_sizes
+-- What our tables take, and what their rows should take: their widths as ANALYZE has seen them, with a header, and a fifth
+-- of free space; null before the first ANALYZE. Large values, which lie outside of the table, are in neither.
+select c.relname::text as name, pg_relation_size(c.oid) as bytes, t.n_live_tup as live, t.n_dead_tup as dead,
+    extract(epoch from clock_timestamp() - greatest(t.last_vacuum, t.last_autovacuum))::float8 as vacuumed,
+    (select case when c.reltuples >= 0 then c.reltuples * (28 + sum(s.avg_width)) * 1.25 end
+     from pg_stats as s where s.schemaname = n.nspname and s.tablename = c.relname)::float8 as expected
+from pg_class as c
+join pg_namespace as n on n.oid = c.relnamespace
+join pg_stat_user_tables as t on t.relid = c.oid
+where n.nspname = {schema_name} and c.relkind = 'r'
+order by c.relname
+
+-- name: some_scopes
+select name from {schema}.scope order by id limit %(most)s

@@ -1,0 +1,147 @@
+-- Outgoing messages on their way to other brokers (X1). queries.py describes the format: {schema} is the configured schema.
+
+-- name: store_outgoing
+select {schema}.publish_bytes(%(destination)s, %(body)s, %(key)s, %(headers)s, make_interval(secs => %(delay)s))
+
+-- fragment: outgoing
+-- What can be sent, and what cannot yet. Each destination is found by one step through an index.
+destinations (name) as (
+    (select o.destination from {schema}.outbox as o
+    where o.due_at is null and o.parked_at is null order by o.destination, o.id limit 1)
+    union all
+    select (select o.destination from {schema}.outbox as o
+        where o.due_at is null and o.parked_at is null and o.destination > d.name order by o.destination, o.id limit 1)
+    from destinations as d where d.name is not null
+)
+
+-- name: outbox_destinations
+-- Where something can be sent now, what has fallen due included.
+with recursive {outgoing}, fallen as (
+    select destination from {schema}.outbox
+    where due_at <= (select clock_timestamp()) and due_at is not null and parked_at is null order by due_at limit %(limit)s
+)
+select name from destinations where name is not null union select destination from fallen
+
+-- name: fall_due_outgoing
+-- Behind what could not be sent, or was published with a delay, nothing is walked over: it is in no index of what is ready.
+update {schema}.outbox set due_at = null, created_at = case when tries = 0 then due_at else created_at end where id = any(array(
+    select id from {schema}.outbox
+    where due_at <= (select clock_timestamp()) and due_at is not null and parked_at is null
+      and destination = %(destination)s
+    order by due_at limit %(limit)s for update skip locked
+))
+returning id
+
+-- name: lock_outgoing
+-- X4. Until the end of the transaction, in which the broker is waited for.
+select pg_try_advisory_xact_lock(hashtextextended('idemconsumer.outbox.' || {schema_name} || '.' || %(destination)s, 0)),
+    set_config('idle_in_transaction_session_timeout', %(idle)s, true)
+
+-- name: read_outgoing
+-- In a statement behind that of the lock: only its snapshot has what the last one who held it has deleted. What is behind
+-- a refused one of the same order stays (X5); `offset 0`: it is looked up, where a join would read all that are refused.
+-- The first one in any case, and as many as begin within so many bytes.
+with ready as materialized (
+    select o.id, octet_length(o.body) + octet_length(o.headers) as size from {schema}.outbox as o
+    where o.destination = %(destination)s and o.due_at is null and o.parked_at is null
+      and (o.order_key is null or not exists (
+          select from {schema}.outbox as h
+          where h.destination = o.destination and h.order_key = o.order_key and h.id < o.id
+            and h.tries > 0 and h.due_at is not null and h.parked_at is null
+          offset 0
+      ))
+    order by o.id limit %(limit)s
+), next as materialized (
+    select id from (select id, sum(size) over (order by id) - size as before from ready) as sized
+    where before < %(bytes)s
+)
+select o.id, o.message_id::text, o.key, o.order_key, o.tries, o.headers, o.body
+from next join {schema}.outbox as o on o.id = next.id order by o.id
+
+-- name: forget_outgoing
+-- X2. Once they are confirmed.
+delete from {schema}.outbox where id = any(%(ids)s)
+
+-- name: hold_outgoing
+-- X5. Refused for itself. Its order goes on once it is parked.
+update {schema}.outbox as o set tries = o.tries + 1, error = w.error,
+    due_at = case when w.after is not null then clock_timestamp() + make_interval(secs => w.after) end,
+    parked_at = case when w.after is null then clock_timestamp() end
+from unnest(%(ids)s::bigint[], %(errors)s::text[], %(afters)s::float8[]) as w (id, error, after)
+where o.id = w.id
+
+-- fragment: chosen_outgoing
+(%(ids)s::bigint[] is null or o.id = any(%(ids)s::bigint[]))
+and (%(destination)s::text is null or o.destination = %(destination)s)
+and (%(key)s::text is null or o.key = %(key)s)
+and (%(error)s::text is null or strpos(o.error, %(error)s) > 0)
+and (%(since)s::float8 is null or o.created_at >= clock_timestamp() - make_interval(secs => %(since)s))
+and (not %(parked)s or o.parked_at is not null)
+
+-- name: list_outgoing
+-- Oldest first, as they are sent.
+select o.id, o.destination, o.message_id::text as message_id, o.key, o.tries, o.error, o.created_at, o.due_at, o.parked_at,
+    octet_length(o.body) as size
+from {schema}.outbox as o where {chosen_outgoing} and o.id > %(after)s order by o.id limit %(limit)s
+
+-- name: show_outgoing
+select o.id, o.destination, o.message_id::text as message_id, o.key, o.tries, o.error, o.created_at, o.due_at, o.parked_at,
+    octet_length(o.body) as size, o.headers, o.body
+from {schema}.outbox as o where o.id = %(id)s
+
+-- name: retry_outgoing
+-- Only what a relay does not have in hand: a parked one, or one that waits for its next try.
+with chosen as (
+    select o.id from {schema}.outbox as o
+    where {chosen_outgoing} and o.tries > 0 and (o.due_at is not null or o.parked_at is not null) for update
+), again as (
+    update {schema}.outbox as o set tries = 0, due_at = null, parked_at = null from chosen where o.id = chosen.id
+    returning o.destination
+), told as (
+    select pg_notify('idemconsumer_queue', 'outbox:' || left(destination, 1000)) from (select distinct destination from again) as d
+)
+select (select count(*) from again) as changed, (select count(*) from told) as told
+
+-- name: discard_outgoing
+with chosen as (
+    select o.id from {schema}.outbox as o where {chosen_outgoing} for update
+), gone as (
+    delete from {schema}.outbox as o using chosen where o.id = chosen.id returning o.id
+)
+select count(*) as changed from gone
+
+-- name: count_outgoing
+select count(*) as changed from {schema}.outbox as o where {chosen_outgoing}
+
+-- name: status_outbox
+-- Of each destination up to `most` of what can be sent, or is to be sent later; and what waits for a person.
+with recursive {outgoing}, others as (
+    select destination from (
+        select destination from {schema}.outbox where due_at is not null and parked_at is null order by due_at limit %(most)s
+    ) as d
+    union
+    select destination from (
+        select destination from {schema}.outbox where parked_at is not null order by destination, id limit %(most)s
+    ) as p
+), named as (
+    select name from destinations where name is not null union select destination from others
+)
+select n.name as destination, r.waiting, r.oldest, l.later, p.parked, l.error,
+    r.waiting > %(most)s or l.later > %(most)s or p.parked > %(most)s as more
+from named as n
+cross join lateral (
+    select count(*) as waiting, extract(epoch from clock_timestamp() - min(o.created_at))::float8 as oldest
+    from (select created_at from {schema}.outbox
+        where destination = n.name and due_at is null and parked_at is null order by id limit %(most)s + 1) as o
+) as r
+cross join lateral (
+    select count(*) as later, max(o.error) as error
+    from (select error from {schema}.outbox
+        where destination = n.name and due_at is not null and parked_at is null order by due_at limit %(most)s + 1) as o
+) as l
+cross join lateral (
+    select count(*) as parked
+    from (select from {schema}.outbox
+        where destination = n.name and parked_at is not null order by id limit %(most)s + 1) as o
+) as p
+order by n.name

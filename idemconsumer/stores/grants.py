@@ -1,0 +1,91 @@
+"""Which rights each kind of role needs, as the statements that grant them; nothing here runs one.
+
+A worker changes rows of each table, and which ones is for each version to say: with exactly these rights the version
+before still starts. The other roles have what their statements touch, column by column where a table holds messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, LiteralString
+
+from psycopg import sql
+
+_MESSAGE: Final = "name, message_id, body, headers"
+# INSERT … RETURNING id reads the id, and nothing else of what others have sent. A signal is stored by a function with
+# the rights of its owner (migrations/0033), since it has to look at the record.
+_PRODUCER: Final[tuple[LiteralString, ...]] = (
+    f"GRANT INSERT ({_MESSAGE}), SELECT (id) ON {{schema}}.queue TO {{role}}",
+    f"GRANT INSERT ({_MESSAGE}, due_at), SELECT (id) ON {{schema}}.delayed TO {{role}}",
+    "GRANT INSERT (destination, key, order_key, body, headers, due_at), SELECT (id) ON {schema}.outbox TO {role}",
+    "GRANT EXECUTE ON FUNCTION {schema}.publish(text, jsonb, text, jsonb, interval), "
+    "{schema}.publish_bytes(text, bytea, text, jsonb, interval), "
+    "{schema}.signal(text, text, text, text, jsonb, text), {schema}.send_signal(bytea, text, text, bytea, text), "
+    "{schema}.saga_key(text, text, text, text), {schema}.saga_scope(text, text, text) TO {role}",
+)
+_READER: Final[tuple[LiteralString, ...]] = (
+    "GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO {role}",
+    "GRANT EXECUTE ON FUNCTION {schema}.saga_key(text, text, text, text) TO {role}",
+)
+# What is to be emptied is measured first, so the messages of dead letters can be read; those of sagas cannot.
+_PURGE: Final[tuple[LiteralString, ...]] = (
+    "GRANT SELECT, DELETE ON {schema}.record, {schema}.attempt, {schema}.schedule TO {role}",
+    "GRANT SELECT ON {schema}.dead_retention TO {role}",
+    "GRANT SELECT, DELETE, UPDATE (seen_at, retired_at) ON {schema}.scope TO {role}",
+    "GRANT SELECT (key), DELETE ON {schema}.result, {schema}.step, {schema}.history, {schema}.accepted TO {role}",
+    "GRANT SELECT (key, scope_id, sent_at), DELETE ON {schema}.signal TO {role}",
+    "GRANT SELECT (parent), DELETE ON {schema}.child TO {role}",
+    "GRANT SELECT, DELETE, UPDATE (again) ON {schema}.request TO {role}",
+    "GRANT SELECT ON {schema}.worker TO {role}",
+    "GRANT SELECT (letter), DELETE ON {schema}.redrive TO {role}",
+    "GRANT SELECT (seen_at), DELETE ON {schema}.process TO {role}",
+    "GRANT SELECT, DELETE ON {schema}.delivery_log TO {role}",
+    "GRANT SELECT, UPDATE ON {schema}.upkeep TO {role}",
+    "GRANT SELECT, INSERT, UPDATE ON {schema}.upkeep_range TO {role}",
+    "GRANT SELECT (key, scope_id) ON {schema}.saga TO {role}",
+    "GRANT SELECT, DELETE, UPDATE (body, body_size, body_sha256, headers, delivered, error, emptied_at) "
+    "ON {schema}.dead_letter TO {role}",
+    "GRANT EXECUTE ON FUNCTION {schema}.error_type(text), {schema}.error_place(text) TO {role}",
+)
+
+
+def worker(schema: str, role: str, tables: Iterable[str]) -> list[str]:
+    """For one that runs handlers. Also on what later migrations make, if the role that migrates runs these."""
+    named = sql.SQL(", ").join(sql.Identifier(schema, table) for table in tables)
+    every: LiteralString = "GRANT SELECT, INSERT, UPDATE, DELETE ON "
+    later: LiteralString = "ALTER DEFAULT PRIVILEGES IN SCHEMA {schema} GRANT "
+    return [
+        _filled("GRANT USAGE ON SCHEMA {schema} TO {role}", schema, role),
+        _filled(every + "{tables} TO {role}", schema, role, tables=named),
+        _filled("GRANT SELECT ON {schema}.migration TO {role}", schema, role),
+        _filled("GRANT USAGE ON SEQUENCE {schema}.queue_token, {schema}.saga_token TO {role}", schema, role),
+        _filled("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role}", schema, role),
+        _filled(later + "SELECT, INSERT, UPDATE, DELETE ON TABLES TO {role}", schema, role),
+        _filled(later + "USAGE ON SEQUENCES TO {role}", schema, role),
+        _filled(later + "EXECUTE ON FUNCTIONS TO {role}", schema, role),
+    ]
+
+
+def producer(schema: str, role: str) -> list[str]:
+    """For one that publishes to Postgres queues and into the outbox, starts sagas and sends signals, and reads none
+    of them."""
+    return _all(_PRODUCER, schema, role)
+
+
+def reader(schema: str, role: str) -> list[str]:
+    """For people who look: at everything that is stored, messages and results too. It changes nothing."""
+    return _all(_READER, schema, role)
+
+
+def purge(schema: str, role: str) -> list[str]:
+    """For `prune`, where not the workers' role is to run it."""
+    return _all(_PURGE, schema, role)
+
+
+def _all(statements: Iterable[LiteralString], schema: str, role: str) -> list[str]:
+    return [_filled(each, schema, role) for each in ("GRANT USAGE ON SCHEMA {schema} TO {role}", *statements)]
+
+
+def _filled(statement: LiteralString, schema: str, role: str, **more: sql.Composable) -> str:
+    names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
+    return sql.SQL(statement).format(**names, **more).as_string(None)

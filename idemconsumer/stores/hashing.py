@@ -1,0 +1,72 @@
+"""Whether this process hashes keys as all others do that use the schema (R38), and under which secret (R39)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import psycopg
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.hashing import HASHING
+from idemconsumer.logs import log
+from idemconsumer.sql.queries import misconfigured
+from idemconsumer.stores.pool import Pool
+from idemconsumer.wrapping import new_key, unwrap, wrap
+
+_WHY: Final = "a message that is known under one hash would be new under another one, and run twice"
+
+
+async def settle_hashing(pool: Pool, schema: str) -> None:
+    """Hash as the schema does. Say how that is, if nobody has, and refuse any other way; if its data key is wrapped by
+    another secret than the first one of ours, wrap it by that. Raises ConfigurationError, also when the schema is not
+    migrated, and StoreUnavailable."""
+    try:
+        await _settle(pool, schema)
+    except psycopg.Error as error:
+        if (cause := misconfigured(error, schema)) is not None:
+            raise cause from error
+        raise
+
+
+async def _settle(pool: Pool, schema: str) -> None:
+    stored = await pool.alone("hashing", {})
+    if not stored:
+        # A process that has a data key makes new schemas with it: tests use one after the other.
+        ours = wrap(HASHING.secrets[0], HASHING.data_key or new_key()) if HASHING.secrets else b""
+        await pool.alone("settle_hashing", {"wrapped": ours})
+        stored = await pool.alone("hashing", {})  # another process may have been faster
+    wrapped = bytes(stored[0][0]) if stored else b""
+    if (place := learn_hashing(wrapped, schema)) and HASHING.data_key is not None:
+        anew = wrap(HASHING.secrets[0], HASHING.data_key)
+        # Of several at once one does it. The data key is the same, so nothing is lost for the others.
+        if await pool.alone("wrap_anew", {"anew": anew, "wrapped": wrapped}):
+            log.info("secret of keys rotated: their data key is wrapped by the first of `key_secrets`", was=place + 1)
+
+
+def may_hash(stored: Sequence[Mapping[str, Any]], schema: str) -> bool:
+    """For who only reads, from the rows of the query `hashing`. No: there are secrets, and nothing was recorded with
+    them. Raises ConfigurationError where this process hashes in another way."""
+    if not stored:
+        return not HASHING.secrets
+    learn_hashing(bytes(stored[0]["wrapped"]), schema)
+    return True
+
+
+def learn_hashing(wrapped: bytes, schema: str) -> int:
+    """Hash as the schema says from now on. Returns the place of the secret that has wrapped its data key, 0 for the
+    first one and without any. Raises ConfigurationError where that cannot be."""
+    if not HASHING.secrets and not wrapped:
+        return 0
+    for place, secret in enumerate(HASHING.secrets):
+        if (data_key := unwrap(secret, wrapped)) is not None:
+            HASHING.settle(data_key)
+            return place
+    if not HASHING.secrets:
+        found, instead = "are hashed with a secret", "set IDEMCONSUMER_KEY_SECRETS to it"
+    elif wrapped:
+        found = "are hashed under a secret that is not among `key_secrets`"
+        instead = "write the one that it was left under behind the new one, IDEMCONSUMER_KEY_SECRETS=new,old"
+    else:
+        found, instead = "are hashed without a secret", "remove `key_secrets`, or use another schema with them"
+    raise ConfigurationError(f"database: the keys of schema {schema!r} {found}; {instead}: {_WHY}")

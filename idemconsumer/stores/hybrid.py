@@ -1,0 +1,88 @@
+"""RequestStore on Postgres, with copies in Redis of what is committed there.
+
+Redis says "wait" or gives back a response; it never lets anything run. Whoever finds nothing there asks Postgres, which
+decides. So a Redis that was flushed, is down, or has an old copy costs time and nothing else (H33).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from idemconsumer.message.message import StoredResult
+from idemconsumer.ports.requests import Held, LostRequest, RequestStore, Running
+from idemconsumer.ports.store import Claim
+from idemconsumer.rules.values import Record, State
+from idemconsumer.stores.redis.copies import Copies, Look
+
+
+@dataclass(slots=True)
+class _Mine:
+    claim: Claim
+    look: Look
+    asked_at: float | None = None  # when its end was asked for first
+
+
+class HybridRequests:
+    """See `ports.RequestStore`. What a person forgets or releases may be given back from its copy for `copies.KEPT`
+    seconds more. A handler in joined mode uses `copies` around its transaction in the same way."""
+
+    def __init__(self, requests: RequestStore, copies: Copies) -> None:
+        """Both are closed with this."""
+        self.copies = copies
+        self._requests = requests
+        self._mine: dict[bytes, _Mine] = {}
+
+    async def claim(self, claim: Claim, lost: Callable[[], None], *, again: bool = True) -> Held | Running | Record:
+        look = await self.copies.look(claim)
+        if look.found is not None:
+            return look.found
+        held = False
+        try:
+            found = await self._requests.claim(claim, lost, again=again)
+            held = isinstance(found, Held)
+        finally:
+            if not held:
+                await self.copies.lift(claim, look)
+        if held:
+            self._mine[claim.key] = _Mine(claim, look)
+        return found
+
+    async def complete(self, held: Held, result: StoredResult, *, failed: bool = False) -> bool:
+        mine = self._mine.get(held.claim.key)
+        if mine is not None and mine.asked_at is None:
+            mine.asked_at = time.monotonic()
+        stored = await self._requests.complete(held, result, failed=failed)
+        if self._mine.pop(held.claim.key, None) is None or mine is None or mine.asked_at is None:
+            return stored
+        if stored:
+            state = State.FAILED if failed else State.COMPLETED
+            record = Record(state, held.claim.fingerprint, result, held.claim.canonical)
+            await self.copies.keep(held.claim, record, mine.asked_at)
+        else:
+            await self.copies.lift(held.claim, mine.look)
+        return stored
+
+    async def release(self, held: Held, *, ran: bool = False) -> None:
+        await self._requests.release(held, ran=ran)
+        if (mine := self._mine.pop(held.claim.key, None)) is not None:
+            await self.copies.lift(held.claim, mine.look)
+
+    async def peek(self, key: bytes) -> Record | None:
+        return await self._requests.peek(key)
+
+    async def lost(self) -> list[LostRequest]:
+        return await self._requests.lost()
+
+    async def settle_lost(self, lost: LostRequest, result: StoredResult, *, failed: bool = False) -> bool:
+        return await self._requests.settle_lost(lost, result, failed=failed)
+
+    async def release_lost(self, lost: LostRequest) -> bool:
+        return await self._requests.release_lost(lost)
+
+    async def close(self) -> None:
+        await self._requests.close()
+        for mine in self._mine.values():
+            await self.copies.lift(mine.claim, mine.look)
+        await self.copies.close()

@@ -1,0 +1,93 @@
+"""A client for each kind of address: one server, one behind Sentinels, a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import suppress
+from typing import Any, Final, Protocol, cast
+from urllib.parse import parse_qsl, urlencode, urlunsplit
+
+from idemconsumer.addresses import is_cluster, redis_urls
+from idemconsumer.errors import ConfigurationError
+
+try:
+    from redis.asyncio import Redis
+    from redis.asyncio.cluster import ClusterNode, RedisCluster
+    from redis.asyncio.connection import parse_url
+    from redis.asyncio.retry import Retry
+    from redis.asyncio.sentinel import Sentinel
+    from redis.backoff import NoBackoff
+    from redis.exceptions import RedisError
+except ImportError as missing:
+    raise ConfigurationError(
+        "the client library of Redis is not installed; pip install 'idemconsumer[redis]'"
+    ) from missing
+
+_UNKNOWN: Final = "settings: `redis` has an option that the client does not know"
+SECONDS: Final = 2.0  # for a connection, and for an answer
+
+
+class Client(Protocol):
+    """What is used of redis-py's clients."""
+
+    def execute_command(self, *args: Any, **options: Any) -> Awaitable[Any]: ...
+    def pipeline(self, *, transaction: bool) -> Any: ...
+    def info(self, section: str, **options: Any) -> Awaitable[Any]: ...
+    def scan_iter(self, *, match: bytes, count: int) -> AsyncIterator[bytes]: ...
+
+
+class Redises:
+    """The client, and what has to be closed with it. Connects when it is first used."""
+
+    def __init__(self, address: str, *, seconds: float = SECONDS) -> None:
+        """ConfigurationError for an address that cannot be read; nothing of it is quoted."""
+        urls = redis_urls(address)
+        self.cluster = is_cluster(address)
+        self._others: list[Any] = []
+        # Whether to repeat a command is decided here, by who knows what it does.
+        common: dict[str, Any] = {
+            "socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": Retry(NoBackoff(), 0),
+            "client_name": "idemconsumer",
+        }  # fmt: skip
+        scheme = urls[0].scheme
+        query = dict(parse_qsl(urls[0].query))
+        sentinel = {
+            name: query.pop(f"sentinel_{name}") for name in ("username", "password") if f"sentinel_{name}" in query
+        }
+        path = [part for part in urls[0].path.split("/") if part]
+        service = path.pop(0) if scheme.startswith("sentinel") and path else ""
+        kind = "rediss" if scheme in ("rediss", "sentinels", "clusters") else "redis"
+        try:
+            of_one = [parse_url(urlunsplit((kind, url.netloc, "/".join(path), urlencode(query), ""))) for url in urls]
+        except ValueError:
+            raise ConfigurationError(_UNKNOWN) from None
+        tls: dict[str, Any] = {"ssl": True} if kind == "rediss" else {}
+        servers = [(str(each.pop("host")), int(each.pop("port", 26379 if service else 6379))) for each in of_one]
+        of_one[0].pop("connection_class", None)
+        try:
+            self.client = self._made(service, servers, sentinel | tls | common, {**of_one[0], **tls, **common})
+        except TypeError:
+            raise ConfigurationError(_UNKNOWN) from None
+
+    def _made(
+        self, service: str, servers: Sequence[tuple[str, int]], sentinel: dict[str, Any], options: dict[str, Any]
+    ) -> Client:
+        if self.cluster:
+            return RedisCluster(startup_nodes=[ClusterNode(host, port) for host, port in servers], **options)
+        if service:
+            watchers = Sentinel(servers, sentinel_kwargs=sentinel)  # type: ignore[no-untyped-call]
+            self._others.append(watchers)
+            return cast(Client, watchers.master_for(service, **options))
+        ((host, port),) = servers
+        return Redis(host=host, port=port, **options)
+
+    async def infos(self, section: str) -> Sequence[dict[str, Any]]:
+        """INFO, of each primary. Raises RedisError."""
+        if self.cluster:
+            return list((await self.client.info(section, target_nodes=RedisCluster.PRIMARIES)).values())
+        return [await self.client.info(section)]
+
+    async def close(self) -> None:
+        for each in (self.client, *self._others):
+            with suppress(RedisError, OSError, RuntimeError):
+                await each.aclose()

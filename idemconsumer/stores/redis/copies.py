@@ -1,0 +1,116 @@
+"""Copies of what Postgres has committed, and marks of who is asking it now (H33).
+
+All of it may be late, or missing, and then Postgres is asked. It never decides that something runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Final
+
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.logs import log
+from idemconsumer.ports.requests import Running
+from idemconsumer.ports.store import Claim
+from idemconsumer.redaction import error_text
+from idemconsumer.rules.values import Record, State
+from idemconsumer.rules.verdicts import Verdict, judge
+from idemconsumer.stores.redis.client import Redises
+from idemconsumer.stores.redis.scripts import FORGET, KEEP, LOOK, UNMARK, Script, Scripts
+from idemconsumer.stores.redis.values import encode_copy, read_copy
+
+SECONDS: Final = 0.25  # for an answer: it only saves time
+KEPT: Final = 60.0  # seconds: for so long a copy may outlive what a person has forgotten, or released
+MARKED: Final = 5.0  # seconds
+_LARGEST: Final = 256 * 1024  # bytes
+_PAUSE: Final = 1.0  # seconds in which Redis is not asked after it has failed
+_COPY, _MARK = b"c", b"m"
+_NONCE: Final = 8  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What was there: a copy, or the mark of somebody who asks for the same. Where there was nothing, ours is now:
+    until it is lifted, others wait."""
+
+    found: Record | Running | None
+    mark: bytes = b""
+
+
+class Copies:
+    """Raises nothing; while Redis is down, nothing is there. No method takes longer than a quarter of a second."""
+
+    def __init__(self, address: str, *, kept: float = KEPT, marked: float = MARKED) -> None:
+        """ConfigurationError for an address that cannot be read."""
+        self._redises = Redises(address, seconds=SECONDS)
+        self._scripts = Scripts(self._redises)
+        self._kept = kept
+        self._marked = marked
+        self._down_until = 0.0
+
+    async def close(self) -> None:
+        await self._redises.close()
+
+    async def look(self, claim: Claim) -> Look:
+        """Before Postgres is asked about this claim. The copy may be of another fingerprint."""
+        running = Record(State.PROCESSING, claim.fingerprint, canonical=claim.canonical)
+        mark = _MARK + secrets.token_bytes(_NONCE) + encode_copy(running)
+        try:
+            found = await self._run(LOOK, claim.key, mark, max(1, int(self._marked * 1000)))
+        except asyncio.CancelledError:  # it has been left nevertheless
+            await self._run(UNMARK, claim.key, mark)
+            raise
+        if not isinstance(found, bytes):
+            return Look(None, mark)
+        if found.startswith(_COPY):
+            return Look(read_copy(found[1:]))
+        record = read_copy(found[1 + _NONCE :])
+        if record is None or judge(record, claim.fingerprint, claim.canonical) is Verdict.CONFLICT:
+            return Look(None)  # which of both is on record, Postgres knows
+        return Look(Running(record))
+
+    async def lift(self, claim: Claim, look: Look) -> None:
+        """Nobody needs to wait for this any more."""
+        if look.mark:
+            await self._run(UNMARK, claim.key, look.mark)
+
+    async def keep(self, claim: Claim, record: Record, asked_at: float) -> None:
+        """Only after the COMMIT of a final record, in place of the mark. `asked_at`: the monotonic time before it was
+        sent, so that the copy is gone before the record has expired."""
+        left = self._kept
+        if claim.expires is not None:
+            left = min(left, claim.expires - (time.monotonic() - asked_at))
+        value = _COPY + encode_copy(record)
+        if left > 0 and len(value) <= _LARGEST:
+            await self._run(KEEP, claim.key, value, max(1, int(left * 1000)))
+        else:
+            await self.forget(claim.key)
+
+    async def forget(self, key: bytes) -> None:
+        """The record is not what it was."""
+        await self._run(FORGET, key)
+
+    async def _run(self, script: Script, key: bytes, *args: object) -> Any:
+        """None, also where Redis does not answer."""
+        if time.monotonic() < self._down_until:
+            return None
+        try:
+            answer = await self._scripts.run(script, _copied(key), *args)
+        except StoreUnavailable as error:
+            if not self._down_until:
+                log.warning("Redis is left out, and Postgres asked each time", error=error_text(error))
+            self._down_until = time.monotonic() + _PAUSE
+            return None
+        if self._down_until:
+            log.info("Redis is asked again")
+        self._down_until = 0.0
+        return answer
+
+
+def _copied(key: bytes) -> bytes:
+    """A key of its own: requests may be in the same Redis."""
+    return sha256(b"copy" + key).digest()

@@ -1,0 +1,161 @@
+"""What a process holds in Redis, and the thread that renews it: an endpoint that blocks the event loop keeps its key.
+
+The thread has an event loop and a connection of its own. It only writes down when a claim was renewed last; that a
+claim is lost is decided in the loop of the endpoints, by the clock alone, and is final (H34). The clock is
+CLOCK_BOOTTIME, which keeps running while the machine is suspended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from idemconsumer.logs import log
+from idemconsumer.ports.requests import Held
+from idemconsumer.redaction import error_text
+from idemconsumer.rules.lease import MARGIN
+from idemconsumer.rules.values import Record, State
+from idemconsumer.stores.redis.client import SECONDS, Redises
+from idemconsumer.stores.redis.scripts import RENEW, Scripts
+
+_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_JOIN: Final = 5.0  # seconds for an exchange of the thread that is under way
+
+
+@dataclass(slots=True, eq=False)
+class _Mine:
+    held: Held
+    kept: int  # milliseconds for which the value stays, from each renewal on
+    lost: Callable[[], None]
+    good: float  # just before it was claimed or renewed last; written by the thread
+
+
+class Keeper:
+    """The claims of one process, by key. All but the thread is used in one event loop.
+
+    Renewal stops while that loop has stood still for longer than `patience` seconds: a process that hangs keeps no key.
+    """
+
+    def __init__(self, address: str, *, lease: float, patience: float) -> None:
+        self._address = address
+        self._lease = lease
+        self._patience = patience
+        self._mine: dict[bytes, _Mine] = {}
+        self._ticked = now()
+        self._ticking: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._beating: asyncio.AbstractEventLoop
+        self._stop: asyncio.Event
+
+    def hold(self, held: Held, kept: int, lost: Callable[[], None], good: float) -> bool:
+        """Renew it from now on, and call `lost` once that has not worked for too long. False: the lease of what was
+        claimed at `good` is nearly over already, and nothing may run under it."""
+        if self._over_at(good) < now():
+            return False
+        if self._ticking is None:
+            self._ticked = now()
+            self._ticking = asyncio.create_task(self._tick())
+            self._beating, self._stop = asyncio.new_event_loop(), asyncio.Event()
+            self._thread = threading.Thread(
+                target=self._beat, args=(asyncio.get_running_loop(),), name="idemconsumer-redis", daemon=True
+            )
+            self._thread.start()
+        self._mine[held.claim.key] = _Mine(held, kept, lost, good)
+        return True
+
+    def record(self, key: bytes) -> Record | None:
+        """Of what is held under this key."""
+        if (mine := self._mine.get(key)) is None:
+            return None
+        claim = mine.held.claim
+        return Record(State.PROCESSING, claim.fingerprint, canonical=claim.canonical)
+
+    def drop(self, held: Held) -> None:
+        """It is ended, or another one has it: it is not renewed any more."""
+        mine = self._mine.get(held.claim.key)
+        if mine is not None and mine.held.token == held.token:
+            del self._mine[held.claim.key]
+
+    async def stop(self) -> list[Held]:
+        """Renew no more. Returns what is still held."""
+        if self._ticking is not None and self._thread is not None:
+            self._ticking.cancel()
+            with suppress(RuntimeError):  # its loop has ended
+                self._beating.call_soon_threadsafe(self._stop.set)
+            await asyncio.to_thread(self._thread.join, _JOIN)
+            self._ticking = None  # who claims after this is renewed by another thread
+        left, self._mine = self._mine, {}
+        return [mine.held for mine in left.values()]
+
+    def _over_at(self, good: float) -> float:
+        """When those who hold it must be told: they must have ended before another one may have it."""
+        return good + self._lease * (1 - MARGIN)
+
+    # -------------------------------------------------------------------------------------------------------- the loop
+    async def _tick(self) -> None:
+        while True:
+            self._ticked = now()
+            self._look()
+            await asyncio.sleep(self._lease / 20)
+
+    def _look(self) -> None:
+        """Whoever is told that his claim is lost has lost it: a renewal that is under way may still come through, and
+        is the last one."""
+        for mine in [each for each in self._mine.values() if self._over_at(each.good) < now()]:
+            self.drop(mine.held)
+            log.error("claim of a request lost", key=mine.held.claim.key)
+            mine.lost()
+
+    # ------------------------------------------------------------------------------------------------------ the thread
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self._beating.run_until_complete(self._renew(loop))
+        finally:
+            self._beating.close()
+
+    async def _renew(self, loop: asyncio.AbstractEventLoop) -> None:
+        redises = Redises(self._address, seconds=min(SECONDS, self._lease / 3))
+        scripts = Scripts(redises)
+        blocked = False
+        while not loop.is_closed() and not await self._stops():
+            due = [mine for mine in self._mine.copy().values() if now() > mine.good + self._lease / 3]
+            still = now() - self._ticked
+            if due and still > self._patience:
+                if not blocked:
+                    log.warning("event loop blocked, claims of requests not renewed", seconds=round(still, 1))
+                blocked = True
+                continue
+            blocked = False
+            if False in await asyncio.gather(*(self._renewed(scripts, mine) for mine in due)):
+                with suppress(RuntimeError):  # that loop has ended
+                    loop.call_soon_threadsafe(self._look)
+        await redises.close()
+
+    async def _stops(self) -> bool:
+        """Whether it is to stop; after a moment."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._lease / 20):
+                await self._stop.wait()
+        return self._stop.is_set()
+
+    async def _renewed(self, scripts: Scripts, mine: _Mine) -> bool:
+        """False: Redis says that the claim is over, or another's."""
+        before = now()
+        try:
+            renewed = bool(await scripts.run(RENEW, mine.held.claim.key, mine.held.token, mine.kept))
+        except Exception as error:  # noqa: BLE001 - whatever it is: what is not renewed in time is lost
+            log.debug("claim of a request not renewed", error=error_text(error))
+            return True
+        mine.good = before if renewed else -math.inf
+        return renewed
+
+
+def now() -> float:
+    """Seconds, to compare with."""
+    return time.clock_gettime(_CLOCK)

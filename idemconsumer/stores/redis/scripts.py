@@ -1,0 +1,225 @@
+"""What is decided in Redis, each in one script on one key (H25), and how the scripts are sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha1
+from typing import Any, Final
+
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError
+
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.redaction import error_text
+from idemconsumer.stores.redis.client import Redises
+from idemconsumer.user_code.cancellation import uninterrupted
+
+_MOST: Final = 50  # exchanges at a time; the client refuses what is above its own limit instead of waiting
+_PIECE: Final = 1_000  # keys
+_PREFIX: Final = b"idemconsumer:"
+
+# A request's value is a hash. s: state, by number. t: fence token. o: of the call that claimed it. u, l: until when, in
+# milliseconds of Redis's clock, and how long a lease is. f, c: fingerprints. a: a former owner was lost. r: response.
+# b: when it was claimed, in microseconds since 1970. n: the name of its scope.
+#
+# A time more than two leases ahead is that of a clock that has stepped back. One lease would be too few: a step of a
+# millisecond, or a failover to a clock that is late, would free what was claimed just before.
+_NOW: Final = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function over(u, l)
+    return tonumber(u) < now or tonumber(u) > now + 2 * tonumber(l)
+end
+"""
+_CLAIM: Final = f"""{_NOW}
+local key, call, lease, keep, f, c = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
+local s, t, o, u, l, a, kf, kc, r, b = unpack(
+    redis.call('HMGET', key, 's', 't', 'o', 'u', 'l', 'a', 'f', 'c', 'r', 'b'))
+local token = time[1] * 1000000 + time[2]
+if not s then
+    redis.call('HSET', key, 's', 1, 't', token, 'o', call, 'u', now + lease, 'l', lease, 'f', f, 'c', c, 'b', token,
+        'n', ARGV[7])
+    redis.call('PEXPIRE', key, keep)
+    return {{'held', token, 0, token}}
+end
+if s ~= '1' then
+    return {{'final', s, kf, kc, r}}
+end
+if o == call then
+    redis.call('HSET', key, 'u', now + lease)
+    return {{'held', tonumber(t), tonumber(a or 0), tonumber(b)}}
+end
+local lost = over(u, l)
+local same = f == '' or kf == '' or f == kf or (c ~= '' and c == kc)
+if lost and same and ARGV[6] == '1' then
+    token = math.max(token, tonumber(t) + 1)
+    redis.call('HSET', key, 't', token, 'o', call, 'u', now + lease, 'l', lease, 'a', 1, 'b', token)
+    redis.call('PEXPIRE', key, keep)
+    return {{'held', token, 1, tonumber(b)}}
+end
+return {{'running', kf, kc, lost and 1 or 0}}
+"""
+# Only while it has not expired: whoever was cut off for so long has been told that it is lost.
+_RENEW: Final = f"""{_NOW}
+local s, t, u, l = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'u', 'l'))
+if s == '1' and t == ARGV[1] and not over(u, l) then
+    redis.call('HSET', KEYS[1], 'u', now + tonumber(l))
+    redis.call('PEXPIRE', KEYS[1], ARGV[2])
+    return 1
+end
+return 0
+"""
+# With 1 as the last argument only for a request that was lost, and that nobody has taken since.
+_COMPLETE: Final = f"""{_NOW}
+local s, t, r, u, l = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'r', 'u', 'l'))
+if s == '1' and t == ARGV[1] and (ARGV[5] == '0' or over(u, l)) then
+    redis.call('HSET', KEYS[1], 's', ARGV[2], 'r', ARGV[3])
+    redis.call('HDEL', KEYS[1], 'o', 'u', 'l', 'a', 'b', 'n')
+    redis.call('PEXPIRE', KEYS[1], ARGV[4])
+    return 1
+end
+return (s == ARGV[2] and r == ARGV[3]) and 1 or 0
+"""
+# By its token, or by the call that claimed it, whose answer was lost. What a former owner may have done is still to be
+# told, and since when.
+_RELEASE: Final = """
+local s, t, o, a = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'o', 'a'))
+if s == '1' and (t == ARGV[1] or o == ARGV[1]) then
+    if a then
+        redis.call('HSET', KEYS[1], 'u', 0, 'o', '')
+        if ARGV[2] ~= '' then
+            redis.call('HSET', KEYS[1], 'b', ARGV[2])
+        end
+    else
+        redis.call('DEL', KEYS[1])
+    end
+end
+return 0
+"""
+# As if its lease had ended.
+_LEAVE: Final = """
+local s, t = unpack(redis.call('HMGET', KEYS[1], 's', 't'))
+if s == '1' and t == ARGV[1] then
+    redis.call('HSET', KEYS[1], 'u', 0, 'a', 1)
+end
+return 0
+"""
+# What else has such a name is a copy, or none of ours.
+_LOST: Final = f"""{_NOW}
+if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then
+    return false
+end
+local s, t, u, l, b, n = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'u', 'l', 'b', 'n'))
+if s == '1' and over(u, l) then
+    return {{tonumber(t), tonumber(b), n}}
+end
+return false
+"""
+_RELEASE_LOST: Final = f"""{_NOW}
+local s, t, u, l = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'u', 'l'))
+if s == '1' and t == ARGV[1] and over(u, l) then
+    return redis.call('DEL', KEYS[1])
+end
+return 0
+"""
+_READ: Final = "return redis.call('HMGET', KEYS[1], 's', 'f', 'c', 'r')"
+# A copy of what Postgres has committed, or somebody's word that it is being asked (H33).
+_LOOK: Final = """
+local found = redis.call('GET', KEYS[1])
+if not found then
+    redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+end
+return found
+"""
+_UNMARK: Final = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+    redis.call('DEL', KEYS[1])
+end
+return 0
+"""
+_KEEP: Final = "return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])"
+_FORGET: Final = "return redis.call('DEL', KEYS[1])"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    text: str
+
+    @property
+    def digest(self) -> str:
+        return sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+CLAIM, RENEW, COMPLETE, RELEASE = Script(_CLAIM), Script(_RENEW), Script(_COMPLETE), Script(_RELEASE)
+LEAVE, READ, LOST, RELEASE_LOST = Script(_LEAVE), Script(_READ), Script(_LOST), Script(_RELEASE_LOST)
+LOOK, UNMARK, KEEP, FORGET = Script(_LOOK), Script(_UNMARK), Script(_KEEP), Script(_FORGET)
+
+
+class NotReplicated(StoreUnavailable):
+    """It was written, and fewer replicas than asked for have confirmed that in time."""
+
+
+class Scripts:
+    """Runs them. With `replicas` a write counts once that many have it."""
+
+    def __init__(self, redises: Redises, *, replicas: int = 0, patience: float = 1.0) -> None:
+        self._client = redises.client
+        self._replicas = replicas
+        self._milliseconds = max(1, int(patience * 1000))
+        self._turns = asyncio.Semaphore(_MOST)
+
+    async def run(self, script: Script, key: bytes, *args: object, writes: bool = False) -> Any:
+        """Its answer. Runs to its end even when the caller is cancelled, which a time limit bounds. Raises
+        StoreUnavailable: then it may have run."""
+        return await uninterrupted(self._run(script, name_of(key), args, writes and self._replicas > 0))
+
+    async def keys(self) -> set[bytes]:
+        """All that have a value which may be ours, each server asked in pieces. Raises StoreUnavailable."""
+        with _unavailable():
+            names = [name async for name in self._client.scan_iter(match=_PREFIX + b"*", count=_PIECE)]
+        return {key for name in names if (key := key_of(name)) is not None}
+
+    async def _run(self, script: Script, name: bytes, args: Sequence[object], wait: bool) -> Any:
+        with _unavailable():
+            async with self._turns:
+                try:
+                    return await self._send(wait, "EVALSHA", script.digest, 1, name, *args)
+                except NoScriptError:  # a restart, a failover or SCRIPT FLUSH: this loads it too
+                    return await self._send(wait, "EVAL", script.text, 1, name, *args)
+
+    async def _send(self, wait: bool, *command: Any) -> Any:
+        if not wait:
+            return await self._client.execute_command(*command)
+        # On one connection: WAIT is for what was written there.
+        async with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.execute_command(*command)
+            pipeline.execute_command("WAIT", self._replicas, self._milliseconds)
+            answer, confirmed = await pipeline.execute(raise_on_error=False)
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(confirmed, Exception) or confirmed < self._replicas:
+            raise NotReplicated(f"Redis: {confirmed} replicas of {self._replicas} have confirmed a write in time")
+        return answer
+
+
+@contextmanager
+def _unavailable() -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, RedisClusterException, OSError) as error:
+        raise StoreUnavailable(f"Redis: {type(error).__name__}: {error_text(error)}") from error
+
+
+def name_of(key: bytes) -> bytes:
+    """One key of ours is one key of Redis, so each script stays in one slot of a cluster."""
+    return _PREFIX + key.hex().encode()
+
+
+def key_of(name: bytes) -> bytes | None:
+    """Whose name that is."""
+    try:
+        return bytes.fromhex(name.removeprefix(_PREFIX).decode())
+    except ValueError:
+        return None

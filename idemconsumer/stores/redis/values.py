@@ -1,0 +1,68 @@
+"""Records as Redis has them, and back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.message.message import StoredResult
+from idemconsumer.rules.values import Record, State
+
+
+class _Response(msgspec.Struct, array_like=True):
+    body: bytes
+    content_type: str
+    status: int | None
+    headers: tuple[tuple[str, str], ...]
+
+
+class _Copy(msgspec.Struct, array_like=True):
+    state: int
+    fingerprint: bytes | None
+    canonical: bytes | None
+    result: _Response | None
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_RESPONSES: Final = msgspec.msgpack.Decoder(_Response)
+_COPIES: Final = msgspec.msgpack.Decoder(_Copy)
+
+
+def encode_response(result: StoredResult) -> bytes:
+    """Equal bytes for equal responses."""
+    return _ENCODER.encode(_response(result))
+
+
+def read_record(state: bytes, fingerprint: bytes | None, canonical: bytes | None, response: bytes | None) -> Record:
+    """From the fields of a request's value. Raises StoreUnavailable for what is none: it decides nothing (R14)."""
+    try:
+        result = None if response is None else _result(_RESPONSES.decode(response))
+        return Record(State(int(state)), fingerprint or None, result, canonical or None)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise StoreUnavailable("Redis: the value of a key is not one of ours") from error
+
+
+def encode_copy(record: Record) -> bytes:
+    response = None if record.result is None else _response(record.result)
+    return _ENCODER.encode(_Copy(int(record.state), record.fingerprint, record.canonical, response))
+
+
+def read_copy(value: bytes) -> Record | None:
+    """None for what is none."""
+    try:
+        copy = _COPIES.decode(value)
+        return Record(
+            State(copy.state), copy.fingerprint, None if copy.result is None else _result(copy.result), copy.canonical
+        )
+    except (ValueError, msgspec.MsgspecError):
+        return None
+
+
+def _response(result: StoredResult) -> _Response:
+    return _Response(result.body, result.content_type, result.status, result.headers)
+
+
+def _result(response: _Response) -> StoredResult:
+    return StoredResult(response.body, response.content_type, response.status, response.headers)

@@ -1,0 +1,168 @@
+"""What was accepted and has not begun in time is rejected (H44), unless its handler's reconcile knows better (H47).
+Several workers may sweep: each row is one's."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+from idemconsumer.engine.blame import rejection_of, said
+from idemconsumer.errors import CommitUnknown, Contention, IdemConsumerError, Retry, StoreUnavailable
+from idemconsumer.handlers.durations import retry_delay
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
+from idemconsumer.message import codecs
+from idemconsumer.message.message import StoredResult
+from idemconsumer.ports.handler import Done, NotDone, Unknown
+from idemconsumer.rules.accepting import NOT_IN_TIME, NOT_IN_TIME_STATUS
+from idemconsumer.rules.verdicts import refused
+from idemconsumer.stores.accepting import reject, time_out
+from idemconsumer.stores.overdue import Overdue, ask_later, asking, complete, take_overdue
+from idemconsumer.stores.pool import Pool
+from idemconsumer.stores.sharing import PARTY
+from idemconsumer.user_code.call import call_in_transaction, without_exit
+from idemconsumer.user_code.cancellation import isolated, uninterrupted
+from idemconsumer.user_code.time_limit import TimeLimit
+
+_SWEEP: Final = 5.0  # seconds between two looks
+_TOGETHER: Final = 200
+_BEYOND: Final = 30.0  # seconds beyond its time limit until somebody else asks about what a sweeper has taken
+_Answer: TypeAlias = Done[object] | NotDone | Unknown
+_REJECTION: Final = codecs.encode_rejection(NOT_IN_TIME, None, NOT_IN_TIME_STATUS)
+
+
+class Deadlines:
+    """Sweeps for the handlers that have a `max_age`."""
+
+    def __init__(self, pool: Pool, handlers: Sequence[BoundHandler]) -> None:
+        self._pool = pool
+        bounded = [handler for handler in handlers if handler.options.max_age]
+        self._names = [name for handler in bounded if not handler.reconciles for name in handler.names]
+        self._asked = {name: handler for handler in bounded if handler.reconciles for name in handler.names}
+        self._taken = max((each.options.timeout for each in self._asked.values()), default=0.0) + _BEYOND
+
+    async def run(self) -> None:
+        """Until it is cancelled. An outage only delays it."""
+        sweeps = [sweep for sweep, has in ((self._sweep_all, self._names), (self._ask_all, self._asked)) if has]
+        await asyncio.gather(*map(_again_and_again, sweeps))
+
+    async def _sweep_all(self) -> None:
+        while (ended := await self.sweep()) is not None and len(ended) == _TOGETHER:
+            pass
+
+    async def _ask_all(self) -> None:
+        while await self.ask() is not None:
+            pass
+
+    async def sweep(self) -> list[bytes] | None:
+        """See `stores.accepting.time_out`."""
+        ended = await time_out(self._pool, self._names, _TOGETHER, _REJECTION)
+        if ended:
+            log.warning("accepted, and not begun in time", messages=len(ended))
+        return ended
+
+    async def ask(self) -> bytes | None:
+        """Ask about one of those that are too late, whose key it is; None: there is none. Raises StoreUnavailable,
+        CommitUnknown and Contention: it is asked about again then."""
+        if (taken := await take_overdue(self._pool, list(self._asked), self._taken)) is None:
+            return None
+        if not taken.waits:
+            return taken.key
+        handler = self._asked[taken.name]
+        nobody = taken.message is None  # it was accepted when there was nobody to ask
+        if nobody or taken.failed > handler.options.max_attempts:  # or each one that asked has died of it
+            await self._reject(handler, taken, _REJECTION)
+            return taken.key
+        try:
+            answer = await self._answer(handler, taken)
+        except (StoreUnavailable, CommitUnknown, Contention, asyncio.CancelledError) as error:
+            if not (isinstance(error, IdemConsumerError) and error.by_function):
+                await self._uncount(taken)
+                raise
+            await self._failed(handler, taken, error)
+        except Retry as retry:
+            await self._later(handler, taken, retry)
+        except Exception as error:  # noqa: BLE001 - of the user's function
+            await self._failed(handler, taken, error)
+        else:
+            if isinstance(answer, NotDone | StoredResult):
+                await self._reject(handler, taken, _REJECTION if isinstance(answer, NotDone) else answer)
+            elif isinstance(answer, Unknown):
+                await self._later(handler, taken)
+            elif answer is None:
+                await self._uncount(taken)
+        return taken.key
+
+    async def _answer(self, handler: BoundHandler, taken: Overdue) -> _Answer | StoredResult | None:
+        """What the reconcile says, or the rejection that it raises. Where it is done that is committed, with what the
+        function wrote; else nothing is. None: somebody has it in hand, or it has ended."""
+        assert taken.message is not None
+        call = handler.call_for(taken.message)
+        PARTY.set(handler.name)  # its function takes its time, and a connection (D13)
+        async with asking(self._pool, taken) as claims:
+            if claims is None:
+                return None
+
+            def accept(value: object) -> tuple[_Answer, StoredResult | None]:
+                if not isinstance(value, Done | NotDone | Unknown):
+                    what = "Done(result), NotDone() or Unknown(), or raise Reject or Retry"
+                    raise TypeError(f"reconcile returned {type(value).__name__}; return {what}")
+                claims.check()
+                return value, codecs.encode_result(value.result) if isinstance(value, Done) else None
+
+            tx = claims.tx()
+            running = isolated(without_exit(handler.reconcile(call, tx, taken.asked)))
+            limit = TimeLimit(handler.options.timeout)
+            try:
+                answer, result = await call_in_transaction(claims, running, limit, accept)
+            except Exception as error:
+                if not refused(error, handler.options.fail_on):
+                    raise
+                return codecs.encode_rejection(*rejection_of(error))
+            if isinstance(answer, Done):
+                await complete(claims, taken, result)
+                log.info("accepted, not begun in time, and done already", handler=handler.name, key=taken.key)
+            return answer
+
+    async def _failed(self, handler: BoundHandler, taken: Overdue, error: Exception) -> None:
+        of = {"handler": handler.name, "key": taken.key, "failures": taken.failed, **said(error)}
+        log.error("reconcile of what was accepted has failed", **of)
+        if taken.failed < handler.options.max_attempts:
+            await self._later(handler, taken, failed=taken.failed)
+        else:
+            await self._reject(handler, taken, _REJECTION)
+
+    async def _uncount(self, taken: Overdue) -> None:
+        """It has not failed: it was not asked about, or the worker or the database went away."""
+        with suppress(StoreUnavailable):
+            await uninterrupted(ask_later(self._pool, taken, self._taken, taken.failed - 1))
+
+    async def _later(
+        self, handler: BoundHandler, taken: Overdue, retry: Retry | None = None, *, failed: int = 0
+    ) -> None:
+        after = handler.options.backoff.delay(taken.asked, random.random())
+        if retry is not None and retry.after is not None:
+            after = retry_delay(retry.after, handler.name)
+        await ask_later(self._pool, taken, max(after, _SWEEP), failed)  # else it would be asked without a pause
+
+    async def _reject(self, handler: BoundHandler, taken: Overdue, rejection: StoredResult) -> None:
+        if await reject(self._pool, [taken.key], rejection, asked=taken.asked):
+            log.warning("accepted, and not begun in time", handler=handler.name, key=taken.key)
+
+
+async def _again_and_again(sweep: Callable[[], Awaitable[None]]) -> None:
+    failing = False
+    while True:
+        try:
+            await sweep()
+            failing = False
+        except (StoreUnavailable, CommitUnknown, Contention):
+            pass  # said by the lanes; what is committed is found as it is
+        except Exception as error:  # noqa: BLE001 - nobody would notice deadlines that pass
+            if not failing:
+                log.error("deadlines cannot be looked at, will retry", error=type(error).__name__)
+            failing = True
+        await asyncio.sleep(_SWEEP * random.uniform(0.75, 1.0))

@@ -1,0 +1,195 @@
+"""Dead letters on their way to where `dead_letter_to` says (O19). The row is the truth; this tells others of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from idemconsumer.errors import BrokerUnavailable, StoreUnavailable
+from idemconsumer.logs import log
+from idemconsumer.message.delivered import with_delivered
+from idemconsumer.message.headers import decode_headers
+from idemconsumer.message.message import Message
+from idemconsumer.message.replies import MESSAGE_ID
+from idemconsumer.ports.broker import Broker, Outgoing
+from idemconsumer.ports.observer import Point
+from idemconsumer.redaction import error_text
+from idemconsumer.rules.verdicts import backoff
+from idemconsumer.stores.pool import Pool
+
+_TOGETHER: Final = 16  # letters in one publish
+_SWEEP: Final = 15.0  # seconds between two looks for what other workers have left
+_TAKEN: Final = 60.0  # seconds until others may take what this one is sending; a publish has 30 s
+_LONGEST: Final = 60.0  # seconds between two tries
+_GROUP: Final = "MessageGroupId"
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A dead letter as it is forwarded. `round`: how many times it was written. `body` may be the beginning only;
+    `size` and `sha256` are of the whole. `error` is the type of the exception, if one is to blame."""
+
+    id: int
+    round: int
+    handler: str
+    source: str
+    position: str
+    reason: str
+    error: str | None
+    body: bytes
+    headers: bytes
+    delivered: bytes | None
+    size: int
+    sha256: bytes
+
+
+def outgoing(letter: Letter, app: str, destination: str, *, whole: bool = True) -> Outgoing:
+    """The message as it arrived, with headers that say what became of it. Of a header that came more than once it has
+    the last value. Without `whole` it has neither body nor headers of its own.
+
+    Its message id is that of the letter, the same each time that it is sent; after a redrive with the round's number.
+    """
+    message = with_delivered(Message(letter.source, letter.body, decode_headers(letter.headers)), letter.delivered)
+    body = message.body if whole else b""
+    number = f"{app}-dead-{letter.id}" + (f".{letter.round}" if letter.round > 1 else "")
+    headers: dict[str, str | bytes] = {
+        **(message.headers if whole else {}),
+        MESSAGE_ID: number,
+        "idemconsumer-dead-letter": str(letter.id),
+        "idemconsumer-dead-handler": letter.handler,
+        "idemconsumer-dead-reason": letter.reason,
+        "idemconsumer-dead-source": letter.source,
+        "idemconsumer-dead-position": letter.position,
+    }
+    if letter.error is not None:
+        headers["idemconsumer-dead-error"] = letter.error
+    if len(body) < letter.size:
+        headers["idemconsumer-dead-truncated"] = str(letter.size)
+        headers["idemconsumer-dead-sha256"] = letter.sha256.hex()
+    if message.message_id is not None:
+        headers["idemconsumer-dead-message-id"] = message.message_id
+    if message.record_key is not None and not destination.startswith("kafka:"):
+        headers["idemconsumer-dead-record-key"] = message.record_key
+    if destination.startswith("sqs:") and destination.endswith(".fifo"):
+        headers[_GROUP] = message.headers.get(_GROUP, number)
+    return Outgoing(body, headers, number, record_key=message.record_key)
+
+
+class Forwarder:
+    """Forwards the letters of an app's handlers that have one destination."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        app: str,
+        handlers: Sequence[str],
+        destination: str,
+        broker: Broker,
+        at: Callable[[Point, str, Sequence[bytes]], None],
+    ) -> None:
+        self._pool = pool
+        self._app = app
+        self._handlers = list(handlers)
+        self._destination = destination
+        self._name = destination.partition(":")[2]
+        self._broker = broker
+        self._at = at
+        self._woken = asyncio.Event()
+        self._failures = 0
+        self._stopped = False
+
+    def wake(self) -> None:
+        """This process has written a letter."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """`run` returns, after one more look if the destination can be reached."""
+        self._stopped = True
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Until it is stopped or cancelled. An outage, of the destination too, only delays it."""
+        while not (self._stopped and self._failures):
+            self._woken.clear()
+            last = self._stopped
+            try:
+                while (sent := await self._some()) > 0:
+                    self._worked()
+                    if sent < _TOGETHER:
+                        break
+            except StoreUnavailable:
+                pass  # said by the lanes
+            except Exception as error:  # noqa: BLE001 - nobody would notice letters that are forwarded no more
+                self._failed(error)
+            if last:
+                return
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Until this process has written a letter, or others may have left one. While nothing can be sent a new letter
+        is no reason to try sooner."""
+        failures = self._failures
+        seconds = backoff(failures, first=1.0, factor=2.0, cap=_LONGEST, jitter=0.0) if failures else _SWEEP
+        try:
+            async with asyncio.timeout(seconds * random.uniform(0.75, 1.0)):
+                await self._woken.wait()
+                while failures and not self._stopped:
+                    self._woken.clear()
+                    await self._woken.wait()
+        except TimeoutError:
+            return
+
+    async def _some(self) -> int:
+        """Forward what is due, up to `_TOGETHER`, and return how many that were. Raises what publishing raises."""
+        given = {"app": self._app, "handlers": self._handlers, "limit": _TOGETHER, "taken": _TAKEN}
+        rows = await self._pool.alone("take_forwards", given)
+        letters = [Letter(*row[1:]) for row in rows]
+        if not letters:
+            return 0
+        try:
+            await self._send(letters)
+        except Exception:
+            after = backoff(max(row[0] for row in rows), first=0.5, factor=2.0, cap=_LONGEST, jitter=0.0)
+            await self._pool.alone("forward_later", _named(letters) | {"after": after})
+            raise
+        self._at(Point.FORWARDED, self._handlers[0], ())
+        await self._pool.alone("forwarded", _named(letters))
+        return len(letters)
+
+    async def _send(self, letters: Sequence[Letter]) -> None:
+        try:
+            messages = [outgoing(letter, self._app, self._destination) for letter in letters]
+            await self._broker.publish(self._name, messages)
+        except BrokerUnavailable:
+            raise
+        except Exception:  # noqa: BLE001 - no outage, so the fault of one of them: its size, the name of a header
+            for letter in letters:
+                await self._send_alone(letter)
+
+    async def _send_alone(self, letter: Letter) -> None:
+        try:
+            await self._broker.publish(self._name, [outgoing(letter, self._app, self._destination)])
+        except BrokerUnavailable:
+            raise
+        except Exception as error:  # noqa: BLE001 - of that message
+            log.warning("dead letter forwarded without its message", handler=letter.handler, letter=letter.id,
+                        destination=self._destination, error=type(error).__name__)  # fmt: skip
+            await self._broker.publish(self._name, [outgoing(letter, self._app, self._destination, whole=False)])
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        if self._failures == 1:
+            text = error_text(error) if isinstance(error, BrokerUnavailable) else type(error).__name__
+            log.error("dead letters cannot be forwarded, will retry", destination=self._destination, error=text)
+
+    def _worked(self) -> None:
+        if self._failures:
+            log.info("dead letters are forwarded again", destination=self._destination)
+        self._failures = 0
+
+
+def _named(letters: Sequence[Letter]) -> dict[str, Any]:
+    return {"letters": [letter.id for letter in letters], "rounds": [letter.round for letter in letters]}

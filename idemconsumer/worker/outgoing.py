@@ -1,0 +1,228 @@
+"""Outgoing messages of one destination, on their way from the outbox to their broker (X2 to X6)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from idemconsumer.errors import BrokerUnavailable, ConfigurationError, StoreUnavailable
+from idemconsumer.logs import log
+from idemconsumer.message.headers import decode_headers
+from idemconsumer.message.replies import MESSAGE_ID
+from idemconsumer.observe.counts import Counts
+from idemconsumer.ports.broker import BEHIND, Outgoing, Relaying, Unsent
+from idemconsumer.ports.observer import Point
+from idemconsumer.redaction import error_text
+from idemconsumer.rules.outbox import holdable, next_look, next_try, together
+from idemconsumer.sql.connecting import OwnCursor
+from idemconsumer.sql.queries import Queries
+from idemconsumer.worker.relay_connections import Connection, Connections
+
+MOST: Final = 2_000  # messages in one transaction
+BYTES: Final = 8 * 1024 * 1024  # of these, about
+_LINGER: Final = 5.0  # seconds without anything to send, after which it ends
+_ELSEWHERE: Final = 1.0  # seconds until it is looked again whether another relay has left something
+_SENDING: Final = 30.0  # seconds; what was not begun by then is read again
+_IDLE: Final = "120s"  # in a transaction: longer than any broker is waited for, and then others may relay
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An outgoing message as it is stored. `order`: those with the same one stay in order."""
+
+    id: int
+    message_id: str
+    key: str | None
+    order: str | None
+    tries: int
+    headers: bytes
+    body: bytes
+
+
+def outgoing(row: Row, destination: str) -> Outgoing:
+    """As its broker gets it, the same each time (X3). Its message id is the key that it was published with, else the
+    row's; in Kafka, where the key is the record's, a header has the row's id. One that is among its headers was another
+    message's, whose headers were passed on."""
+    headers = decode_headers(row.headers)
+    if destination.startswith("kafka:"):
+        return Outgoing(row.body, headers | {MESSAGE_ID: row.message_id}, row.key)
+    return Outgoing(row.body, headers, row.message_id if row.key is None else row.key)
+
+
+class Lane:
+    """Relays to one destination while something is there."""
+
+    def __init__(
+        self,
+        destination: str,
+        broker: Relaying,
+        connections: Connections,
+        queries: Queries,
+        counts: Counts,
+        at: Callable[[Point, str, Sequence[bytes]], None],
+    ) -> None:
+        self._destination = destination
+        self._name = destination.partition(":")[2]
+        self._broker = broker
+        self._connections = connections
+        self._queries = queries
+        self._counts = counts
+        self._at = at
+        self._woken = asyncio.Event()
+        self._leaving = asyncio.Event()
+        self._failures = 0
+        self._said = False
+
+    def wake(self) -> None:
+        """Something may be there."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """`run` returns once nothing is left, or nothing can be sent."""
+        self._leaving.set()
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Until nothing has come for a while, or it is stopped or cancelled. An outage only delays it (X6)."""
+        while True:
+            try:
+                await self._drain()
+                await self._connections.close_idle()
+                return
+            except StoreUnavailable:
+                pass  # said by the lanes of handlers
+            except Exception as error:  # noqa: BLE001 - nobody would notice what is relayed no more
+                self._say(error)
+            self._failures += 1
+            if await _within(next_look(self._failures, random.random()), self._leaving):
+                return
+
+    async def _drain(self) -> None:
+        while True:
+            self._woken.clear()
+            async with self._connections.one() as connection:
+                sent = await self._round(connection)
+            if sent:
+                continue
+            if self._leaving.is_set():
+                return
+            if sent is None:  # who relays hears of what comes, too
+                await _within(_ELSEWHERE, self._leaving)
+            if not await _within(_LINGER, self._woken):
+                return
+
+    async def _round(self, connection: Connection) -> int | None:
+        """How many have left the outbox, or wait for their next try; None: another relay is at it."""
+        given = {"destination": self._destination, "limit": MOST, "bytes": BYTES, "idle": _IDLE}
+        async with connection.transaction():
+            await self._rows(connection, "fall_due_outgoing", given)
+        async with connection.transaction():
+            ((ours, _),) = await self._rows(connection, "lock_outgoing", given)
+            if not ours:
+                return None
+            rows = [Row(*row) for row in await self._rows(connection, "read_outgoing", given)]
+            if not rows:
+                return 0
+            self._at(Point.RELAYING, self._destination, ())
+            answers = await self._send(rows)
+            self._at(Point.RELAYED, self._destination, ())
+            gone = await self._settle(connection, rows, answers)
+        self._counts.relayed[self._destination] += gone
+        for each in answers.values():
+            if each is not None and _of_an_outage(each):
+                raise BrokerUnavailable(each.text)
+        self._worked()
+        return len(rows)
+
+    async def _send(self, rows: Sequence[Row]) -> dict[int, Unsent | None]:
+        """What is known of each, by its id."""
+        answers: dict[int, Unsent | None] = {row.id: BEHIND for row in rows}
+        clock = asyncio.get_running_loop().time
+        until = clock() + _SENDING
+        for indexes in together([row.order for row in rows], [row.tries for row in rows]):
+            part = [rows[index] for index in indexes]
+            found = await self._relayed(part)
+            answers |= {row.id: answer for row, answer in zip(part, found, strict=True)}
+            if any(map(_of_an_outage, found)) or clock() > until:
+                break
+        return answers
+
+    async def _relayed(self, rows: Sequence[Row]) -> list[Unsent | None]:
+        try:
+            return await self._broker.relay(self._name, [outgoing(row, self._destination) for row in rows])
+        except (BrokerUnavailable, ConfigurationError) as error:
+            return [Unsent(error_text(error))] * len(rows)
+        except Exception as error:  # noqa: BLE001 - no outage, so the fault of one of them
+            if len(rows) == 1:
+                return [Unsent(f"{type(error).__name__}: {error_text(error)}", final=True)]
+        return await self._one_by_one(rows)
+
+    async def _one_by_one(self, rows: Sequence[Row]) -> list[Unsent | None]:
+        """One of them is at fault, whichever it is. No longer than the transaction may stay open (X4)."""
+        found: list[Unsent | None] = [BEHIND] * len(rows)
+        clock = asyncio.get_running_loop().time
+        until, stopped = clock() + _SENDING, set[str | None]()
+        for index, row in enumerate(rows):
+            if row.order in stopped:
+                continue
+            (found[index],) = await self._relayed([row])
+            if found[index] is not None and row.order is not None:
+                stopped.add(row.order)
+            if _of_an_outage(found[index]) or clock() > until:
+                break
+        return found
+
+    async def _settle(self, connection: Connection, rows: Sequence[Row], answers: dict[int, Unsent | None]) -> int:
+        """X2: nothing is deleted that is not confirmed."""
+        confirmed = [row.id for row in rows if answers[row.id] is None]
+        if confirmed:
+            await self._rows(connection, "forget_outgoing", {"ids": confirmed})
+        refused = [(row, answer) for row in rows if (answer := answers[row.id]) is not None and answer.final]
+        if refused:
+            afters = [next_try(row.tries + 1) if holdable(self._destination, row.order) else None for row, _ in refused]
+            texts = [answer.text for _, answer in refused]
+            held = {"ids": [row.id for row, _ in refused], "errors": texts, "afters": afters}
+            await self._rows(connection, "hold_outgoing", held)
+            for (row, answer), after in zip(refused, afters, strict=True):
+                self._refused(row, answer, after)
+        return len(confirmed)
+
+    def _refused(self, row: Row, answer: Unsent, after: float | None) -> None:
+        if after is not None:
+            log.warning("outgoing message refused, will retry", destination=self._destination, message=row.id,
+                        error=answer.text, tries=row.tries + 1, seconds=after)  # fmt: skip
+            return
+        self._counts.parked[self._destination] += 1
+        log.error("outgoing message parked, what follows it under its key goes on", destination=self._destination,
+                  message=row.id, key=row.key, error=answer.text, tries=row.tries + 1)  # fmt: skip
+
+    async def _rows(self, connection: Connection, query: str, given: dict[str, Any]) -> list[tuple[Any, ...]]:
+        cursor = await OwnCursor(connection).execute(self._queries[query], given, binary=True)
+        return await cursor.fetchall() if cursor.description else []
+
+    def _say(self, error: Exception) -> None:
+        if not self._said:
+            log.error("outgoing messages cannot be relayed, will retry", destination=self._destination,
+                      error=error_text(error))  # fmt: skip
+        self._said = True
+
+    def _worked(self) -> None:
+        if self._said:
+            log.info("outgoing messages are relayed again", destination=self._destination)
+        self._failures, self._said = 0, False
+
+
+def _of_an_outage(answer: Unsent | None) -> bool:
+    return answer is not None and answer is not BEHIND and not answer.final
+
+
+async def _within(seconds: float, event: asyncio.Event) -> bool:
+    """Whether it was set by then."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()

@@ -1,0 +1,125 @@
+"""The outbox of a schema, relayed by each worker that can reach the brokers (X1 to X8). The row is the truth."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Final
+
+from idemconsumer.brokers.connecting import destination as parse_destination
+from idemconsumer.errors import ConfigurationError, IdemConsumerError
+from idemconsumer.logs import log
+from idemconsumer.observe.counts import Counts
+from idemconsumer.ports.broker import Broker, Relaying
+from idemconsumer.ports.observer import Point
+from idemconsumer.redaction import error_text
+from idemconsumer.settings import Settings
+from idemconsumer.sql.queries import load
+from idemconsumer.stores.pool import Pool
+from idemconsumer.worker.outgoing import Lane
+from idemconsumer.worker.relay_connections import Connections
+
+SCHEMES: Final = ("kafka", "rabbitmq", "sqs")
+_SOONEST: Final = 0.02  # seconds between two looks
+_DESTINATIONS: Final = 1_000  # of which something falls due, that one look finds
+
+
+def reachable(settings: Settings, used: Collection[str]) -> list[str]:
+    """Schemes that a worker relays to: those whose address it has, and SQS, which needs none, if it is `used`."""
+    if not settings.relay:
+        return []
+    return [each for each in SCHEMES if getattr(settings, each) is not None or (each == "sqs" and each in used)]
+
+
+class Relay:
+    """Of one worker. `broker` makes the client of a scheme, and `at` is told of each batch (ports.Observer)."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        dsn: str,
+        schema: str,
+        schemes: Sequence[str],
+        broker: Callable[[str], Broker],
+        counts: Counts,
+        at: Callable[[Point, str, Sequence[bytes]], None],
+    ) -> None:
+        self._pool = pool
+        self._connections = {scheme: Connections(dsn) for scheme in schemes}
+        self._queries = load(schema)
+        self._schemes = list(schemes)
+        self._broker = broker
+        self._counts = counts
+        self._at = at
+        self._lanes: dict[str, tuple[Lane, asyncio.Task[None]]] = {}
+        self._look = asyncio.Event()
+        self._unusable = set[str]()  # schemes, and destinations, of which it has been said
+        self._stopped = False
+
+    def wake(self, destination: str = "") -> None:
+        """Something can be sent there, or somewhere."""
+        if destination in self._lanes:
+            self._lanes[destination][0].wake()
+        elif destination and not self._stopped:
+            self._begin(destination)
+        else:
+            self._look.set()
+
+    def stop(self) -> None:
+        """`run` returns once nothing is left that can be sent."""
+        self._stopped = True
+        self._look.set()
+
+    async def run(self) -> None:
+        """Until it is stopped or cancelled."""
+        self._look.set()
+        try:
+            while True:
+                await self._look.wait()
+                self._look.clear()
+                last = self._stopped
+                with suppress(IdemConsumerError):  # said by the lanes of handlers
+                    for (destination,) in await self._pool.read("outbox_destinations", {"limit": _DESTINATIONS}):
+                        if destination in self._lanes:
+                            self._lanes[destination][0].wake()
+                        else:
+                            self._begin(destination)
+                if last:
+                    for lane, _ in self._lanes.values():
+                        lane.stop()
+                    await asyncio.gather(*(task for _, task in self._lanes.values()))
+                    return
+                await asyncio.sleep(_SOONEST)
+        finally:
+            tasks = [task for _, task in self._lanes.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for connections in self._connections.values():
+                await connections.close()
+
+    def _begin(self, destination: str) -> None:
+        scheme = destination.partition(":")[0]
+        if scheme not in self._schemes or scheme in self._unusable:
+            return  # others relay it; if nobody does, `doctor` says so (X7)
+        try:
+            parse_destination(destination)
+        except ConfigurationError as error:
+            self._say_unusable(destination, error)
+            return
+        try:
+            broker = self._broker(scheme)
+        except ConfigurationError as error:
+            self._say_unusable(scheme, error)
+            return
+        assert isinstance(broker, Relaying)
+        lane = Lane(destination, broker, self._connections[scheme], self._queries, self._counts, self._at)
+        task = asyncio.create_task(lane.run())
+        self._lanes[destination] = lane, task
+        task.add_done_callback(lambda _: self._lanes.pop(destination))
+
+    def _say_unusable(self, what: str, error: ConfigurationError) -> None:
+        if what not in self._unusable:
+            self._unusable.add(what)
+            log.error("outgoing messages cannot be relayed by this worker", destination=what, error=error_text(error))

@@ -1,0 +1,77 @@
+"""Connections that the relays of a scheme share: few, however many destinations it has (X6)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import psycopg
+
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.redaction import error_text
+from idemconsumer.sql.answering import AnsweringConnection
+from idemconsumer.sql.connecting import connect_async
+
+MOST: Final = 8
+_IDLE: Final = 5.0  # seconds for which one is kept that nobody uses
+# enable_seqscan: a plan that was made while the outbox was empty must not scan it when it is full (G5).
+_SETTINGS: Final = {"enable_seqscan": "off", "statement_timeout": "20s", "lock_timeout": "5s"}
+# Said by the lanes of handlers: out of resources, ended or cancelled by the server, broken, waited for a lock.
+_OUTAGES: Final = ("08", "25P03", "40", "53", "55P03", "57", "58")
+
+Connection = AnsweringConnection[Any]
+
+
+class Connections:
+    """At most `MOST`, made when they are needed. Who waits for one gets it in turn."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._places = asyncio.Semaphore(MOST)
+        self._idle: list[tuple[float, Connection]] = []  # since when, oldest first
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[Connection]:
+        """For the caller alone. It is closed after an error. Raises StoreUnavailable for an outage; what else the
+        database refuses is raised as it is, since nobody else may meet it."""
+        async with self._places:
+            connection = None
+            try:
+                connection = self._idle.pop()[1] if self._idle else await self._connect()
+                yield connection
+            except psycopg.Error as error:
+                await _close(connection)
+                if error.sqlstate is None or error.sqlstate.startswith(_OUTAGES):
+                    raise StoreUnavailable(error_text(error)) from error
+                raise
+            except BaseException:
+                await _close(connection)
+                raise
+            self._idle.append((asyncio.get_running_loop().time(), connection))
+        await self.close_idle()
+
+    async def close_idle(self) -> None:
+        """Close those that nobody has used for a while."""
+        until = asyncio.get_running_loop().time() - _IDLE
+        old = [connection for since, connection in self._idle if since <= until]
+        self._idle = [(since, connection) for since, connection in self._idle if since > until]
+        for connection in old:
+            await _close(connection)
+
+    async def close(self) -> None:
+        """Those that nobody uses; to be called once nobody does."""
+        while self._idle:
+            await _close(self._idle.pop()[1])
+
+    async def _connect(self) -> Connection:
+        try:
+            return await connect_async(self._dsn, _SETTINGS, purpose="outbox", connect_timeout=5)
+        except (psycopg.Error, OSError) as error:
+            raise StoreUnavailable(error_text(error)) from error
+
+
+async def _close(connection: Connection | None) -> None:
+    if connection is not None:
+        await connection.close()

@@ -1,0 +1,92 @@
+"""What a worker tells its launcher: how its parts stand, as far as they are there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.observe.counts import Counts
+from idemconsumer.observe.reports import PoolState, Report, encoded
+from idemconsumer.ports.broker import BytesInHand, Lag
+from idemconsumer.process.child import WORKER
+from idemconsumer.process.telling import EVERY, TELLING
+from idemconsumer.rules.health import Phase
+from idemconsumer.stores.pool import Pool
+from idemconsumer.worker.feed import Feed
+from idemconsumer.worker.lags import Lags
+from idemconsumer.worker.lanes import Lanes
+from idemconsumer.worker.retention import Retention
+
+_HICCUP: Final = 5.0  # seconds that any event loop may stand still
+
+
+class Reporting:
+    """Of one worker. `counts` is what its parts count in, and `pools` has those that are open.
+
+    `draining` is set when it stops.
+    """
+
+    def __init__(self, handlers: Sequence[BoundHandler], draining: asyncio.Event) -> None:
+        self.counts = Counts()
+        self.pools: dict[str, Pool] = {}
+        self._app = handlers[0].app
+        # A handler may keep the loop for as long as it may take, and no longer: beyond that no time limit works.
+        self._patience = EVERY + max([_HICCUP, *(handler.options.timeout for handler in handlers)])
+        self._draining = draining
+        self._leaving = False
+        self._at_work: tuple[Sequence[Feed], Lanes, BytesInHand, Retention, Lags] | None = None
+
+    @asynccontextmanager
+    async def going_on(self) -> AsyncIterator[None]:
+        """Meanwhile a report goes out each second, and one at the end."""
+        telling = asyncio.create_task(TELLING.run(lambda: encoded(self.report())))
+        try:
+            yield
+        finally:
+            self._leaving = True
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+
+    def begin(
+        self, feeds: Sequence[Feed], lanes: Lanes, memory: BytesInHand, retention: Retention
+    ) -> list[Coroutine[Any, Any, None]]:
+        """The worker has all its parts. Returns what is to run beside them: nothing if nobody listens."""
+        lags = Lags(feeds, whole=os.environ.get(WORKER, "0") == "0")
+        self._at_work = feeds, lanes, memory, retention, lags
+        return [lags.run()] if TELLING.heard else []
+
+    @property
+    def lag(self) -> Mapping[str, Lag]:
+        """By source, where somebody listens."""
+        return {} if self._at_work is None else self._at_work[-1].known
+
+    def report(self) -> Report:
+        report = Report(
+            app=self._app,
+            phase=self._phase,
+            patience=self._patience,
+            counts=self.counts,
+            pools={name: PoolState(*pool.usage) for name, pool in self.pools.items()},
+        )
+        if self._at_work is not None:
+            feeds, lanes, memory, retention, lags = self._at_work
+            report.stalled = {feed.name: seconds for feed in feeds if (seconds := feed.stalled) is not None}
+            report.lacking = [feed.name for feed in feeds if not feed.consuming]
+            report.lacking += ["the database"] if lanes.in_hand.outage.lasts else []
+            report.handlers = lanes.states
+            report.lag = lags.known
+            report.in_hand, report.bytes_in_hand = lanes.in_hand.in_flight, memory.held
+            self.counts.pruned = retention.pruned
+        return report
+
+    @property
+    def _phase(self) -> Phase:
+        if self._leaving:
+            return Phase.LEAVING
+        if self._draining.is_set():
+            return Phase.DRAINING
+        return Phase.STARTING if self._at_work is None else Phase.CONSUMING

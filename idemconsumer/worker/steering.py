@@ -1,0 +1,171 @@
+"""A worker is on record (O13), and does what people have decided about it and its handlers (O14, O15).
+
+One statement every twelve seconds, on a connection that the Postgres queue has open anyway; a notice only brings the
+next one forward. While the database does not answer, what was known last holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+import msgspec
+
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.logs import log
+from idemconsumer.ports.broker import Lag
+from idemconsumer.redaction import error_text
+from idemconsumer.worker.lanes import Lanes
+
+EVERY: Final = 12.0  # seconds between two looks
+_SOONEST: Final = 0.25  # the same, however many notices come
+_AGAIN: Final = 2.0  # after one that failed
+_FAREWELL: Final = 1.0
+
+Ask = Callable[[str, dict[str, Any]], Awaitable[list[tuple[Any, ...]]]]  # runs a statement by its name
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """Who has paused a handler, when and why."""
+
+    app: str
+    handler: str
+    at: str
+    by: str
+    reason: str | None = None
+
+
+_PAUSES: Final = msgspec.json.Decoder(list[Pause])
+
+
+class Steering:
+    """Of one worker. `begin` before anything is fetched, `run` beside the lanes, `end` after them."""
+
+    def __init__(
+        self,
+        handlers: Sequence[BoundHandler],
+        place: int,
+        drain: Callable[[], None],
+        lag: Callable[[], Mapping[str, Lag]] = dict,
+        relays: Sequence[str] = (),
+    ) -> None:
+        """`place`: which of its launcher's workers it is. `drain` is called once somebody wants it to leave. `lag`: how
+        far behind its sources it is, as far as that is known. `relays`: schemes to which it relays the outbox."""
+        self._relays = list(relays)
+        self._handlers = handlers
+        self._drain = drain
+        self._lag = lag
+        self._told = asyncio.Event()
+        self._state = "running"
+        self._id: int | None = None
+        self._lanes: Lanes | None = None
+        self._pauses: Mapping[str, Pause] = {}
+        apps = sorted({name.app for handler in handlers for name in handler.names})
+        self._given = {
+            "app": handlers[0].app,
+            "apps": apps,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "place": place,
+        }
+
+    def told(self) -> None:
+        """Somebody has decided something: look soon."""
+        self._told.set()
+
+    def leaving(self) -> None:
+        """A drain has begun."""
+        self._state = "draining"
+        self._told.set()
+
+    async def begin(self, ask: Ask) -> bool:
+        """Put this worker on record, and learn what is paused. Returns True; raises StoreUnavailable while that cannot
+        be known, and then nothing may begin."""
+        self._obey(await ask("register_process", self._said()))
+        return True
+
+    def steer(self, lanes: Lanes) -> None:
+        """These, from now on."""
+        self._lanes = lanes
+        lanes.pause(self._pauses.keys())
+
+    async def run(self, ask: Ask) -> None:
+        """Until it is cancelled."""
+        pause, failing = _AGAIN, True  # a notice may have come before anybody listened; no session may be open yet
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._told.wait()
+            self._told.clear()  # before the statement: what is decided from now on may not be seen by it
+            try:
+                self._obey(await ask("refresh_process", self._said()))
+            except Exception as error:  # noqa: BLE001 - nobody would notice a worker that obeys no longer
+                if not failing:
+                    log.info("what is paused cannot be read, what was known holds", error=error_text(error))
+                failing, pause = True, _AGAIN
+            else:
+                failing, pause = False, EVERY
+            await asyncio.sleep(_SOONEST)
+
+    async def end(self, ask: Ask) -> None:
+        """Take it off the record, if the database answers soon. Else it is seen as lost, and pruned."""
+        if self._id is not None:
+            with suppress(StoreUnavailable, TimeoutError):
+                async with asyncio.timeout(_FAREWELL):
+                    await ask("forget_process", {"id": self._id})
+
+    def _said(self) -> dict[str, Any]:
+        more = {"id": self._id, "version": _version(), "state": self._state}
+        return self._given | more | {"handlers": msgspec.json.encode(self._doings()).decode()}
+
+    def _doings(self) -> dict[str, Any]:
+        lanes, lag = self._lanes, self._lag()
+        return {
+            handler.name: {
+                "sources": [each.source for each in handler.subscriptions],
+                "names": handler.names,
+                "queues": [*handler.own_sources, *handler.retry_sources],
+                "lag": {each.source: lag[each.source] for each in handler.subscriptions if each.source in lag},
+                "paused": handler.name in self._pauses,
+                "lanes": 0 if lanes is None else len(lanes.of(handler.name).lanes),
+                "relays": self._relays,
+                "running": 0 if lanes is None else lanes.of(handler.name).running,
+                "outcomes": {} if lanes is None else lanes.in_hand.counts.of(handler.name).outcomes,
+            }
+            for handler in self._handlers
+        }
+
+    def _obey(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        ((self._id, leave, pauses),) = rows
+        decided = {(each.app, each.handler): each for each in _PAUSES.decode(pauses)}
+        before = self._pauses
+        self._pauses = {  # under any of its names (L68)
+            handler.name: decided[name] for handler in self._handlers for name in handler.names if name in decided
+        }
+        for name in self._pauses.keys() - before.keys():
+            each = self._pauses[name]
+            log.warning("handler paused", handler=name, by=each.by, since=each.at, reason=each.reason)
+        for name in before.keys() - self._pauses.keys():
+            log.info("handler resumed", handler=name)
+        if self._lanes is not None:
+            self._lanes.pause(self._pauses.keys())
+        if before != self._pauses:
+            self._told.set()  # so that others soon see that it is obeyed
+        if leave and self._state == "running":
+            self._state = "draining"
+            self._drain()
+
+
+@cache
+def _version() -> str:
+    try:
+        return version("idemconsumer")
+    except PackageNotFoundError:
+        return "unknown"

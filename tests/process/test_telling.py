@@ -1,0 +1,93 @@
+"""Reports: who writes them waits for nobody, and the totals of who reads them never go back (O11)."""
+
+from __future__ import annotations
+
+import os
+
+from idemconsumer.observe.counts import Counts
+from idemconsumer.observe.crew import Crew
+from idemconsumer.observe.reports import Report, encoded
+from idemconsumer.ports.broker import Lag
+from idemconsumer.process.telling import MOST, Telling, pipe
+from idemconsumer.rules.health import Phase
+from idemconsumer.rules.values import Outcome, OutcomeKind
+from tests.support.waiting import until
+
+
+def line(applied: int, **more: object) -> bytes:
+    counts = Counts()
+    counts.of("take").ended([Outcome(OutcomeKind.APPLIED)] * applied)
+    counts.of("take").handled(applied, 0.5)
+    return encoded(Report(app="shop", phase=Phase.CONSUMING, patience=5.0, counts=counts, **more))  # type: ignore[arg-type]
+
+
+def applied(crew: Crew) -> int:
+    return crew.counts.outcomes.get("applied", 0)
+
+
+async def test_a_full_pipe_blocks_nobody_and_tears_no_line() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    telling = Telling()
+    telling.address(writing)
+    try:
+        for number in range(40):  # far beyond what a pipe holds
+            telling.say(b"%d" % number * 5_000 + b"\n")
+        received = os.read(reading, 1_000_000)
+        telling.say(b"later\n")
+        telling.say(b"x" * MOST + b"\n")  # longer than a line may be
+        received += os.read(reading, 1_000_000)
+    finally:
+        os.close(reading)
+    whole = [b"%d" % number * 5_000 for number in range(40)]
+    *lines, last, end = received.split(b"\n")
+    assert 3 < len(lines) < 40
+    assert lines == whole[: len(lines)]
+    assert (last, end) == (b"later", b"")
+    telling.say(b"to nobody\n")
+    assert not telling.heard
+    os.close(writing)
+
+
+async def test_the_launcher_hears_the_last_whole_line_also_of_a_worker_that_has_died() -> None:
+    heard: list[bytes] = []
+    ear, writing = pipe(heard.append)
+    os.write(writing, b"one\ntwo\nthr")
+    await until(lambda: heard == [b"two"])
+    os.write(writing, b"ee\nfo")
+    os.close(writing)
+    ear.close()
+    assert heard == [b"two", b"three"]
+
+
+def test_totals_never_go_back_though_workers_die() -> None:
+    crew = Crew(2)
+    for worker, number in ((0, 3), (1, 4)):
+        crew.begun(worker)
+        crew.told(worker, line(number))
+    assert applied(crew) == 7
+
+    crew.ended(0)
+    assert applied(crew) == 7, "what a dead worker has told is kept"
+    crew.begun(0)
+    crew.told(0, line(1))
+    crew.told(0, line(2))
+    assert applied(crew) == 9, "and what the next one tells comes on top, once"
+
+    crew.told(1, b'{"of another version":1}')
+    crew.told(1, b"{torn")
+    assert applied(crew) == 9
+    crew.ended(1)
+    sizes = crew.counts.of("take").sizes
+    assert (sum(sizes.counts), sizes.sum) == (3, 9.0)
+    assert crew.phases == {"starting": 0, "consuming": 1, "draining": 0, "leaving": 0, "vacant": 1}
+
+
+def test_parts_of_a_source_add_up_and_what_all_see_counts_once() -> None:
+    crew = Crew(2)
+    for worker, behind in ((0, 3), (1, 4)):
+        crew.begun(worker)
+        lag = {"kafka:a": Lag(behind, 1.0 * behind, part=True), "sqs:b": Lag(behind, None)}
+        crew.told(worker, line(0, lag=lag))
+    assert crew.lag == {"kafka:a": Lag(7, 4.0, part=True), "sqs:b": Lag(4, None)}

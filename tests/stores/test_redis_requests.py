@@ -1,0 +1,547 @@
+"""RedisRequests passes the suite that ships with the library, and what Redis alone must be asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack, suppress
+from typing import Any
+
+import pytest
+
+from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.ports.requests import Held, Running
+from idemconsumer.rules.values import Record, State
+from idemconsumer.stores.redis.checks import examine
+from idemconsumer.stores.redis.requests import RedisRequests
+from idemconsumer.stores.redis.scripts import NotReplicated, name_of
+from idemconsumer.testing import RequestHarness, RequestProcess, RequestStoreContract
+from tests.support.servers.proxy import Proxy
+from tests.support.servers.redis import RedisCluster, RedisSentinels, RedisServer
+from tests.support.waiting import eventually, until
+
+pytest.register_assert_rewrite("idemconsumer.testing.request_contract")
+
+from idemconsumer.testing.request_contract import (  # noqa: E402
+    CREATED,
+    OTHER,
+    PATIENCE,
+    A,
+    hold,
+    never,
+    replace_claim,
+    until_completed,
+    until_held,
+)
+
+B = replace_claim(A, key=b"b" * 32)
+HELD = b"$4\r\nheld"  # how an answer begins
+DONE = b":1\r\n"
+
+Open = Callable[..., RedisRequests]
+
+
+@pytest.fixture
+def server(redis_server: RedisServer) -> RedisServer:
+    redis_server.ask("FLUSHALL")
+    return redis_server
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Open]:
+    """Stores whose leases do not end in a test by themselves, unless it says so."""
+    async with AsyncExitStack() as stack:
+
+        def open_(address: str, *, lease: float = 3600.0, **more: Any) -> RedisRequests:
+            store = RedisRequests(address, lease=lease, **more)
+            stack.push_async_callback(store.close)
+            return store
+
+        yield open_
+
+
+@pytest.fixture
+def private() -> Iterator[Callable[..., RedisServer]]:
+    """Servers that a test may kill and configure."""
+    with ExitStack() as stack:
+
+        def make(**settings: str) -> RedisServer:
+            made = RedisServer({name.replace("_", "-"): value for name, value in settings.items()})
+            stack.callback(made.close)
+            made.start()
+            return made
+
+        yield make
+
+
+@pytest.fixture
+async def proxy(server: RedisServer) -> AsyncIterator[Proxy]:
+    async with Proxy(server.port) as proxy:
+        yield proxy
+
+
+def through(proxy: Proxy) -> str:
+    return f"redis://127.0.0.1:{proxy.port}/0"
+
+
+def process_of(store: RedisRequests) -> RequestProcess:
+    async def expire() -> None:
+        for key in store._keeper._mine:
+            await store._redises.client.execute_command("HSET", name_of(key), "u", 0)
+
+    return RequestProcess(store, expire)
+
+
+class RedisHarness:
+    def __init__(self, address: str, opened: Open) -> None:
+        self._address = address
+        self._opened = opened
+
+    async def process(self) -> RequestProcess:
+        return process_of(self._opened(self._address))
+
+
+class TestRedis(RequestStoreContract):
+    @pytest.fixture
+    def harness(self, server: RedisServer, opened: Open) -> RequestHarness:
+        return RedisHarness(server.address, opened)
+
+
+# ----------------------------------------------------------------------------------------------------- one value a key
+async def test_a_response_is_kept_so_long_as_its_claim_says_and_what_runs_longer(
+    server: RedisServer, opened: Open
+) -> None:
+    """H25."""
+    store = opened(server.address, lease=20.0)
+    held = await store.claim(replace_claim(A, expires=10.0), never)
+    assert isinstance(held, Held)
+    assert 10_000 < server.ask("PTTL", name_of(A.key)) <= 60_000
+    await store.complete(held, CREATED)
+    assert 0 < server.ask("PTTL", name_of(A.key)) <= 10_000
+    await store.complete(await hold(store, B), CREATED)
+    assert 10_000 < server.ask("PTTL", name_of(B.key)) <= 86_400_000
+    assert server.ask("DBSIZE") == 2
+
+
+async def test_what_was_closed_and_claims_again_renews_again(server: RedisServer, opened: Open) -> None:
+    """H26."""
+    store = opened(server.address, lease=3.0)
+    await store.release(await hold(store, A))
+    await store.close()
+    await hold(store, A)
+    first = server.ask("HGET", name_of(A.key), "u")
+    await until(lambda: server.ask("HGET", name_of(A.key), "u") != first, "it is renewed")
+
+
+async def test_what_runs_is_renewed_and_a_killed_process_is_over_with_its_lease(
+    server: RedisServer, opened: Open
+) -> None:
+    """H26."""
+    rival = opened(server.address)
+    with subprocess.Popen([sys.executable, "-c", _OWNER, server.address], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        try:
+            token = int(await asyncio.to_thread(owner.stdout.readline))
+            first = server.ask("HGET", name_of(A.key), "u")
+            await until(lambda: server.ask("HGET", name_of(A.key), "u") != first, "it is renewed")
+            assert isinstance(await rival.claim(A, never), Running)
+        finally:
+            os.kill(owner.pid, signal.SIGKILL)
+    held = await until_held(rival, A)
+    assert held.again
+    assert held.token > token
+
+
+_OWNER = """
+import asyncio, sys
+from idemconsumer.stores.redis.requests import RedisRequests
+from idemconsumer.testing.store_contract import A
+
+async def main(address):
+    store = RedisRequests(address, lease=1.0)
+    held = await store.claim(A, lambda: None)
+    print(held.token, flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+async def test_whoever_holds_is_told_that_another_has_it(server: RedisServer, opened: Open) -> None:
+    """H26."""
+    lost = asyncio.Event()
+    store, rival = opened(server.address, lease=1.0), opened(server.address)
+    held = await store.claim(A, lost.set)
+    assert isinstance(held, Held)
+    server.ask("HSET", name_of(A.key), "u", 0)
+    taken = await until_held(rival, A)
+    async with asyncio.timeout(PATIENCE):
+        await lost.wait()
+    assert not await store.complete(held, OTHER)
+    assert await rival.complete(taken, CREATED)
+
+
+async def test_whoever_cannot_renew_is_told_while_the_lease_still_holds(
+    private: Callable[..., RedisServer], opened: Open
+) -> None:
+    """H26."""
+    server = private()
+    lost = asyncio.Event()
+    store = opened(server.address, lease=1.0)
+    await store.claim(A, lost.set)
+    server.kill()
+    async with asyncio.timeout(PATIENCE):
+        await lost.wait()
+    assert store._keeper.record(A.key) is None
+
+
+async def test_a_time_far_ahead_is_that_of_a_clock_that_was_set_back(server: RedisServer, opened: Open) -> None:
+    """H25."""
+    store, rival = opened(server.address), opened(server.address)
+    await hold(store, A)
+    server.ask("HINCRBY", name_of(A.key), "u", 1_000)
+    assert isinstance(await rival.claim(A, never), Running), "a clock that is a little late frees nothing"
+    server.ask("HINCRBY", name_of(A.key), "u", 3_700_000)
+    assert (await hold(rival, A)).again
+
+
+# ---------------------------------------------------------------------------------------------------------- the thread
+async def until_renewed(store: RedisRequests) -> None:
+    """A claim of a key of its own, by the thread (H34)."""
+    claim = replace_claim(A, key=b"r" * 32)
+    held = await hold(store, claim)
+
+    async def over() -> bytes:
+        found: bytes = await store._redises.client.execute_command("HGET", name_of(claim.key), "u")
+        return found
+
+    first = await over()
+
+    async def renewed() -> bool:
+        return await over() != first
+
+    await until(renewed, "it is renewed")
+    assert await store.complete(held, CREATED)
+
+
+def claimed_elsewhere(address: str) -> Held | Running | Record:
+    """What another process would get, while this one's loop is blocked."""
+
+    async def claim() -> Held | Running | Record:
+        rival = RedisRequests(address, lease=3600.0)
+        try:
+            return await rival.claim(A, never)
+        finally:
+            await rival.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, claim()).result()
+
+
+def block_until_the_lease_is_over(server: RedisServer) -> None:
+    """The one that A was claimed with, by the clock of Redis: the loop stands still as long."""
+    over = int(server.ask("HGET", name_of(A.key), "u"))
+
+    def milliseconds() -> int:
+        seconds, micros = server.ask("TIME")
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    eventually(lambda: milliseconds() > over, "the lease is over")
+
+
+async def test_a_loop_that_is_blocked_for_longer_than_the_lease_keeps_its_keys(
+    server: RedisServer, opened: Open
+) -> None:
+    """H34."""
+    lost = asyncio.Event()
+    store = opened(server.address, lease=1.5)
+    held = await store.claim(A, lost.set)
+    assert isinstance(held, Held)
+    block_until_the_lease_is_over(server)
+    assert isinstance(claimed_elsewhere(server.address), Running)
+    assert await store.complete(held, CREATED)
+    assert not lost.is_set()
+
+
+async def test_a_loop_that_stands_still_for_too_long_keeps_nothing(server: RedisServer, opened: Open) -> None:
+    """H34."""
+    lost = asyncio.Event()
+    store = opened(server.address, lease=1.5, longest_still=0.1)
+    held = await store.claim(A, lost.set)
+    assert isinstance(held, Held)
+    block_until_the_lease_is_over(server)
+    assert isinstance(claimed_elsewhere(server.address), Held)
+    async with asyncio.timeout(PATIENCE):
+        await lost.wait()
+    assert not await store.complete(held, CREATED)
+
+
+async def test_a_claim_that_somebody_was_told_is_lost_is_not_renewed_after_all(
+    server: RedisServer, opened: Open
+) -> None:
+    """H34."""
+    lost = list[bool]()
+    store, rival = opened(server.address, lease=0.6), opened(server.address)
+    await store.claim(A, lambda: lost.append(True))
+    store._keeper._mine[A.key].good = -math.inf  # as after a renewal that hangs
+    store._keeper._look()
+    assert lost == [True]
+    assert (await until_held(rival, A)).again
+
+
+async def test_a_lease_that_is_over_is_not_renewed(server: RedisServer, opened: Open) -> None:
+    """H34: a renewal that Redis gets late, as after it was frozen, finds the lease over."""
+    lost = asyncio.Event()
+    store = opened(server.address, lease=0.6)
+    await store.claim(A, lost.set)
+    server.ask("HSET", name_of(A.key), "u", 0)
+    async with asyncio.timeout(PATIENCE):
+        await lost.wait()
+
+
+async def test_nothing_is_held_whose_lease_was_over_before_the_answer_came(server: RedisServer, opened: Open) -> None:
+    """H34: the loop was blocked meanwhile."""
+    with pytest.raises(StoreUnavailable, match="was over before it was known to be held"):
+        await opened(server.address, lease=0.000_001).claim(A, never)
+
+
+async def test_scripts_that_redis_has_forgotten_are_sent_again(server: RedisServer, opened: Open) -> None:
+    """H25."""
+    store = opened(server.address)
+    held = await hold(store, A)
+    server.ask("SCRIPT", "FLUSH")
+    assert await store.complete(held, CREATED)
+    server.ask("SCRIPT", "FLUSH")
+    assert await store.claim(A, never) == Record(State.COMPLETED, A.fingerprint, CREATED)
+
+
+async def test_a_value_that_is_none_of_ours_decides_nothing(server: RedisServer, opened: Open) -> None:
+    store = opened(server.address)
+    server.ask("SET", name_of(A.key), "x")
+    server.ask("HSET", name_of(B.key), "s", "3", "f", "", "c", "", "r", "x")
+    for claim in (A, B):
+        with pytest.raises(StoreUnavailable):
+            await store.claim(claim, never)
+
+
+# --------------------------------------------------------------------------------------------------------- lost answers
+async def test_a_claim_whose_answer_was_lost_is_held_once(server: RedisServer, opened: Open, proxy: Proxy) -> None:
+    store = opened(through(proxy))
+    await store.peek(A.key)
+    trap = proxy.cut_at(A.key.hex().encode(), mode="after", answer=HELD)
+    held = await hold(store, A)
+    assert trap.sprung.is_set()
+    assert not held.again
+    assert await store.complete(held, CREATED)
+
+
+async def test_a_claim_that_nobody_hears_of_is_taken_back(server: RedisServer, opened: Open, proxy: Proxy) -> None:
+    store, rival = opened(through(proxy)), opened(server.address)
+    await store.peek(A.key)
+    trap = proxy.cut_at(A.key.hex().encode(), mode="after", answer=HELD)
+    claiming = asyncio.create_task(store.claim(A, never))
+    await trap.sprung.wait()
+    proxy.cut()
+    with pytest.raises(StoreUnavailable):
+        await claiming
+    await proxy.restore()
+    assert not (await until_held(rival, A)).again
+
+
+async def test_a_completion_whose_answer_was_lost_is_stored_once(
+    server: RedisServer, opened: Open, proxy: Proxy
+) -> None:
+    store, rival = opened(through(proxy)), opened(server.address)
+    held = await hold(store, A)
+    trap = proxy.cut_at(A.key.hex().encode(), mode="after", answer=DONE)
+    with pytest.raises(StoreUnavailable):
+        await store.complete(held, CREATED)
+    assert trap.sprung.is_set()
+    await until_completed(rival, A)
+    assert await store.complete(held, CREATED)
+    assert not await store.complete(held, OTHER)
+
+
+async def test_what_could_not_be_completed_is_completed_when_redis_is_back(
+    server: RedisServer, opened: Open, proxy: Proxy
+) -> None:
+    store, rival = opened(through(proxy)), opened(server.address)
+    held, other = await hold(store, A), await hold(store, B)
+    proxy.cut()
+    with pytest.raises(StoreUnavailable):
+        await store.complete(held, CREATED)
+    await store.release(other)
+    assert isinstance(await store.claim(A, never), Running)
+    await proxy.restore()
+    await until_completed(rival, A)
+    assert not (await until_held(rival, B)).again
+
+
+async def test_a_claim_that_fails_does_not_take_the_place_of_an_end_that_is_due(
+    server: RedisServer, opened: Open, proxy: Proxy
+) -> None:
+    """H23."""
+    store, rival = opened(through(proxy)), opened(server.address)
+    held = await hold(store, A)
+    proxy.cut()
+    with pytest.raises(StoreUnavailable):
+        await store.complete(held, CREATED)
+    store._keeper.drop(held)  # as when it is lost, and its client asks again
+    with pytest.raises(StoreUnavailable):
+        await store.claim(A, never)
+    await proxy.restore()
+    await until_completed(rival, A)
+
+
+# -------------------------------------------------------------------------------------------------------------- outages
+async def test_without_redis_nothing_runs_unless_it_is_asked_for(opened: Open) -> None:
+    """H27."""
+    closed, open_ = opened("redis://127.0.0.1:1"), opened("redis://127.0.0.1:1", outage="open")
+    with pytest.raises(StoreUnavailable):
+        await closed.claim(A, never)
+    held = await open_.claim(A, never)
+    assert isinstance(held, Held)
+    assert held.unclaimed
+    assert not await open_.complete(held, CREATED)
+    await open_.release(held)
+    assert isinstance(await open_.claim(A, never), Held)
+    with pytest.raises(StoreUnavailable):
+        await open_.peek(A.key)
+
+
+async def test_what_redis_has_acknowledged_outlives_its_crash(
+    private: Callable[..., RedisServer], opened: Open
+) -> None:
+    server = private()
+    store = opened(server.address)
+    await store.complete(await hold(store, A), CREATED)
+    held = await hold(store, B)
+    server.kill()
+    with pytest.raises(StoreUnavailable):
+        await store.peek(A.key)
+    server.start()
+    assert await store.claim(A, never) == Record(State.COMPLETED, A.fingerprint, CREATED)
+    assert await store.complete(held, CREATED)
+
+
+# --------------------------------------------------------------------------------------------------- what Redis must be
+async def test_a_server_that_evicts_is_refused(private: Callable[..., RedisServer], opened: Open) -> None:
+    """H28."""
+    server = private(maxmemory="100mb", maxmemory_policy="allkeys-lru")
+    store = opened(server.address)
+    with pytest.raises(ConfigurationError, match="maxmemory-policy is allkeys-lru, so a claim could be evicted"):
+        await store.claim(A, never)
+    server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+    await hold(store, A)
+
+
+async def test_what_a_server_may_lose_is_said(private: Callable[..., RedisServer], server: RedisServer) -> None:
+    """H28."""
+    assert await examine(server.address) == []
+    (snapshots, eviction) = await examine(private(appendonly="no", maxmemory_policy="allkeys-lru").address)
+    assert "appendonly is off" in snapshots
+    assert "maxmemory-policy is not noeviction" in eviction
+    with pytest.raises(StoreUnavailable):
+        await examine("redis://127.0.0.1:1")
+
+
+# ------------------------------------------------------------------------------------------------------------- replicas
+async def test_what_too_few_replicas_have_does_not_count(private: Callable[..., RedisServer], opened: Open) -> None:
+    """H29."""
+    primary, replica = private(), private()
+    store, plain = opened(primary.address, replicas=1), opened(primary.address)
+    with pytest.raises(NotReplicated, match="0 replicas of 1 have confirmed"):
+        await store.claim(A, never)
+    assert not (await until_held(plain, A)).again, "it was taken back"
+    replica.follow(primary)
+    held = await until_held(store, B)
+    replica.kill()
+    with pytest.raises(NotReplicated):
+        await store.complete(held, CREATED)
+    replica.start()
+    replica.follow(primary)
+    async with asyncio.timeout(PATIENCE):
+        while not store._unfinished.idle:
+            await asyncio.sleep(0.02)
+    assert await store.complete(held, CREATED)
+
+
+async def until_there(store: RedisRequests) -> None:
+    """Sentinels name no primary while they doubt that it lives, which a busy machine gives them cause to."""
+
+    async def there() -> bool:
+        with suppress(StoreUnavailable):
+            await store.peek(A.key)
+            return True
+        return False
+
+    await until(there, "the Sentinels name the primary")
+
+
+async def test_a_failover_by_sentinel_loses_nothing_that_a_replica_has_confirmed(
+    private: Callable[..., RedisServer], opened: Open
+) -> None:
+    """H29."""
+    primary, replica = private(), private()
+    replica.follow(primary)
+    sentinels = RedisSentinels(primary)
+    try:
+        store = opened(sentinels.address, replicas=1)
+        await until_there(store)
+        await store.complete(await until_held(store, A), CREATED)
+        await hold(store, B)
+        primary.kill()
+        await until(lambda: sentinels.primary_port() == replica.port, "the replica is the primary")
+        rival = opened(sentinels.address)
+        await until_there(rival)
+        await until_completed(rival, A)
+        assert await rival.claim(B, never) == Running(Record(State.PROCESSING, B.fingerprint))
+    finally:
+        sentinels.close()
+
+
+async def test_the_keys_of_a_cluster_are_each_in_one_slot(opened: Open) -> None:
+    cluster = RedisCluster()
+    try:
+        cluster.start()
+        one, two = opened(cluster.address), opened(cluster.address)
+        for number in range(30):
+            claim = replace_claim(A, key=bytes([number]) * 32)
+            held = await hold(one, claim)
+            assert isinstance(await two.claim(claim, never), Running)
+            assert await one.complete(held, CREATED)
+            assert await two.claim(claim, never) == Record(State.COMPLETED, A.fingerprint, CREATED)
+        assert all(node.ask("DBSIZE") for node in cluster.nodes)
+        await until_renewed(opened(cluster.address, lease=1.5))
+        left = [replace_claim(A, key=bytes([number]) * 32) for number in range(40, 46)]
+        for claim in left:
+            await hold(one, claim)
+        await one.close()
+        assert {lost.key for lost in await two.lost()} == {claim.key.hex() for claim in left}
+        await two.close()
+    finally:
+        cluster.close()
+
+
+def test_a_cluster_cannot_wait_for_replicas() -> None:
+    with pytest.raises(ConfigurationError, match="leave redis_replicas at 0"):
+        RedisRequests("cluster://127.0.0.1:1", replicas=1)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://user:secret@host", "redis://user:se/cret@host", "redis://one,two", "sentinel://user:secret@one:1,two:1",
+        "redis://user:secret@host/0?socket_timeout=secret", "redis://user:secret@host/0?nonsense=secret",
+    ],
+)  # fmt: skip
+def test_an_address_that_is_none_is_refused_and_not_quoted(address: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"settings: `redis` (is not an address|has an option)") as refused:
+        RedisRequests(address)
+    assert "secret" not in str(refused.value)

@@ -1,0 +1,97 @@
+"""What `deploy/` and the docs name is what a launcher exports."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from idemconsumer.observe.counts import Counts
+from idemconsumer.observe.crew import Crew
+from idemconsumer.observe.database import Found, Number, Outgoing
+from idemconsumer.observe.exposition import exposition
+from idemconsumer.observe.reports import HandlerState, PoolState, Report, encoded
+from idemconsumer.ports.broker import Lag
+from idemconsumer.rules.health import Phase
+from idemconsumer.rules.values import Outcome, OutcomeKind
+from tests.support import ROOT
+
+NAME = re.compile(r"idemconsumer_[a-z_]+")
+
+
+def families() -> dict[str, str]:
+    """All that can be exported: each name with its type."""
+    counts, crew = Counts(), Crew(1)
+    take = counts.of("take")
+    take.deliveries["kafka:orders"] += 1
+    take.ended([Outcome(OutcomeKind.DEAD, reason="conflict")])
+    take.handled(1, 0.1)
+    counts.relayed["kafka:out"] += 1
+    counts.parked["kafka:out"] += 1
+    report = Report(
+        app="shop", phase=Phase.CONSUMING, patience=5.0, counts=counts,
+        handlers={"take": HandlerState(8, 1, 1, 2.0)}, pools={"handlers": PoolState(1, 2, 0)},
+        lag={"kafka:orders": Lag(1, 2.0, part=True)},
+    )  # fmt: skip
+    crew.begun(0)
+    crew.told(0, encoded(report))
+    one, take_dead = Number(1, 2.0), ("shop", "take", "dead")
+    found = Found(
+        {"postgres:~~shop/take": one, "postgres:mails": one}, {"postgres:~~shop/take": 1, "postgres:mails": 1},
+        {take_dead: one}, {("shop", "take"): one}, {take_dead: one}, {"live": 1, "lost": 0}, 1.0,
+        {"kafka:out": Outgoing(1, 2.0, 1, 1)},
+    )  # fmt: skip
+    text = exposition(crew, found).decode()
+    parsed = {each.name: each for each in text_string_to_metric_families(text)}
+    assert all(each.samples and each.documentation for each in parsed.values())
+    return {
+        name + ("_total" if each.type == "counter" and not name.endswith("_total") else ""): each.type
+        for name, each in parsed.items()
+    }
+
+
+def known(name: str) -> bool:
+    exported = families()
+    histogram = re.sub(r"_(bucket|count|sum)$", "", name)
+    return name in exported or exported.get(histogram) == "histogram"
+
+
+def test_each_metric_is_in_the_docs_and_no_other() -> None:
+    section = (ROOT / "docs" / "operations.md").read_text("utf-8").partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `idemconsumer_")]
+    assert sorted(NAME.findall(" ".join(rows))) == sorted(families())
+
+
+def test_the_names_follow_the_conventions() -> None:
+    for name, kind in families().items():
+        assert name.endswith("_total") == (kind == "counter"), name
+        assert not re.search(r"(milli|micro|minutes|hours|percent)", name), "base units"
+
+
+def test_the_alert_rules_name_what_is_exported() -> None:
+    loaded = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text("utf-8"))
+    rules: list[dict[str, Any]] = [rule for group in loaded["groups"] for rule in group["rules"]]
+    assert len(rules) > 10
+    for rule in rules:
+        named = NAME.findall(rule["expr"])
+        assert named, rule["alert"]
+        assert all(known(name) for name in named), rule["alert"]
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["description"]
+
+
+def test_so_does_the_dashboard() -> None:
+    board = json.loads((ROOT / "deploy" / "grafana" / "dashboard.json").read_text("utf-8"))
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked += [each["query"] for each in board["templating"]["list"] if each["type"] == "query"]
+    assert len(asked) > 20
+    for expression in asked:
+        named = NAME.findall(expression)
+        assert named, expression
+        assert all(known(name) for name in named), expression
+        assert expression.count("(") == expression.count(")")
+        assert expression.count("{") == expression.count("}")
