@@ -26,6 +26,7 @@ Exchange = Generator[Wait, Ready | int, RV]  # psycopg's steps of one exchange w
 
 PATIENCE: Final = 30.0  # seconds; no statement of ours may wait so long for a lock
 INTERVAL: Final = 0.1  # psycopg's own default
+_LEFT: Final = 1.0  # seconds for who waits on a socket that was shut down
 
 
 def cut(descriptor: int) -> None:
@@ -63,6 +64,17 @@ class AnsweringConnection(psycopg.AsyncConnection[Row]):
         if timeout is not None:
             return await super().wait(gen, interval, timeout)
         return await self.ended_within(self.patience, super().wait(gen, interval))
+
+    async def close(self) -> None:
+        """See `psycopg.AsyncConnection.close`. What another task has under way ends with an error."""
+        if self.lock.locked() and not self.closed:
+            # Else its descriptor is free while the other task waits on it: the next connection gets it, and both hang.
+            with suppress(psycopg.Error):
+                cut(self.pgconn.socket)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LEFT), self.lock:
+                    pass
+        await super().close()
 
     async def ended_within(self, seconds: float, exchange: Awaitable[RV]) -> RV:
         """The result of an exchange; at the deadline it is ended."""

@@ -268,6 +268,21 @@ async def test_a_cancelled_statement_of_a_silent_server_ends(
             await run
 
 
+async def test_a_statement_whose_connection_another_task_closes_ends(ledger: Ledger) -> None:
+    """And does not wait on the descriptor of the next connection, which would hang both."""
+    first = await AnsweringConnection.connect(ledger.dsn, autocommit=True)
+    descriptor = first.pgconn.socket
+    statement = asyncio.create_task(first.execute("select pg_sleep(60)"))
+    await until(first.lock.locked)
+    await asyncio.sleep(0)  # now it waits for the socket
+    await first.close()
+    async with await AnsweringConnection.connect(ledger.dsn, autocommit=True) as second, asyncio.timeout(PATIENCE):
+        assert second.pgconn.socket == descriptor
+        with pytest.raises(psycopg.OperationalError):
+            await statement
+        assert await (await second.execute("select 1")).fetchone() == (1,)
+
+
 async def test_a_cancellation_hurries_the_commit_that_it_waits_for(
     engine: Engine, proxy: Proxy, ledger: Ledger, store: PostgresStore
 ) -> None:
