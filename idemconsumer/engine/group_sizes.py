@@ -33,10 +33,10 @@ class GroupSizes:
         self._commit = self._commit.seen(seconds)
         return seconds - self._commit.least
 
-    def committed(self, handler: BoundHandler, messages: int, seconds: float, now: float) -> None:
-        """`seconds`: how long the handlers of its `messages` took together."""
+    def committed(self, handler: BoundHandler, messages: int, seconds: float, now: float, duplicates: int) -> None:
+        """`seconds`: how long the handlers of its `messages` took together, beside its `duplicates`."""
         self._counts.of(handler.name).handled(messages, seconds)
-        self._sizes[handler.name] = self.of(handler).clean_group(messages, seconds, now)
+        self._sizes[handler.name] = self.of(handler).clean_group(messages, seconds, now, duplicates)
 
     def repeated(self, handler: BoundHandler, duplicates: int) -> None:
         """So many were duplicates, and nothing among them was new. 0: something was."""

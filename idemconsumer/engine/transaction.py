@@ -119,7 +119,7 @@ class Transactions:
             for index in new:
                 group[index].logged = True
         self._at(Point.COMMITTED, name, keys)
-        self._sizes.committed(handler, len(new), seconds, now())
+        self._sizes.committed(handler, len(new), seconds, now(), len(group) - len(new))
         self._sizes.repeated(handler, 0 if new else len(group))
         if new:
             self._endings.failing.succeeded(handler)

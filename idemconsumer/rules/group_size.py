@@ -142,15 +142,17 @@ class GroupSize:
         return self.gate.shut(now) and self.to_claim > 1
 
     # --------------------------------------------------------------------------------------------------- what happened
-    def clean_group(self, messages: int, seconds: float, now: float) -> GroupSize:
-        """A group was committed; `seconds` is how long the handlers of its `messages` took together."""
+    def clean_group(self, messages: int, seconds: float, now: float, duplicates: int = 0) -> GroupSize:
+        """A group was committed; `seconds` is how long the handlers of its `messages` took together, and the group's
+        own work for each that was sent ahead. The more `duplicates` beside them, the more of it is the group's."""
         changed = self
         if messages:
             each, known = seconds / messages, self.seconds
             if known is not None:
                 # Down quickly: waiting for rows makes any handler look slow, and one that seems too slow for a group
                 # does not use the gate, which would end the waiting.
-                each = known + (each - known) / (_GROUPS_UP if each > known else _GROUPS_DOWN)
+                share = messages / (messages + duplicates)
+                each = known + share * (each - known) / (_GROUPS_UP if each > known else _GROUPS_DOWN)
             failing = self.failing and self.failing * (1 - 1 / _MESSAGES) ** messages
             changed = replace(self, seconds=each, failing=failing)
         return replace(changed._uncapped(now)._grown(), gate=self.gate.clean(now))

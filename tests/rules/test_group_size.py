@@ -35,6 +35,17 @@ def test_a_group_of_duplicates_alone_tells_no_time() -> None:
     assert adaptive().clean_group(0, 0.0, 0.0).size == 1
 
 
+def test_a_few_messages_among_many_duplicates_do_not_bear_the_time_of_the_whole_group() -> None:
+    """Of 128 messages one was new, and COMMIT took 5 ms longer than it may; then all of them are slow."""
+    size = clean(adaptive(), 1_000)
+    for _ in range(8):
+        assert size.size == 128
+        size = size.clean_group(1, 0.005, 0.0, 127)
+    for _ in range(8):
+        size = size.clean_group(1, 1.0, 0.0, size.size - 1)
+    assert size.size == 1
+
+
 def test_more_is_read_after_duplicates_in_a_row_and_no_more_claimed() -> None:
     size = adaptive()
     for _ in range(10):
