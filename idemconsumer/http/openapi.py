@@ -1,4 +1,4 @@
-"""What the front door adds to an OpenAPI document: the header, its own responses, and the policy (H10)."""
+"""What the front door adds to an OpenAPI document: its headers, its own responses, and the policy (H10)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from idemconsumer.http.policy import Policy
 from idemconsumer.rules.http import MAX_KEY
 
 _HEADER: Final = "Idempotency-Key"
+_REPLAYED: Final = {"description": "`true` on a repetition's response.", "schema": {"type": "string", "enum": ["true"]}}
 _OBJECT: Final = {
     "type": "object",
     "required": ["type", "title", "status", "detail"],
@@ -49,6 +50,9 @@ def _describe(operation: MutableMapping[str, Any], policy: Policy) -> None:
         }
     )
     responses = operation.setdefault("responses", {})
+    for status, response in responses.items():
+        if str(status)[0] in "23":
+            response.setdefault("headers", {})["Idempotent-Replayed"] = _REPLAYED
     for status in sorted({problem.status for problem in problems.ALL}):
         its = [problem for problem in problems.ALL if problem.status == status]
         response = responses.setdefault(str(status), {"description": its[0].title})

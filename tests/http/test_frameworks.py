@@ -212,6 +212,7 @@ def test_openapi_says_what_the_door_does_and_of_nothing_else() -> None:
     assert set(described["responses"]) >= {"200", "400", "401", "409", "410", "413", "422", "503"}
     assert set(described["responses"]["422"]["content"]) == {"application/json", "application/problem+json"}
     assert "Retry-After" in described["responses"]["409"]["headers"]
+    assert "Idempotent-Replayed" in described["responses"]["200"]["headers"]
     assert described["x-idempotency"]["mode"] == "joined"
     assert described["x-idempotency"]["expires"] == 3_600.0
     for path, method in (("/others", "post"), ("/orders", "get")):
