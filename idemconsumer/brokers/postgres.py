@@ -413,9 +413,10 @@ class PostgresSession:
     async def close(self) -> None:
         self._stopped = True
         # What a take under way still brings would otherwise stay invisible until its deadline.
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, SessionEnded):
             async with asyncio.timeout(2), self._taking:
-                pass
+                if self._held and self._lost is None:
+                    await self._do("let_go", self._in_hand())
         self._end("closed")
         self._closed(self)
         if self._visible is not None:
@@ -472,8 +473,10 @@ class PostgresSession:
             while True:
                 await asyncio.sleep(VISIBILITY / 3)
                 if self._held:
-                    handles = [(number, delivery_token) for number, (_, delivery_token) in self._held.items()]
-                    await self._do("extend", _handles(handles) | {"visibility": VISIBILITY})
+                    await self._do("extend", self._in_hand() | {"visibility": VISIBILITY})
+
+    def _in_hand(self) -> dict[str, Any]:
+        return _handles((number, delivery_token) for number, (_, delivery_token) in self._held.items())
 
 
 def _nobody() -> None:

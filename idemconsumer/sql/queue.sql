@@ -98,6 +98,11 @@ delete from {schema}.queue where id = any(%(ids)s) and token = any(%(delivery_to
 update {schema}.queue set visible_at = clock_timestamp(), deliveries = greatest(deliveries - 1, 0), token = null
 where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
 
+-- name: let_go
+-- Begun, perhaps, and not ended: visible again at once, and delivered once more (P8).
+update {schema}.queue set visible_at = clock_timestamp(), token = null
+where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
+
 -- name: waiting
 -- How many can run, those in hand included, and how many are not due yet.
 select (select count(*) from {schema}.queue where name = any(%(names)s))

@@ -297,6 +297,18 @@ async def test_what_was_never_started_comes_again_as_if_it_had_not_been_delivere
     assert (again.suspect, again.count) == (False, 1)
 
 
+async def test_what_was_begun_and_has_not_ended_comes_again_at_once_when_its_session_is_closed(
+    broker: PostgresBroker, opened: Opens, ledger: Ledger
+) -> None:
+    await publish(broker, b"1")
+    session = await opened()
+    await taken(session)
+    await session.close()
+    assert ledger.run("select deliveries, visible_at <= clock_timestamp() from idemconsumer.queue") == [(1, True)]
+    (again,) = await taken(await opened())
+    assert (again.suspect, again.count) == (True, 2)
+
+
 async def test_a_message_that_nothing_announced_is_found_within_seconds(ledger: Ledger, opened: Opens) -> None:
     session = await opened()
     assert not await session.fetch()
