@@ -35,7 +35,8 @@ from idemconsumer.stores.slow_commits import SlowCommits
 from idemconsumer.stores.sqlstates import NOT_DURABLE, may_be_changed, not_durable, translate
 from idemconsumer.user_code.cancellation import CancellationWatch
 
-_ACQUIRE_SECONDS: Final = 3.0  # an outage is noticed, and its end too, within this time
+_ACQUIRE_SECONDS: Final = 3.0  # an outage is noticed within this time
+_TRY_SECONDS: Final = 0.5  # and its end within this
 _CLOSE_SECONDS: Final = 2.0
 _SPARE_SECONDS: Final = 10.0  # R20: the server's own limits, five seconds beyond a handler's, come first
 _READY_SECONDS: Final = 5.0  # while one is made, all who wait wait for it
@@ -81,7 +82,6 @@ class Pool:
             self._rules.conninfo,
             min_size=0,
             max_size=connections,
-            timeout=_ACQUIRE_SECONDS,
             reconnect_timeout=0,  # the worker has its own backoff; the pool's would outlast the outage
             connection_class=Session,
             configure=self._configure,
@@ -110,7 +110,7 @@ class Pool:
         outside = CancellationWatch()
         async with self._sharing.place():
             try:
-                connection = await self._answering()
+                connection = await self._answering(outside)
             except (PoolTimeout, psycopg.OperationalError) as error:
                 if refused := self._refused:  # the pool itself only says that it had nothing in time
                     self._refused = None
@@ -171,12 +171,24 @@ class Pool:
         connection.made = time.monotonic()
         self.forget_scopes()  # it may lead to a standby or a backup, which lacks the last of them
 
-    async def _answering(self) -> Session:
+    async def _answering(self, outside: CancellationWatch) -> Session:
         """One that was made since another fell silent: those that rested meanwhile go the same way (R20)."""
-        while (connection := await self._pool.getconn()).made < self._silent_at:
+        while (connection := await self._given(outside)).made < self._silent_at:
             await connection.close()
             await self._pool.putconn(connection)
         return connection
+
+    async def _given(self, outside: CancellationWatch) -> Session:
+        """The pool tries to connect once for who asks, and says nothing when that fails: so ask again (R8)."""
+        deadline = time.monotonic() + _ACQUIRE_SECONDS
+        while True:
+            try:
+                return await self._pool.getconn(_TRY_SECONDS)
+            except PoolTimeout:
+                if outside.requested:  # asyncio.wait_for again
+                    raise asyncio.CancelledError from None
+                if self._refused or time.monotonic() >= deadline:
+                    raise PoolTimeout(f"none within {_ACQUIRE_SECONDS:g} s") from None
 
     async def waits_for_lock(self, connection: Session) -> bool:
         """Whether a statement on `connection` waits for a lock, as its server says to a connection of its own: the pool

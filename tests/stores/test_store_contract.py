@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import closing
+from typing import Any
 
 import psycopg
 import pytest
@@ -152,6 +153,25 @@ async def test_a_schema_that_is_not_there_is_named_with_what_to_do(database: str
 async def test_a_database_that_is_not_there_is_unavailable_and_not_misconfigured() -> None:
     with pytest.raises(StoreUnavailable, match="no connection to the database"):
         await PostgresStore.open("postgresql://127.0.0.1:1/x", SCHEMA, connections=1, longest_run=30.0)
+
+
+async def test_the_end_of_an_outage_is_noticed_while_it_is_waited_for(
+    store: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool says nothing of an attempt that failed, and makes no other one."""
+    tries, connect = 0, session.Session.connect
+
+    async def late(conninfo: str = "", **more: Any) -> session.Session:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise psycopg.OperationalError("the database system is in recovery mode")
+        return await connect(conninfo, **more)
+
+    monkeypatch.setattr(session.Session, "connect", late)
+    async with store.transaction(group=1):  # on the connection that is open already
+        assert await store.peek([A.key]) == [None]
+    assert tries == 3
 
 
 async def test_a_server_that_is_too_old_is_named(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
