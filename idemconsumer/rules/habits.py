@@ -7,15 +7,17 @@ from typing import Final
 _RUNS: Final = 3  # in which nobody looked, before nobody waits
 _AFTER_FAILURE: Final = 100  # a group has run for nothing; where that is usual, the statement is mostly waited for
 _MOST: Final = 1_000  # texts; a handler that makes up new ones for each message is not learnt from
+_CHARACTERS: Final = 1_000_000  # of all of them
 
 
 class Habits:
     """Of one handler, in one process: which of its statements are sent without waiting for the answer."""
 
-    __slots__ = ("_missing",)
+    __slots__ = ("_characters", "_missing")
 
     def __init__(self) -> None:
         self._missing: dict[str, int | None] = {}  # runs until it is sent ahead; None: somebody has looked
+        self._characters = 0
 
     def sends(self, query: str) -> bool:
         """Whether the answers to its last runs were of no interest to anybody."""
@@ -37,4 +39,10 @@ class Habits:
             self._missing[query] = None
 
     def _knows(self, query: str) -> bool:
-        return query in self._missing or len(self._missing) < _MOST
+        if query in self._missing:
+            return True
+        if len(self._missing) >= _MOST or self._characters + len(query) > _CHARACTERS:
+            return False
+        self._characters += len(query)
+        self._missing[query] = _RUNS
+        return True

@@ -5,6 +5,9 @@ much work as the exchange with the server, and a third of a worker's cost per me
 prepared, and that returns no rows, is sent by its name, with parameters converted as in its first run; and any one may
 be sent ahead (J26). The name is looked up in psycopg each time, since psycopg drops all names after a rollback (J12).
 For that, this file alone reads psycopg's private attributes.
+
+What is kept is how to convert, and no message's parameters. It is good for UTF-8 only: psycopg's converters remember
+the encoding that they were made for, and a handler may set another one for its transaction.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from idemconsumer.stores.ahead import Ahead, Sent
 Params: TypeAlias = Sequence[Any] | Mapping[str, Any]
 
 _MOST: Final = 100  # statements remembered per connection
+_LONGEST: Final = 16_384  # characters of one that is remembered
 
 
 class PreparedStatements:
@@ -35,6 +39,10 @@ class PreparedStatements:
         self._connection = connection
         self._converted: dict[str, Any] = {}  # the most recently used comes last
         self._ahead: dict[tuple[str, bool], PostgresQuery] = {}
+
+    def _keeps(self, query: str) -> bool:
+        """Whether its conversion is kept, and one that is may be used."""
+        return len(query) <= _LONGEST and self._connection.pgconn.parameter_status(b"client_encoding") == b"UTF8"
 
     def dropped(self) -> None:
         """DEALLOCATE ALL was sent."""
@@ -55,27 +63,31 @@ class PreparedStatements:
             return None
         connection = self._connection
         async with connection.lock:
-            converted = self._converted.pop(query, None)
+            converted = self._converted.pop(query, None) if self._keeps(query) else None
             if converted is None or connection.pgconn.pipeline_status != PipelineStatus.OFF:
                 return None
             self._converted[query] = converted
-            converted.dump(params)
-            ready, name = connection._prepared.get(converted)
-            if ready is not Prepare.YES:
-                return None
-            connection._prepared.maybe_add_to_cache(converted, ready, name)  # keeps it from being evicted next
-            result = await connection.wait(self._sent(name, converted))
+            try:
+                converted.dump(params)
+                ready, name = connection._prepared.get(converted)
+                if ready is not Prepare.YES:
+                    return None
+                connection._prepared.maybe_add_to_cache(converted, ready, name)  # keeps it from being evicted next
+                result = await connection.wait(self._sent(name, converted))
+            finally:
+                converted.params = None
         return -1 if result.command_tuples is None else result.command_tuples
 
     def send(self, ahead: Ahead, sent: Sent, query: str, params: Params | None) -> None:
         """Send it ahead. Nobody else may be at work on the connection. Raises what psycopg does for wrong `params`."""
-        known = query, params is None
-        if (converted := self._ahead.get(known)) is None:
-            if len(self._ahead) >= _MOST:
-                del self._ahead[next(iter(self._ahead))]
+        known, keeps = (query, params is None), self._keeps(query)
+        if (converted := self._ahead.get(known) if keeps else None) is None:
             converted = PostgresQuery(Transformer(self._connection))
             converted.convert(query, params)
-            self._ahead[known] = converted
+            if keeps:
+                if len(self._ahead) >= _MOST:
+                    del self._ahead[next(iter(self._ahead))]
+                self._ahead[known] = converted
         else:
             converted.dump(params)
         names = self._connection._prepared
@@ -85,6 +97,7 @@ class PreparedStatements:
         if names.maybe_add_to_cache(converted, ready, name) is not None:
             names._rotate()
         ahead.send(sent, converted.query, converted, prepare=ready is Prepare.SHOULD, name=name)
+        converted.params = None
 
     def rows(self, result: PGresult, row_factory: Any) -> psycopg.AsyncCursor[Any]:
         """A cursor that has read this answer."""
@@ -96,12 +109,13 @@ class PreparedStatements:
     def learn(self, cursor: psycopg.AsyncCursor[Any], query: object, params: Params | None) -> None:
         """Remember a statement that a cursor has run, so that `run` can send it the next time."""
         result, converted = cursor.pgresult, cursor._query
-        if type(query) is not str or not params or converted is None:
+        if type(query) is not str or not params or converted is None or not self._keeps(query):
             return
         if result is None or result.status != ExecStatus.COMMAND_OK:  # None: in a pipeline it is not known yet
             return
         if len(self._converted) >= _MOST:
             del self._converted[next(iter(self._converted))]
+        converted.params = None
         self._converted[query] = converted
 
     def _sent(self, name: bytes, converted: Any) -> Generator[Any, Any, PGresult]:

@@ -35,6 +35,16 @@ def test_texts_that_are_made_up_for_each_message_are_not_kept() -> None:
     assert not habits.sends("insert")
 
 
+def test_long_texts_are_not_kept_without_end() -> None:
+    habits = Habits()
+    for number in range(90):
+        habits.ran(f"insert {number} {'x' * 20_000}")
+    assert sum(map(len, habits._missing)) <= 1_000_000
+    for _ in range(3):
+        habits.ran("insert")
+    assert habits.sends("insert"), "there is room for short ones"
+
+
 def test_what_failed_is_waited_for_a_hundred_times() -> None:
     habits = Habits()
     for _ in range(3):

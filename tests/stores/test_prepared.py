@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Generator
 from contextlib import suppress
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg._queries import PostgresQuery
 
 from idemconsumer import Tx
+from idemconsumer.rules.habits import Habits
 from idemconsumer.stores import prepared
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.prepared import PreparedStatements
@@ -199,3 +202,34 @@ async def test_texts_that_are_made_for_one_run_do_not_pile_up(
     assert isinstance(tx, PostgresTx)
     assert len(tx._statements._converted) == 3
     assert len(named) == 6, "the one that is used again and again is not the one to be forgotten"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_text_is_what_it_was_whatever_encoding_a_message_has_set(
+    store: PostgresStore, ledger: Ledger, ahead: bool
+) -> None:
+    """Of two that come one after the other on a connection, one works in Latin-1."""
+    for number, encoding in enumerate(["utf8", "latin1"] * 4):
+        async with store.transaction(group=1) as claims:
+            await claims.begin()
+            tx = claims.tx(Habits())
+            await tx.execute("select set_config('client_encoding', %s, true)", (encoding,))
+            await (tx.send if ahead else tx.execute)(INSERT, (f"\xe9{number}", number))
+            await claims.complete([], [])
+    assert ledger.run("select id, qty from item order by qty") == [(f"\xe9{number}", number) for number in range(8)]
+
+
+async def test_neither_parameters_nor_long_texts_are_kept(tx: Tx, named: list[bytes]) -> None:
+    def kept() -> list[PostgresQuery]:
+        return [found for found in gc.get_objects() if isinstance(found, PostgresQuery)]
+
+    before = {id(found) for found in kept()}
+    for number in range(6):
+        await tx.execute(INSERT, (f"i{number}", number))
+        await tx.send(UPDATE, (number, f"i{number}"))
+        await tx.execute(f"{UPDATE} /* {'x' * 20_000} */", (number, "nobody"))
+        gc.collect()
+        assert {found.params for found in kept() if id(found) not in before} <= {None}
+    assert isinstance(tx, PostgresTx)
+    assert list(tx._statements._converted) == [INSERT, UPDATE]
+    assert len(named) == 6
