@@ -238,9 +238,9 @@ class BoundHandler:
                 token=token_of(arrived),
             )
             order = plan.order(message, payload)
-        except (Exception, OfTheEngine):
+        except (BadMessage, OfTheEngine):
             raise
-        except BaseException as error:  # noqa: BLE001 - of the user's functions (B18)
+        except BaseException as error:  # noqa: BLE001 - whatever it is: else this message would end each worker (B18)
             why = f"{type(error).__name__} was raised while it was decoded, or its key, its tenant or its order derived"
             raise BadMessage("undecodable", why) from None
         return Call(message, payload, key, tenant, claim, order, from_code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 from datetime import datetime
 from typing import Any, Final
@@ -13,7 +12,7 @@ import msgspec
 from idemconsumer.message.headers import sent_headers, stored_name, stored_value
 from idemconsumer.message.message import NO_PROPERTIES, Message
 
-_NO_SUCH_JSON: Final = (msgspec.MsgspecError, RecursionError, UnicodeError, binascii.Error, KeyError, TypeError)
+_NO_SUCH_JSON: Final = (msgspec.MsgspecError, RecursionError, ValueError, KeyError, TypeError)
 
 
 class _Delivered(msgspec.Struct, omit_defaults=True):

@@ -7,7 +7,6 @@ timestamp. Keys, fingerprint and handler see that; a dead letter keeps the messa
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias, get_args
@@ -22,7 +21,7 @@ Envelope: TypeAlias = Literal["sns", "eventbridge", "cloudevents"]
 ENVELOPES: Final[tuple[Envelope, ...]] = get_args(Envelope)
 Unwrap: TypeAlias = Callable[[Message], Message]
 
-_NO_SUCH_JSON: Final = (msgspec.MsgspecError, RecursionError, UnicodeError)
+_NO_SUCH_JSON: Final = (msgspec.MsgspecError, RecursionError, ValueError)  # of UTF-8 and base64 too
 
 
 def unwrapper(envelope: Envelope) -> Unwrap:
@@ -51,7 +50,7 @@ def _sns(message: Message) -> Message:
         notification = _notification.decode(message.body)
         attributes = {name: _attribute(each) for name, each in notification.MessageAttributes.items()}
         body = notification.Message.encode()
-    except (*_NO_SUCH_JSON, binascii.Error):
+    except _NO_SUCH_JSON:
         raise _no_envelope("an SNS notification", "with raw message delivery there is no envelope=") from None
     return msgspec.structs.replace(
         message,
@@ -122,7 +121,7 @@ def _cloudevents(message: Message) -> Message:
         found = _attributes.decode(message.body)
         body = _data(found)
         said = {f"ce_{name}": _plain(value) for name, value in found.items() if name not in ("data", "data_base64")}
-    except (*_NO_SUCH_JSON, binascii.Error):
+    except _NO_SUCH_JSON:
         raise _no_envelope("a CloudEvent", "it has neither its headers nor its JSON form") from None
     return msgspec.structs.replace(
         message,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
 from typing import Any, Final
 
 import msgspec
@@ -74,6 +73,6 @@ def _origin(message: Message) -> _Origin | None:
     try:
         origin = msgspec.json.decode(message.headers[ORIGIN], type=_Origin)
         origin.order = None if origin.order is None else given_value(origin.order)
-    except (KeyError, TypeError, msgspec.MsgspecError, RecursionError, UnicodeError, binascii.Error):
+    except (KeyError, TypeError, msgspec.MsgspecError, RecursionError, ValueError):
         return None
     return origin

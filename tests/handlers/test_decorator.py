@@ -626,6 +626,20 @@ def test_an_oversized_message_is_not_even_parsed() -> None:
     assert caught.value.reason == "undecodable"
 
 
+def test_whatever_is_raised_while_a_message_is_read_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the library too, which nobody has foreseen."""
+
+    def unforeseen(given: object) -> None:
+        raise ValueError("s3cret")
+
+    monkeypatch.setattr("idemconsumer.handlers.handler.token_of", unforeseen)
+    with pytest.raises(BadMessage) as caught:
+        bound().call_for(message())
+    assert caught.value.reason == "undecodable"
+    assert "ValueError was raised" in caught.value.detail
+    assert "s3cret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("options", "body", "reason", "says"),
     [

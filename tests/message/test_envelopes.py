@@ -105,6 +105,7 @@ def test_a_cloudevent_in_binary_mode_is_as_it_arrived() -> None:
         b"", b"{}", b"null", b"\xff", b'{"id": "s3cret"}', b"[" * 100_000,
         {"Type": "SubscriptionConfirmation", "MessageId": "1", "Message": "s3cret"},
         NOTIFICATION | {"MessageAttributes": {"n": {"Type": "Binary", "Value": "?"}}},
+        NOTIFICATION | {"MessageAttributes": {"n": {"Type": "Binary", "Value": "é"}}}, CLOUD | {"data_base64": "é"},
         EVENT | {"id": 5}, {name: value for name, value in EVENT.items() if name != "detail"},
         CLOUD | {"id": 5}, CLOUD | {"data_base64": "?"}, CLOUD | {"datacontenttype": 5}, [CLOUD],
     ],

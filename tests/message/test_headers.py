@@ -104,3 +104,12 @@ def test_an_origin_that_a_producer_made_up_is_replaced() -> None:
     back = restored(with_origin(message))
     assert back is not None
     assert (back.source, back.position) == ("rabbitmq:q", "q#1")
+
+
+@pytest.mark.parametrize(
+    "more", ['"order": {"base64": "é"}', '"order": {"base64": 5}', '"delivered": {"headers": [["a", {"base64": "é"}]]}']
+)
+def test_an_origin_that_cannot_be_read_is_none_or_tells_less(more: str) -> None:
+    said = f'{{"source": "kafka:t", "position": "t-0-1", "message_id": null, {more}}}'
+    found = restored(Message("postgres:q", b"x", {ORIGIN: said}))
+    assert found is None or (found.source, found.body, found.all_headers) == ("kafka:t", b"x", ())
