@@ -339,7 +339,6 @@ TOLD = "select " + ", ".join(
 async def test_what_libpq_asked_for_outlasts_each_reset(
     carried: Ledger,
     private_pgbouncer: PrivatePgBouncer,
-    open_store: OpenStore,
     monkeypatch: pytest.MonkeyPatch,
     mode: str,
     newer: bool,
@@ -362,7 +361,8 @@ async def test_what_libpq_asked_for_outlasts_each_reset(
         if act == "fails":
             raise ValueError
 
-    engine = Engine(await open_store(pooler.dsn))
+    store = await PostgresStore.open(pooler.dsn, SCHEMA, connections=1, longest_run=30.0)  # all that the pooler has
+    engine = Engine(store)
     for n, (act, outcome) in enumerate(
         {"takes": "applied", "fails": "dead", "resets": "applied", "sets": "applied"}.items()
     ):
@@ -371,6 +371,7 @@ async def test_what_libpq_asked_for_outlasts_each_reset(
         group = works(handle, f"looks first {n}", f"{act} in {n}", f"looks last {n}")
         assert kinds(await to_the_end(engine, group)) == ["applied", outcome, "applied"]
     assert set(seen) == {("Asia/Tokyo", "SQL, DMY", "idemconsumer", "UTF8")}
+    await store.close()
 
 
 @pytest.mark.parametrize("end", ["rollback", "commit"])
