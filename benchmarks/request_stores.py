@@ -107,7 +107,7 @@ async def main() -> None:
         stack.push_async_callback(postgres.close)
         requests = PostgresRequests.on(postgres.pool, server.dsn, SCHEMA)
         stack.push_async_callback(requests.close)
-        in_redis, copies = RedisRequests(address), Copies(address)
+        in_redis, copies = RedisRequests(address), Copies(address, await postgres.pool.born())
         stack.push_async_callback(in_redis.close)
         stack.push_async_callback(copies.close)
         hybrid = HybridRequests(requests, copies)

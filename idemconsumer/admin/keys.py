@@ -121,6 +121,10 @@ class Keys:
             raise ConfigurationError(f"{what} matches several keys: {several}…; write more digits, or --tenant")
         return found[0]
 
+    async def born(self) -> str:
+        """What tells this schema from one in any other database (H33)."""
+        return str((await self._rows("born", {}))[0]["born"])
+
     async def list(
         self,
         *,

@@ -48,13 +48,13 @@ async def _find(known: Keys, given: dict[str, Any]) -> bytes:
     return await known.find(prefix=prefix, handler=handler or "", key=key or "", tenant=tenant)
 
 
-async def _forget_copy(key: bytes) -> None:
+async def _forget_copy(known: Keys, key: bytes) -> None:
     """H33: what Redis has of it, if it answers."""
     if (address := load().redis) is None:
         return
     from idemconsumer.stores.redis.copies import Copies
 
-    copies = Copies(address)
+    copies = Copies(address, await known.born())
     try:
         await copies.forget(key)
     finally:
@@ -191,7 +191,7 @@ def keys_forget(record: bool, yes: bool, as_json: bool, **flags: Any) -> None:
 
     async def forget_it() -> int:
         letters = await known.forget(found, record=record)
-        await _forget_copy(found)
+        await _forget_copy(known, found)
         return letters
 
     letters = asyncio.run(forget_it())
@@ -216,7 +216,7 @@ def keys_release(by: str | None, as_json: bool, **flags: Any) -> None:
     async def release() -> bytes:
         found = await _find(known, flags)
         await known.release(found, by=by or user())
-        await _forget_copy(found)
+        await _forget_copy(known, found)
         return found
 
     found = asyncio.run(release())

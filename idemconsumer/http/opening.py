@@ -76,7 +76,7 @@ class Opened:
                 if here.joined is None:
                     postgres = await self._open_postgres(here)
                     if self._store == "hybrid":
-                        here.copies = self._open_copies(self._app.settings)
+                        here.copies = await self._open_copies(postgres)
                     here.joined = Joined(postgres, self._at, here.copies)
         return here.joined
 
@@ -145,12 +145,12 @@ class Opened:
             return requests
         from idemconsumer.stores.hybrid import HybridRequests
 
-        return HybridRequests(requests, self._open_copies(settings))
+        return HybridRequests(requests, await self._open_copies(postgres))
 
-    def _open_copies(self, settings: Settings) -> Copies:
+    async def _open_copies(self, postgres: PostgresStore) -> Copies:
         from idemconsumer.stores.redis.copies import Copies
 
-        return Copies(self._redis_address(settings))
+        return Copies(self._redis_address(self._app.settings), await postgres.pool.born())
 
     def _redis_address(self, settings: Settings) -> str:
         if (address := self._redis or settings.redis) is None:

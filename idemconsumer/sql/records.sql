@@ -49,6 +49,10 @@ on conflict do nothing
 -- name: hashing
 select wrapped from {schema}.hashing
 
+-- name: born
+-- H33. What no other database has: its name, and when the schema was made.
+select current_database() || ' ' || extract(epoch from min(applied_at)) as born from {schema}.migration
+
 -- name: wrap_anew
 -- R39. Unless another process has meanwhile.
 update {schema}.hashing set wrapped = %(anew)s where wrapped = %(wrapped)s returning one

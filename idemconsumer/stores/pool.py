@@ -213,6 +213,11 @@ class Pool:
                 raise translate(connection, error, ours=True) from error
             return started  # type: ignore[no-any-return]
 
+    async def born(self) -> str:
+        """What tells this schema from one in any other database (H33)."""
+        ((born,),) = await self.read("born", {})
+        return str(born)
+
     async def scope_ids(self, connection: Session, claims: Sequence[Claim]) -> list[int]:
         """Ids of the scopes. Those that this process has not met lately are looked up together, and new ones committed
         on the spot, on this same connection (J16: a second could be waited for by every lane at once)."""

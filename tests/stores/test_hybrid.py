@@ -21,6 +21,7 @@ from idemconsumer.stores.requests import PostgresRequests
 from idemconsumer.testing import RequestHarness, RequestProcess, RequestStoreContract
 from tests.support.leases import UnkeptLease
 from tests.support.ledger import SCHEMA, Ledger
+from tests.support.servers.postgres import fresh_database
 from tests.support.servers.redis import RedisServer
 
 pytest.register_assert_rewrite("idemconsumer.testing.request_contract")
@@ -57,7 +58,8 @@ class Hybrids:
         postgres = await PostgresStore.open(self._ledger.dsn, SCHEMA, connections=8, longest_run=30.0)
         self._stack.push_async_callback(postgres.close)
         lease = UnkeptLease(self._ledger)
-        store = HybridRequests(PostgresRequests(postgres.pool, lease), Copies(self._server.address, marked=self.marked))
+        copies = Copies(self._server.address, await postgres.pool.born(), marked=self.marked)
+        store = HybridRequests(PostgresRequests(postgres.pool, lease), copies)
 
         async def expire() -> None:
             await lease.expire()
@@ -99,6 +101,18 @@ async def test_a_copy_is_there_from_the_commit_on_and_spares_postgres(
     assert await two.claim(replace_claim(A, fingerprint=b"g" * 32), never) == completed
     await two.copies.forget(A.key)
     assert isinstance(await two.claim(A, never), Held)
+
+
+async def test_databases_that_share_a_redis_share_no_copies(
+    hybrids: Hybrids, server: RedisServer, book: Ledger
+) -> None:
+    """H33. As those of staging and production."""
+    one = await hybrids.store()
+    assert await one.complete(await hold(one, A), CREATED)
+    with fresh_database(book.dsn) as dsn, closing(Ledger(dsn)) as other:
+        async with AsyncExitStack() as stack:
+            store = await Hybrids(stack, other, server).store()
+            assert isinstance(await store.claim(A, never), Held)
 
 
 async def test_what_postgres_did_not_commit_is_never_copied(hybrids: Hybrids, server: RedisServer) -> None:

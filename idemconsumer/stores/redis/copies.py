@@ -44,8 +44,9 @@ class Look:
 class Copies:
     """Raises nothing; while Redis is down, nothing is there. No method takes longer than a quarter of a second."""
 
-    def __init__(self, address: str, *, kept: float = KEPT, marked: float = MARKED) -> None:
-        """ConfigurationError for an address that cannot be read."""
+    def __init__(self, address: str, born: str, *, kept: float = KEPT, marked: float = MARKED) -> None:
+        """`born`: of which database. ConfigurationError for an address that cannot be read."""
+        self._born = born.encode()
         self._redises = Redises(address, seconds=SECONDS)
         self._scripts = Scripts(self._redises)
         self._kept = kept
@@ -99,7 +100,7 @@ class Copies:
         if time.monotonic() < self._down_until:
             return None
         try:
-            answer = await self._scripts.run(script, _copied(key), *args)
+            answer = await self._scripts.run(script, self._copied(key), *args)
         except StoreUnavailable as error:
             if not self._down_until:
                 log.warning("Redis is left out, and Postgres asked each time", error=error_text(error))
@@ -110,7 +111,6 @@ class Copies:
         self._down_until = 0.0
         return answer
 
-
-def _copied(key: bytes) -> bytes:
-    """A key of its own: requests may be in the same Redis."""
-    return sha256(b"copy" + key).digest()
+    def _copied(self, key: bytes) -> bytes:
+        """A key of its own: requests may be in the same Redis, and copies of another database."""
+        return sha256(b"copy" + key + self._born).digest()
