@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -60,6 +61,11 @@ class _Root(click.Group):
         assert isinstance(verb, click.Command)
         return verb
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if (odd := next((each for each in args if not _is_utf8(each)), None)) is not None:
+            raise click.UsageError(f"{os.fsencode(odd)!r} is not UTF-8; `publish --file -` takes any bytes")
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -70,6 +76,11 @@ class _Root(click.Group):
             if reports(error):
                 click.echo(f"error: {text}", err=True)
             sys.exit(code)
+
+
+def _is_utf8(argument: str) -> bool:
+    """Of one that is not, Python keeps the bytes as halves of characters, which nothing could store or send."""
+    return not any("\ud800" <= character <= "\udfff" for character in argument)
 
 
 @click.group(cls=_Root, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

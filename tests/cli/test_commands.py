@@ -298,6 +298,14 @@ def test_a_driver_that_cannot_be_imported_is_a_mistake_of_configuration(
         connect("kafka", Settings())
 
 
+def test_an_argument_that_is_not_utf8_is_wrong_usage() -> None:
+    """Python has its bytes as halves of characters. There is no database: nothing is asked of one."""
+    odd = os.fsdecode(b"\xff")
+    for words in (["publish", "postgres:orders", odd], ["dead", "list", "--error", odd]):
+        result = CliRunner().invoke(main, words)
+        assert (result.exit_code, "is not UTF-8; `publish --file -`" in result.stderr) == (Exit.USAGE, True)
+
+
 def test_a_setting_that_makes_no_sense_names_itself(empty: Shop) -> None:
     assert "--workers" in empty("run", "shop:app", "--workers", "0", code=Exit.USAGE)
     assert "IDEMCONSUMER_CONCURRENCY" in empty("run", "shop:app", code=Exit.USAGE, IDEMCONSUMER_CONCURRENCY="many")
