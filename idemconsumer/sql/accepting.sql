@@ -43,7 +43,7 @@ select r.state, s.body, s.content_type, s.status, s.headers,
           and l.objid = ('x' || encode(substring(w.key from 5 for 4), 'hex'))::bit(32)::bigint::oid
     ) as held,
     (select d.reason from {schema}.dead_letter as d where d.key = w.key and r.state = {DEAD} order by d.id desc limit 1),
-    (select a.created_at from {schema}.accepted as a where a.key = w.key)
+    (select (extract(epoch from a.created_at) * 1000000)::bigint from {schema}.accepted as a where a.key = w.key)
 from (select %(key)s::bytea as key) as w
 join lateral (select state from {schema}.record where key = w.key and {counts} offset 0) as r on true
 left join {schema}.result as s on s.key = w.key

@@ -30,6 +30,7 @@ def _defaults() -> AdaptersMap:
 
 ADAPTERS: Final = _defaults()
 READ_COMMITTED: Final = {"default_transaction_isolation": "read committed"}  # R15
+_ISO: Final = "set datestyle to iso"  # the order of day and month stays, which a person's SQL may rely on
 NAME: Final = "idemconsumer"  # of our connections, where nobody has given them another
 _MOST_OF_APP: Final = 27  # characters, so that place and purpose still fit
 _STANDBYS: Final = ("standby", "prefer-standby", "read-only")
@@ -60,8 +61,9 @@ def connect(
     """A connection that no handler uses: autocommit, READ COMMITTED, nothing prepared unless asked for.
 
     It writes in `transaction()` alone: behind a pooler that takes no settings (R18) it has those of its role, which
-    may be read-only outside of that. `purpose` is a word behind its name (see `named`). Raises psycopg.Error, or
-    ConfigurationError for the address of a standby, or where settings that the address asks for do not hold (R18).
+    may be read-only outside of that. Text is UTF-8 and times are ISO, whatever role, database or environment say (R15).
+    `purpose` is a word behind its name (see `named`). Raises psycopg.Error, or ConfigurationError for the address of a
+    standby, or where settings that the address asks for do not hold (R18).
     """
     conninfo, options, asked = _own(dsn, settings, purpose, more)
     try:
@@ -76,6 +78,12 @@ def connect(
         except BaseException:
             connection.close()
             raise
+    try:
+        if not _reads_times(connection):
+            connection.execute(_ISO)
+    except BaseException:
+        connection.close()
+        raise
     connection.isolation_level, connection.read_only = psycopg.IsolationLevel.READ_COMMITTED, False
     return connection
 
@@ -97,9 +105,20 @@ async def connect_async(
         except BaseException:
             await connection.close()
             raise
+    try:
+        if not _reads_times(connection):
+            await OwnCursor(connection).execute(_ISO)
+    except BaseException:
+        await connection.close()
+        raise
     await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
     await connection.set_read_only(False)
     return connection
+
+
+def _reads_times(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Whether psycopg can read times there. A pooler tells of its style too, and keeps one that is set."""
+    return (connection.info.parameter_status("DateStyle") or "ISO").startswith("ISO")
 
 
 async def is_pooled(connection: psycopg.AsyncConnection[Any]) -> bool:
@@ -121,7 +140,8 @@ def _own(
     ours = {
         "autocommit": True, "context": ADAPTERS, "prepare_threshold": None, "fallback_application_name": name
     }  # fmt: skip
-    return with_settings(dsn, wanted), ours | dict(more), asked_for(dsn, wanted)
+    conninfo = make_conninfo(with_settings(dsn, wanted), client_encoding="UTF8")
+    return conninfo, ours | dict(more), asked_for(dsn, wanted)
 
 
 def takes_no_settings(error: psycopg.OperationalError) -> bool:

@@ -36,7 +36,7 @@ set token = greatest(s.token + 1, nextval('{schema}.saga_token')), worker = %(wo
 from seen
 where s.key = seen.key and s.token = seen.token and (%(again)s or s.worker = %(worker)s and not s.again)
   and exists (select from {schema}.worker as w where w.id = %(worker)s and w.until > clock_timestamp())
-returning s.token, s.again, seen.started_at
+returning s.token, s.again, (extract(epoch from seen.started_at) * 1000000)::bigint
 
 -- name: complete_request
 -- H21: the row is locked by its token first, so a former owner finds none, and writes nothing. When it expires is moved
@@ -78,7 +78,7 @@ group by 1 order by 1
 
 -- name: lost_requests
 -- H36. All of them: a process that is gone has left as many as it ran.
-select s.key, c.name, s.started_at, s.token
+select s.key, c.name, (extract(epoch from s.started_at) * 1000000)::bigint, s.token
 from {schema}.request as s join {schema}.scope as c on c.id = s.scope_id
 where not {held} order by s.started_at
 

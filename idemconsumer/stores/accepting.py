@@ -19,7 +19,7 @@ from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Found, Mark, Record, State
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import load, misconfigured
-from idemconsumer.stores.answers import outcomes
+from idemconsumer.stores.answers import moment, outcomes
 from idemconsumer.stores.claims import Statement, transaction
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.results import read_result
@@ -133,8 +133,9 @@ async def accept_in(
 async def look_up(pool: Pool, key: bytes) -> Standing | None:
     """None: there is no record, or it has expired. Raises StoreUnavailable."""
     rows = await pool.alone("accepted", {"key": key})
-    for state, body, content_type, status, headers, held, reason, created_at in rows:
-        return Standing(State(state), read_result(body, content_type, status, headers), held, reason, created_at)
+    for state, body, content_type, status, headers, held, reason, at in rows:
+        result, created_at = read_result(body, content_type, status, headers), None if at is None else moment(at)
+        return Standing(State(state), result, held, reason, created_at)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +20,7 @@ from idemconsumer.stores.results import read_result
 
 _COLUMNS: Final = 8
 _ESCAPING: Final = pq.Escaping()
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def outcomes(answer: PGresult, keys: Sequence[bytes]) -> list[Found]:
@@ -109,3 +111,8 @@ def _bytea(text: bytes) -> bytes:
 
 def _unclear() -> StoreUnavailable:
     return StoreUnavailable("the database's answer to a claim is not one; what was begun is rolled back")
+
+
+def moment(micros: int) -> datetime:
+    """A time that was read as microseconds since 1970: sessions of handlers write times as they like (R14)."""
+    return _EPOCH + timedelta(microseconds=micros)

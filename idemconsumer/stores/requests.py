@@ -23,7 +23,7 @@ from idemconsumer.ports.store import Claim
 from idemconsumer.rules.recent import Recent
 from idemconsumer.rules.values import ENDED, Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
-from idemconsumer.stores.answers import records
+from idemconsumer.stores.answers import moment, records
 from idemconsumer.stores.claims import Statement, transaction
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.looks import Looks
@@ -181,7 +181,7 @@ class PostgresRequests:
         if not taken:
             return Running(record, lost=not again)
         ((token, before, since),) = taken
-        return Held(claim, token, again=before, since=since if before else None)
+        return Held(claim, token, again=before, since=moment(since) if before else None)
 
     async def _leased(self) -> None:
         if self._started:
@@ -281,7 +281,7 @@ class PostgresRequests:
     # --------------------------------------------------------------------------------------------------------- the lost
     async def lost(self) -> list[LostRequest]:
         rows = await self._pool.alone("lost_requests", {})
-        return [LostRequest(key.hex(), *parts_of(scope), since, token) for key, scope, since, token in rows]
+        return [LostRequest(key.hex(), *parts_of(scope), moment(since), token) for key, scope, since, token in rows]
 
     async def settle_lost(self, lost: LostRequest, result: StoredResult, *, failed: bool = False) -> bool:
         state = State.FAILED if failed else State.COMPLETED

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import closing, suppress
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -81,6 +83,38 @@ async def test_every_connection_is_read_committed_whatever_the_role_prefers(
     with closing(connect(dsn)) as migrations:
         levels.append(migrations.execute(LEVEL).fetchone())
     assert levels == [("read committed",)] * 5
+
+
+@pytest.mark.parametrize("by", ["database", "environment"])
+async def test_every_connection_reads_all_text_and_times(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """R15. One message id beyond Latin-1 would stop its queue, and no command would read a time."""
+    if by == "environment":
+        monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
+        monkeypatch.setenv("PGDATESTYLE", "German")
+    else:
+        with psycopg.connect(ledger.dsn, autocommit=True) as connection:
+            name = sql.Identifier(connection.info.dbname)
+            connection.execute(sql.SQL("alter database {} set client_encoding = latin1").format(name))
+            connection.execute(sql.SQL("alter database {} set datestyle = german").format(name))
+    read = "select '\u2713' as text, now() as at"
+    dsn, found = ledger.dsn, list[tuple[Any, ...]]()
+    async with await PostgresBroker(Settings(dsn=dsn))._connect(dsn) as queue:
+        found.append(await (await queue.execute(read)).fetchone() or ())
+    async with connected(dsn, SCHEMA) as admin:
+        found.append(tuple((await (await admin.execute(read)).fetchone() or {}).values()))
+    with closing(Heartbeat(dsn, SCHEMA, lease=10.0, patience=10.0)._connect()) as heart:
+        found.append(heart.execute(read).fetchone() or ())
+    with closing(connect(dsn)) as migrations:
+        found.append(migrations.execute(read).fetchone() or ())
+    assert [(text, isinstance(at, datetime)) for text, at in found] == [("\u2713", True)] * 4
+    broker = PostgresBroker(Settings(dsn=dsn))
+    await broker.publish("orders", [Outgoing(b"{}", key="\u2713"), Outgoing(b"{}", key="plain")])
+    session = await broker.open([Subscription("postgres:orders", "pay", "shop")], Bounds(lanes=1, group=1, room=5))
+    async with asyncio.timeout(PATIENCE):
+        assert {each.message.message_id for each in await session.fetch()} == {"\u2713", "plain"}
+    await session.close()
 
 
 @pytest.mark.parametrize(("lease", "idle"), [(None, "35s"), (10.0, "10s")])

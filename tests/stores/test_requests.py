@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import pytest
@@ -270,6 +271,22 @@ async def test_of_two_that_saw_a_lost_key_the_second_finds_it_taken(
     (held,) = found
     assert isinstance(held, Held)
     assert await two.complete(held, CREATED)
+
+
+async def test_when_a_lost_request_began_is_read_however_sessions_write_times(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H35. What cannot be read would be raised behind the commit that takes the key: it would be held for nobody."""
+    monkeypatch.setenv("PGDATESTYLE", "German")
+    (owner, lease), (other, _) = await opened(), await opened()
+    await owner.claim(A, never)
+    await lease.expire()
+    (lost,) = await other.lost()
+    held = await other.claim(A, never)
+    assert isinstance(held, Held)
+    assert held.since == lost.since
+    assert timedelta() < datetime.now(UTC) - lost.since < timedelta(minutes=10)
+    assert await other.complete(held, CREATED)
 
 
 @pytest.fixture
