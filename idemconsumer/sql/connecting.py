@@ -8,15 +8,26 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import pq
-from psycopg.adapt import AdaptersMap
+from psycopg.adapt import AdaptersMap, Dumper
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.postgres import register_default_adapters, register_default_types
 from psycopg.rows import tuple_row
 from psycopg.types import TypesRegistry
+from psycopg.types.string import BytesBinaryDumper
 
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.sql.answering import AnsweringConnection, BlockingConnection
 from idemconsumer.sql.options import HELD, asked_for, given_options, parameters, refuse_lost
+
+
+class _Bytea(Dumper):
+    """As text, which is how arrays of them are sent. psycopg's own doubles the backslash in a session with
+    `standard_conforming_strings = off`, and no key is found by what comes of that."""
+
+    oid = 17
+
+    def dump(self, obj: bytes) -> bytes:
+        return b"\\x" + obj.hex().encode()
 
 
 def _defaults() -> AdaptersMap:
@@ -25,6 +36,8 @@ def _defaults() -> AdaptersMap:
     register_default_types(types)
     adapters = AdaptersMap(types=types)
     register_default_adapters(adapters)
+    for dumper in (_Bytea, BytesBinaryDumper):  # the last one is what single values are sent by
+        adapters.register_dumper(bytes, dumper)
     return adapters
 
 

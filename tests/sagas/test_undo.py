@@ -19,7 +19,7 @@ from idemconsumer.stores.leases import _step
 from idemconsumer.stores.shared_commits import BEGIN_STEPS, Write, send
 from tests.support.collisions import a_lock_is_taken, collide
 from tests.support.points import Points
-from tests.support.sagas import Bench, Remote, SagaFn, Station, order, put, saga, take_back
+from tests.support.sagas import Bench, OpenStation, Remote, SagaFn, Station, order, put, saga, take_back
 from tests.support.waiting import until
 
 NO = b'{"code":"no","body":null}'
@@ -47,6 +47,15 @@ async def test_finished_steps_are_undone_in_reverse_and_the_rejection_is_stored(
     assert remote.effects == ["second", "refund:second:charged:second"]
     again = await one.deliver(saga(refused(remote)))
     assert (again.kind, again.result) == (OutcomeKind.DUPLICATE, NO)
+
+
+async def test_steps_are_undone_whatever_the_role_makes_of_backslashes(
+    bench: Bench, remote: Remote, open_station: OpenStation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGOPTIONS", "-c standard_conforming_strings=off")
+    one = await open_station()
+    await one.deliver(saga(refused(remote)))
+    assert remote.effects == ["second", "refund:second:charged:second"]
 
 
 async def test_the_undo_of_a_call_has_a_key_of_its_own(bench: Bench, one: Station, remote: Remote) -> None:

@@ -230,3 +230,14 @@ async def test_an_address_of_standbys_is_refused(
         ConfigurationError, match=f"target_session_attrs={wanted} .* write target_session_attrs=primary"
     ):
         await check_database(database, SCHEMA)
+
+
+@pytest.mark.parametrize("strings", ["on", "off"])
+async def test_an_array_of_keys_is_what_it_is_whatever_the_role_makes_of_backslashes(
+    ledger: Ledger, strings: str
+) -> None:
+    key = b"\x00\\k'\xff"
+    async with await connect_async(ledger.dsn) as connection:
+        await connection.execute(f"set standard_conforming_strings = {strings}")
+        found = await (await connection.execute("select %s::bytea = any(%s::bytea[])", (key, [key]))).fetchone()
+    assert found == (True,)
