@@ -155,7 +155,7 @@ async def test_the_command_line_says_what_a_saga_waits_for_and_sends_it(rides: R
         assert (step["kind"], step["state"], step["signal"]) == ("wait", "waiting", "settled")
         assert step["until"] is not None
         code, said = rides.type("signal", line["key"][:8], "--name", "settled", "--payload", "{")
-        assert (code, "--payload is no JSON" in said) == (2, True)
+        assert (code, "--payload is not JSON" in said) == (2, True)
         given = '{"id": "p", "ride": "r", "amount": 3}'
         code, said = rides.type("signal", "--handler", "book", "--key", "r", "--name", "settled", "--payload", given)
         assert (code, said) == (0, f"sent: settled to {line['key'][:12]}\n")

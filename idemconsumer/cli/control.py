@@ -11,7 +11,7 @@ import click
 from idemconsumer.admin.control import UNRECORDED, Controls
 from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import ID, as_json, database, need_dsn, print_json, printable
 from idemconsumer.settings import load
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -89,7 +89,7 @@ def _decide(
 
 
 @click.command()
-@click.argument("worker", type=int)
+@click.argument("worker", type=ID)
 @_who
 @database
 @as_json

@@ -16,7 +16,7 @@ from idemconsumer.admin.redrives import Redrives, Run
 from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import letter_json, show, time_of
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import ID, as_json, database, need_dsn, print_json, printable
 from idemconsumer.cli.unknown import say_unknown
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
@@ -137,7 +137,7 @@ def dead_groups(as_json: bool, **flags: Any) -> None:
 
 
 @dead.command("show")
-@click.argument("number", metavar="ID", type=int)
+@click.argument("number", metavar="ID", type=ID)
 @database
 @as_json
 def dead_show(number: int, as_json: bool, **flags: Any) -> None:
@@ -173,7 +173,7 @@ def dead_export(redriven: bool, **flags: Any) -> None:
 
 
 @dead.command("redrive")
-@click.argument("ids", metavar="[ID]…", type=int, nargs=-1)
+@click.argument("ids", metavar="[ID]…", type=ID, nargs=-1)
 @_chosen
 @click.option("--all", "everything", is_flag=True, help="All of them.")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N in a second.")
@@ -226,7 +226,7 @@ def dead_redrive(
 
 
 @dead.command("discard")
-@click.argument("ids", metavar="[ID]…", type=int, nargs=-1)
+@click.argument("ids", metavar="[ID]…", type=ID, nargs=-1)
 @_chosen
 @click.option("--all", "everything", is_flag=True, help="All of them.")
 @click.option("--redriven", is_flag=True, help="Also those that were redriven and have not failed again.")

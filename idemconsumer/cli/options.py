@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 import msgspec
 
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import Settings
+
+ID: Final = click.IntRange(1, 2**63 - 1)  # of a row
 
 F = TypeVar("F", bound=Callable[..., Any])
 

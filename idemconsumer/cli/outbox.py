@@ -12,7 +12,7 @@ import msgspec
 from idemconsumer.admin.outbox import Outbox, OutgoingDetail, Which
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import either, time_of
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import ID, as_json, database, need_dsn, print_json, printable
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.settings import load
@@ -81,7 +81,7 @@ def outbox_list(parked: bool, after: int, limit: int, as_json: bool, **flags: An
 
 
 @outbox.command("show")
-@click.argument("number", metavar="ID", type=int)
+@click.argument("number", metavar="ID", type=ID)
 @database
 @as_json
 def outbox_show(number: int, as_json: bool, **flags: Any) -> None:
@@ -101,7 +101,7 @@ def outbox_show(number: int, as_json: bool, **flags: Any) -> None:
 
 
 @outbox.command("retry")
-@click.argument("ids", metavar="[ID]…", type=int, nargs=-1)
+@click.argument("ids", metavar="[ID]…", type=ID, nargs=-1)
 @_chosen
 @click.option("--all", "everything", is_flag=True, help="All that were refused.")
 @database
@@ -121,7 +121,7 @@ def outbox_retry(ids: tuple[int, ...], everything: bool, as_json: bool, **flags:
 
 
 @outbox.command("discard")
-@click.argument("ids", metavar="[ID]…", type=int, nargs=-1)
+@click.argument("ids", metavar="[ID]…", type=ID, nargs=-1)
 @_chosen
 @click.option("--all", "everything", is_flag=True, help="All that are parked.")
 @click.option("--waiting", is_flag=True, help="Also those that are not parked, and would still be sent.")

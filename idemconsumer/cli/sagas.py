@@ -49,6 +49,13 @@ def _admin(flags: dict[str, Any]) -> SagaAdmin:
     return SagaAdmin(need_dsn(settings), settings.schema)
 
 
+def _given(text: str, option: str, example: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise click.UsageError(f"{option} is not JSON ({error}); write e.g. {option} {example}") from None
+
+
 async def _find(admin: SagaAdmin, prefix: str | None, handler: str | None, key: str | None) -> bytes:
     if (prefix is None) == (handler is None and key is None) or (handler is None) != (key is None):
         raise click.UsageError("give KEY (the first digits, as `sagas list` shows them) or --handler NAME --key TEXT")
@@ -222,10 +229,7 @@ def saga_decide(
     """
     if (done is None) != not_done:
         raise click.UsageError("give either --done JSON or --not-done")
-    try:
-        answer = NotDone() if done is None else Done(msgspec.json.decode(done))
-    except msgspec.DecodeError as error:
-        raise click.UsageError(f"--done is not JSON ({error}); write e.g. --done '\"ch_17\"' or --done null") from None
+    answer = NotDone() if done is None else Done(_given(done, "--done", "'\"ch_17\"' or --done null"))
     admin = _admin(flags)
 
     async def decide() -> SagaDetail:
@@ -282,10 +286,7 @@ def saga_signal(
 
     Exit code 1: the saga has ended, or is being undone, and nothing is sent.
     """
-    try:
-        given = None if payload is None else msgspec.json.decode(payload)
-    except msgspec.DecodeError as error:
-        raise click.UsageError(f'--payload is no JSON: {error}; write e.g. \'{{"by": "Ann"}}\'') from None
+    given = None if payload is None else _given(payload, "--payload", '\'{"by": "Ann"}\'')
     admin = _admin(flags)
 
     async def send() -> tuple[bytes, Signalled]:

@@ -424,7 +424,8 @@ def test_a_person_says_how_a_call_ended(parked: Travel) -> None:
     for words in ([], ["--not-done", "--done", "1"]):
         said = parked("decide", by_prefix("a"), "charged", *words, code=Exit.USAGE)
         assert "give either --done JSON or --not-done" in said
-    assert "--done is not JSON" in parked("decide", by_prefix("a"), "charged", "--done", "{", code=Exit.USAGE)
+    for unread in ("{", "[" * 3_000):
+        assert "--done is not JSON" in parked("decide", by_prefix("a"), "charged", "--done", unread, code=Exit.USAGE)
     said = parked("decide", by_prefix("a"), "charged", "--done", '"ch_17"')
     assert said == f"decided: {key_of('a').hex()[:12]} is processing\n"
     parked.run()
