@@ -248,10 +248,11 @@ class DueSagasSession:
     async def idle(self) -> bool:
         return not self._outstanding.total()
 
-    async def stop_fetching(self) -> None:
+    async def stop_fetching(self) -> Sequence[Delivery]:
         self._stopped = True
         self._keep(set())
         self._lanes.freed.set()
+        return ()
 
     async def close(self) -> None:
         self._end()

@@ -136,8 +136,9 @@ class MemorySession:
     async def idle(self) -> bool:
         return not self._queue.waiting
 
-    async def stop_fetching(self) -> None:
+    async def stop_fetching(self) -> Sequence[Delivery]:
         self._stopped = True
+        return ()
 
     async def close(self) -> None:
         self._epoch.end()

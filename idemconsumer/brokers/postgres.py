@@ -406,9 +406,10 @@ class PostgresSession:
         rows = await self._do("waiting", {"names": list(self._queues)})
         return bool(rows[0][0] <= len(self._held))
 
-    async def stop_fetching(self) -> None:
+    async def stop_fetching(self) -> Sequence[Delivery]:
         self._stopped = True
         self._woken.set()
+        return ()
 
     async def close(self) -> None:
         self._stopped = True

@@ -239,8 +239,11 @@ class Session(Protocol):
         """Whether the broker has nothing more for this session (for --until-empty); what it holds does not count."""
         ...
 
-    async def stop_fetching(self) -> None:
-        """First half of a drain: no new deliveries from now on; memberships, acks and visibility are kept up."""
+    async def stop_fetching(self) -> Sequence[Delivery]:
+        """First half of a drain: no new deliveries from now on; memberships, acks and visibility are kept up.
+
+        Returns those that `fetch` has not brought, and whose return would count as a delivery (D11). What else has
+        arrived is given back."""
         ...
 
     async def close(self) -> None:

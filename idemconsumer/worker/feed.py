@@ -78,6 +78,9 @@ class Feed:
         for source, handler in self._handlers.items():
             self._in_hand.counts.of(handler.name).deliveries[source] += 0
         self._dispatching = asyncio.Lock()
+        self._intake: Intake | None = None  # of the session
+        self._counted = 0  # of what is being read: how many would count as delivered if they were given back
+        self._late: asyncio.Task[None] | None = None
         # By queue: the reading of its suspects, behind which all else of it waits, and no other queue. Elsewhere few
         # sources share a session, and a rebalance of Kafka happens in a fetch, which is to come after the reading.
         self._apart = all(each.scheme == "postgres" for each in subscriptions)
@@ -121,13 +124,14 @@ class Feed:
 
     async def _consume(self, session: Session) -> None:
         """Until SessionEnded. Never cancelled in a drain: some clients lose messages when a fetch is."""
-        intake = Intake(
+        intake = self._intake = Intake(
             self._store,
             self._company,
             self._in_hand.outage,
             self._handler_of,
             partial(self._dispatch, session),
             draining=self._draining,
+            given_up=self._given_up,
             observer=self._observer,
         )
         try:
@@ -135,11 +139,7 @@ class Feed:
                 self._polls_since = time.monotonic()
                 fetched = await session.fetch()
                 self._polls_since = None
-                for _ in fetched:
-                    self._at(Point.FETCHED, self.name, ())
-                async with self._dispatching:
-                    for kind, deliveries in groupby(fetched, key=_kind):
-                        await self._dispatch_in_line(kind, list(deliveries), session, intake)
+                await self._dispatch_fetched(fetched, session, intake)
                 await self._lanes.give_back()
                 for line in [each for each in self._lines.values() if each.done()]:
                     line.result()  # a bug there is one of this feed
@@ -150,6 +150,18 @@ class Feed:
         finally:
             for line in self._lines.values():
                 line.cancel()
+
+    async def _dispatch_fetched(self, fetched: Sequence[Delivery], session: Session, intake: Intake) -> None:
+        for _ in fetched:
+            self._at(Point.FETCHED, self.name, ())
+        counted = sum(delivery.epoch.returns_count for delivery in fetched)
+        self._counted += counted
+        try:
+            async with self._dispatching:
+                for kind, deliveries in groupby(fetched, key=_kind):
+                    await self._dispatch_in_line(kind, list(deliveries), session, intake)
+        finally:
+            self._counted -= counted
 
     async def _dispatch_in_line(
         self, kind: _Kind, deliveries: Sequence[Delivery], session: Session, intake: Intake
@@ -235,7 +247,7 @@ class Feed:
 
     async def _take_over(self, delivery: Delivery, session: Session, handler: BoundHandler) -> None:
         """Commit here first, then settle: a crash in between leaves a duplicate, which is recognised as one."""
-        while not (delivery.epoch.retiring or self._draining.is_set()):
+        while not self._given_up(delivery):
             try:
                 await self._store.take_over(handler.own_source.partition(":")[2], delivery.message)
             except StoreUnavailable as error:
@@ -285,16 +297,35 @@ class Feed:
             return False
 
     async def stop_fetching(self) -> None:
-        if self._session is not None:
-            await self._session.stop_fetching()
+        session, intake = self._session, self._intake
+        if session is None:
+            return
+        late = await session.stop_fetching()
+        if late and intake is not None:
+            self._late = asyncio.create_task(self._dispatch_fetched(late, session, intake))
+
+    def _given_up(self, delivery: Delivery) -> bool:
+        """Whether it is not to be read any more. What a return would cost a delivery has longer in a drain (D11)."""
+        epoch = delivery.epoch
+        draining = self._in_hand.draining if epoch.returns_count else self._draining.is_set()
+        return draining or epoch.retiring
+
+    @property
+    def reading(self) -> bool:
+        """Whether something has no lane yet that would count as delivered if it was given back (D11)."""
+        return self._counted > 0 or (self._late is not None and not self._late.done())
 
     async def quiet(self) -> None:
         """Wait until what was fetched has a lane or was given back. In a drain, once the lanes have finished."""
+        if self._late is not None:
+            await self._late
         async with self._dispatching:
             await asyncio.gather(*self._lines.values())
 
     async def close(self) -> None:
         session, self._session = self._session, None
+        if self._late is not None:
+            self._late.cancel()
         if session is not None:
             await session.close()
         elif self.task is not None:

@@ -49,14 +49,17 @@ class Intake:
         read: Read,
         *,
         draining: asyncio.Event,
+        given_up: Callable[[Delivery], bool],
         observer: Observer,
     ) -> None:
+        """`given_up`: whether a delivery is not to be read any more."""
         self._store = store
         self._company = company
         self._outage = outage
         self._handler_of = handler_of
         self._read = read
         self._draining = draining
+        self._given_up = given_up
         self._at = observer.at
 
     async def admit(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
@@ -132,7 +135,7 @@ class Intake:
 
     async def _known(self, act: Callable[[], Coroutine[Any, Any, T]], *, before: Delivery | None = None) -> T:
         """Do it, as soon as the database lets us. What comes `before` a delivery is read is given up with it."""
-        while before is None or not (self._draining.is_set() or before.epoch.retiring):
+        while before is None or not self._given_up(before):
             try:
                 return await act()
             except StoreUnavailable as error:

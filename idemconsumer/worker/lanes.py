@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Final
@@ -200,12 +200,15 @@ class Lanes:
         for task in self._tasks:
             task.cancel()
 
-    async def run_out(self, within: float) -> None:
-        """Wait until nothing is about to begin that would count as delivered if it was given back (D11)."""
+    async def run_out(self, within: float, reading: Callable[[], bool]) -> None:
+        """Wait until nothing is read, or about to begin, that would count as delivered if it was given back (D11)."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
-                while any(lanes.to_begin for lanes in self._of.values()):
+                while self._to_read(reading) or any(lanes.to_begin for lanes in self._of.values()):
                     await asyncio.sleep(_LOOK)
+
+    def _to_read(self, reading: Callable[[], bool]) -> bool:
+        return reading() and not self.in_hand.outage.lasts
 
     def drain(self) -> None:
         """Start nothing new; `work` returns when what runs has been settled. Sagas are released at once."""

@@ -400,7 +400,8 @@ class Worker:
         log.info("draining", in_flight=lanes.in_hand.in_flight)
         await asyncio.gather(*(feed.stop_fetching() for feed in feeds))
         deadline = asyncio.get_running_loop().time() + self._settings.drain_timeout
-        await lanes.run_out(self._settings.drain_timeout / 2)  # what begins later may not end in time
+        # What begins later may not end in time.
+        await lanes.run_out(self._settings.drain_timeout / 2, lambda: any(feed.reading for feed in feeds))
         lanes.drain()
         try:
             async with asyncio.timeout_at(deadline):

@@ -518,6 +518,32 @@ async def test_a_draining_session_leaves_new_messages_to_others(node: Node, brok
             assert len(await arriving(other, 10)) == 10
 
 
+@pytest.mark.parametrize(("version", "handed_over"), [("4.2.6", 2), ("4.3.0", 0)])
+async def test_what_arrives_until_the_broker_knows_of_a_drain_is_handed_over_where_a_return_counts(
+    node: Node, broker: RabbitmqBroker, version: str, handed_over: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = lambda server: nack_is_free({**server, "version": version})  # noqa: E731
+    monkeypatch.setattr("idemconsumer.brokers.rabbitmq.session.nack_is_free", says)
+    name = await node.queue()
+    async with consuming(broker, name) as session:
+        await until(lambda: session._consumers._consumers)
+        await broker.publish(name, numbered(1))
+        await until(lambda: session._arrived)  # and nobody has fetched it
+        real = session._consumers.cancel
+
+        async def cancel() -> None:
+            await broker.publish(name, numbered(2)[1:])
+            await until(lambda: len(session._arrived) == handed_over)
+            await real()
+
+        monkeypatch.setattr(session._consumers, "cancel", cancel)
+        late = await session.stop_fetching()
+        assert bodies(late) == [message.body for message in numbered(handed_over)]
+        await session.settle(late)
+        assert not await session.fetch()
+    assert len(await remaining(broker, name)) == 2 - handed_over
+
+
 async def test_closing_is_bounded_when_the_broker_does_not_answer(
     node: Node, broker: RabbitmqBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

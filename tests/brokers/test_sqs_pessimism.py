@@ -206,7 +206,8 @@ async def test_an_extension_that_was_given_up_is_asked_for_again(
         await until(lambda: double.extended[message] >= 1)
 
 
-async def test_a_poll_that_a_drain_meets_ends_by_itself_and_gives_back_what_it_brings(double: SqsDouble) -> None:
+async def test_a_poll_that_a_drain_meets_ends_by_itself_and_what_it_brings_is_handed_over(double: SqsDouble) -> None:
+    """Given back it would count as received."""
     double.answers.clear()
     message = double.put("caught")
     async with consuming(double) as session:
@@ -215,8 +216,9 @@ async def test_a_poll_that_a_drain_meets_ends_by_itself_and_gives_back_what_it_b
         done, _ = await asyncio.wait([stopping], timeout=0.3)
         assert not done, "it must wait for its poll"
         double.answers.set()
-        await stopping
-        assert double.messages[message].visible
+        assert bodies(await stopping) == [b"caught"]
+        assert not double.messages[message].visible
+    assert double.messages[message].visible, "it is not settled"
     assert double.requests["ReceiveMessage"] == 1
 
 
@@ -250,7 +252,7 @@ async def test_a_drain_does_not_wait_for_deletions_that_do_not_end(
         with monkeypatch.context() as patched:
             patched.setattr(sqs_session, "_FAREWELL", farewell)
             async with asyncio.timeout(PATIENCE):
-                await session.stop_fetching()
+                await session.release(await session.stop_fetching())
         assert [stored.visible for stored in double.messages.values()] == [False, True][: 1 + unfetched]
         double.throttling.clear()
 
@@ -275,9 +277,10 @@ async def test_a_drain_does_not_wait_for_lanes_that_go_on_settling(
         settle()
         stopping = asyncio.create_task(session.stop_fetching())
         await until(lambda: not session._polls)
+        returning = asyncio.create_task(session.release(await stopping))
         double.refuse = settle  # while any message is deleted or given back, another one is finished
         double.throttling.clear()
-        await stopping
+        await returning
         assert deliveries
 
 

@@ -23,6 +23,7 @@ from tests.support.workers import Bench, Item, Running, body, note
 
 LIMIT = 3  # a message that is delivered more often ends unprocessed
 HELD = 8  # by a worker of four lanes, whose order leaves three of them nothing to do
+A_DEPLOY = 80  # messages: more than a drain finishes, with what arrives before the broker knows of it
 
 
 class Deployed:
@@ -88,7 +89,7 @@ DEPLOYS = pytest.mark.parametrize("deploys", [LIMIT + 1, pytest.param(20, marks=
 async def test_deploys_in_a_row_leave_no_message_of_rabbitmq_unprocessed(
     bench: Bench, rabbitmq: Server, deploys: int
 ) -> None:
-    messages = orders(deploys * 24)
+    messages = orders(deploys * A_DEPLOY)
     async with quorum_queue(rabbitmq, messages) as (name, dead):
         deployed = Deployed(bench, f"rabbitmq:{name}", rabbitmq=rabbitmq.address)
         for _ in range(deploys):
@@ -103,7 +104,7 @@ async def test_deploys_in_a_row_leave_no_message_of_rabbitmq_unprocessed(
 @DEPLOYS
 async def test_deploys_in_a_row_leave_no_message_of_sqs_unprocessed(bench: Bench, sqs: Server, deploys: int) -> None:
     """One group of a FIFO queue: what is given back comes first again."""
-    name, messages = f"deployed-{uuid4().hex}", orders(deploys * 24)
+    name, messages = f"deployed-{uuid4().hex}", orders(deploys * A_DEPLOY)
     fifo = {"FifoQueue": "true"}
     async with get_session().create_client("sqs", endpoint_url=sqs.address) as client:
         dead = (await client.create_queue(QueueName=f"{name}-dead.fifo", Attributes=fifo))["QueueUrl"]

@@ -11,11 +11,12 @@ import pytest
 
 from idemconsumer import App, Message, Tx
 from idemconsumer.brokers.memory import MemorySession
+from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import Bounds
+from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from tests.support.logs import LogCapture, times
 from tests.support.waiting import PATIENCE, until
-from tests.support.workers import Bench, Item, Lasting, connected, note
+from tests.support.workers import Bench, Item, Lasting, body, connected, note
 
 SOON = 15.0  # seconds; a drain that waited for what it need not would take its 20
 
@@ -211,3 +212,49 @@ async def test_a_drain_while_a_session_is_being_opened_ends_the_worker(
         async with asyncio.timeout(PATIENCE):
             await running.task
     assert all(session._epoch.ended for session in slow.sessions)
+
+
+class Late(MemorySession):
+    """What its queue has arrives while its broker is being told of a drain, and a return of it would count."""
+
+    fetching: asyncio.Event
+
+    async def fetch(self) -> Sequence[Delivery]:
+        self.fetching.set()
+        if self._epoch.ended:
+            raise SessionEnded("closed")
+        await asyncio.sleep(0.01)
+        return []
+
+    async def stop_fetching(self) -> Sequence[Delivery]:
+        await super().stop_fetching()
+        self._epoch.returns_count = True
+        return [self._take() for _ in range(len(self._queue.waiting))]
+
+
+class Latecomers(Lasting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetching = asyncio.Event()
+
+    async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> MemorySession:
+        (subscription,) = subscriptions
+        session = Late(subscription.name, self._queue(subscription.name), bounds)
+        session.fetching = self.fetching
+        return session
+
+
+async def test_what_arrives_late_and_would_count_if_it_was_given_back_is_applied(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what has to be put on record before it is read, since it was delivered before."""
+    latecomers = Latecomers()
+    connected(bench, monkeypatch, memory=latecomers)
+    await latecomers.publish("q", [Outgoing(body(Item(name))) for name in ("new", "again", "new too")])
+    waiting = latecomers._queue("q").waiting
+    waiting[1] = (waiting[1][0], 1, waiting[1][2])
+    async with bench.running(app_with(Gate(), "memory:q")) as running:
+        await running.until(latecomers.fetching.is_set)
+        await running.leave()
+    assert sorted(bench.effects()) == ["again", "new", "new too"]
+    assert not waiting

@@ -207,6 +207,7 @@ async def test_one_that_was_begun_waits_for_those_inside_however_quick_the_datab
         lambda delivery: bound,
         lambda delivery, refusal: read.append(delivery),
         draining=asyncio.Event(),
+        given_up=lambda delivery: False,
         observer=NullObserver(),
     )
     delivery = Delivery(Message("postgres:q", b"{}", position="q#1"), Epoch())
@@ -380,6 +381,7 @@ async def test_what_was_read_is_not_given_back_as_well(bench: Bench) -> None:
         lambda delivery: bound,
         lambda delivery, refusal: read.append(delivery),
         draining=draining,
+        given_up=lambda delivery: draining.is_set(),
         observer=NullObserver(),
     )
     deliveries = [Delivery(Message("postgres:q", b"{}", position=f"q#{n}"), Epoch()) for n in range(3)]

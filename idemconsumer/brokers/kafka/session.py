@@ -185,10 +185,11 @@ class KafkaSession:
     def _high_water(self, at: TopicPartition) -> int | None:
         return self._consumer.highwater(at) if at in self._consumer.assignment() else None
 
-    async def stop_fetching(self) -> None:
+    async def stop_fetching(self) -> Sequence[Delivery]:
         self._reading.draining = True
         self._reading.pause()
         self._changed.set()
+        return ()
 
     async def close(self) -> None:
         if self._closing.is_set():

@@ -99,6 +99,9 @@ class RabbitmqSession:
         if self._ended is not None:
             await farewell(self._channel, self._connection)
             raise SessionEnded(f"RabbitMQ queue {self._queue!r} at {self._link.where}: {self._ended}")
+        return self._take_arrived()
+
+    def _take_arrived(self) -> list[Delivery]:
         arrived = list(self._arrived)
         self._arrived.clear()
         return arrived
@@ -142,13 +145,15 @@ class RabbitmqSession:
             return {}
         return {f"rabbitmq:{self._queue}": self._backlog.lag(await depth(self._connection, self._queue))}
 
-    async def stop_fetching(self) -> None:
+    async def stop_fetching(self) -> Sequence[Delivery]:
         self._stopped = True
-        self._arrived.clear()
+        if not self._epoch.returns_count:
+            self._arrived.clear()
         async with self._consuming:
             if self._ended is None:
                 with contextlib.suppress(SessionEnded):
                     await self._ask(self._consumers.cancel())
+        return self._take_arrived()
 
     async def close(self) -> None:
         await self._return()
@@ -195,7 +200,8 @@ class RabbitmqSession:
             raise SessionEnded(self._ended) from error
 
     def _on_arrival(self, arrival: Arrival) -> None:
-        if not self._stopped and self._ended is None:
+        # Before the broker knows that it is to send no more, deliveries still come (D11).
+        if self._ended is None and (self._epoch.returns_count or not self._stopped):
             self._consumers.serves(arrival.consumer_tag)
             delivery = delivery_of(arrival, self._queue, self._epoch)
             self._outstanding.arrived(delivery.handle, delivery.message)

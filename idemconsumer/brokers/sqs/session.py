@@ -72,15 +72,16 @@ class SqsSession:
 
     # --------------------------------------------------------------------------------------------------------- fetching
     async def fetch(self) -> Sequence[Delivery]:
-        if self._lost is None and (self._stopped or not self._arrived):
+        if self._lost is None and not self._arrived:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FETCH_SECONDS):
                     await self._wake.wait()
         if self._lost is not None:
             raise SessionEnded(self._lost)
-        if self._stopped:
-            return []
+        return self._take_arrived()
+
+    def _take_arrived(self) -> list[Delivery]:
         arrived = list(self._arrived)
         self._arrived.clear()
         return arrived
@@ -295,13 +296,11 @@ class SqsSession:
         answer = await self._client.get_queue_attributes(QueueUrl=self._queue.url, AttributeNames=[name])
         return {self._queue.source: self._backlog.lag(int((answer.get("Attributes") or {}).get(name, 0)))}
 
-    async def stop_fetching(self) -> None:
+    async def stop_fetching(self) -> Sequence[Delivery]:
         self._stopped = True
         self._freed.set()
         await self._polled(WAIT + 1)
-        unfetched = [delivery.handle for delivery in self._arrived]
-        self._arrived.clear()
-        await self._return(self._held.give_back(unfetched))
+        return self._take_arrived()
 
     async def close(self) -> None:
         self._stopped = True
