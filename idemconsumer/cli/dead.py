@@ -16,7 +16,7 @@ from idemconsumer.admin.redrives import Redrives, Run
 from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import letter_json, show, time_of
-from idemconsumer.cli.options import ID, as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import ID, RATE, as_json, database, need_dsn, print_json, printable
 from idemconsumer.cli.unknown import say_unknown
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
@@ -78,7 +78,7 @@ def dead() -> None:
 @dead.command("list")
 @_chosen
 @click.option("--redriven", is_flag=True, help="Also those that were redriven and have not failed again.")
-@click.option("--before", type=int, metavar="ID", help="Go on behind this one, as the last line says.")
+@click.option("--before", type=ID, metavar="ID", help="Go on behind this one, as the last line says.")
 @click.option(
     "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
 )
@@ -176,7 +176,7 @@ def dead_export(redriven: bool, **flags: Any) -> None:
 @click.argument("ids", metavar="[ID]…", type=ID, nargs=-1)
 @_chosen
 @click.option("--all", "everything", is_flag=True, help="All of them.")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N in a second.")
+@click.option("--rate", type=RATE, metavar="N", help="At most N in a second.")
 @click.option("--run", metavar="NAME", help="Go on with a run that was interrupted.  [default: a new one]")
 @click.option("--by", metavar="NAME", help="Who does this, for the trace.  [default: user@host]")
 @click.option("--dry-run", is_flag=True, help="Only say what would be redriven.")

@@ -11,7 +11,7 @@ import click
 
 from idemconsumer.admin.imports import Imported, Imports
 from idemconsumer.admin.old_tables import Chosen
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import RATE, as_json, database, need_dsn, print_json, printable
 from idemconsumer.cli.target import load_app
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.settings import Settings, load
@@ -42,7 +42,7 @@ _SAID_EVERY = 2.0  # seconds
 )
 @click.option("--created-column", "created", metavar="COLUMN", help="Since when records are kept.  [default: now]")
 @click.option("--where", metavar="SQL", help="Only rows for which this holds.")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N rows in a second.")
+@click.option("--rate", type=RATE, metavar="N", help="At most N rows in a second.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be taken.")
 @database
 @as_json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -12,6 +13,20 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import Settings
 
 ID: Final = click.IntRange(1, 2**63 - 1)  # of a row
+ANY_ID: Final = click.IntRange(0, 2**63 - 1)  # or the place before the first one
+
+
+class Finite(click.FloatRange):
+    """Python reads "nan" and "inf" as numbers, and no bound refuses the first."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number to count with; write one such as 50", param, ctx)
+        return number
+
+
+RATE: Final = Finite(0, min_open=True)  # in a second
 
 F = TypeVar("F", bound=Callable[..., Any])
 

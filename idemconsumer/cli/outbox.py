@@ -12,7 +12,7 @@ import msgspec
 from idemconsumer.admin.outbox import Outbox, OutgoingDetail, Which
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import either, time_of
-from idemconsumer.cli.options import ID, as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import ANY_ID, ID, as_json, database, need_dsn, print_json, printable
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.settings import load
@@ -57,7 +57,7 @@ def outbox() -> None:
 @outbox.command("list")
 @_chosen
 @click.option("--parked", is_flag=True, help="Only those that their brokers refuse, and that wait for a person.")
-@click.option("--after", type=int, default=0, metavar="ID", help="Go on behind this one, as the last line says.")
+@click.option("--after", type=ANY_ID, default=0, metavar="ID", help="Go on behind this one, as the last line says.")
 @click.option(
     "--limit", type=click.IntRange(1, 1_000_000), default=50, metavar="N", help="List at most N.  [default: 50]"
 )

@@ -17,7 +17,7 @@ from idemconsumer.admin.saga_views import SagaDetail, SagaLine, StepLine
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.admin.timeline import Event
 from idemconsumer.cli.banner import table
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import ID, as_json, database, need_dsn, print_json, printable
 from idemconsumer.cli.unknown import say_unknown
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.ports.handler import Done, NotDone
@@ -217,7 +217,7 @@ def saga_abandon(
 @click.argument("step", metavar="STEP")
 @click.option("--done", metavar="JSON", help="It was done, with this output: what its function returns, or null.")
 @click.option("--not-done", is_flag=True, help="It was not done, and is called again.")
-@click.option("--attempt", type=int, help="Refuse the answer if another attempt of the step is open by now.")
+@click.option("--attempt", type=ID, help="Refuse the answer if another attempt of the step is open by now.")
 @database
 @as_json
 def saga_decide(

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json
+from idemconsumer.cli.options import Finite, as_json, database, need_dsn, print_json
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import load
 from idemconsumer.sql.queries import check_schema
@@ -25,7 +25,7 @@ def migrate() -> None:
 @migrate.command()
 @click.option(
     "--wait",
-    type=click.FloatRange(0),
+    type=Finite(0),
     metavar="SECONDS",
     help="Wait so long altogether: for locks, and for a database that takes no connections yet.  "
     "[default: 300 for locks; a database that cannot be reached is an error at once]",

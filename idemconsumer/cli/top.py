@@ -19,7 +19,7 @@ from idemconsumer.admin.control import WorkerLine
 from idemconsumer.admin.status import Status
 from idemconsumer.admin.status import status as read_status
 from idemconsumer.cli.banner import table
-from idemconsumer.cli.options import database, need_dsn, printable
+from idemconsumer.cli.options import Finite, database, need_dsn, printable
 from idemconsumer.cli.status import counted, state_of, tables
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.redaction import error_text
@@ -35,9 +35,7 @@ Look = Callable[[], Awaitable[Status]]
 
 @click.command()
 @click.argument("app", metavar="[APP]", required=False)
-@click.option(
-    "--interval", type=click.FloatRange(0.5), default=2.0, metavar="S", help="Seconds between two looks.  [default: 2]"
-)
+@click.option("--interval", type=Finite(0.5), default=2.0, metavar="S", help="Seconds between two looks.  [default: 2]")
 @click.option("--once", is_flag=True, help="Print it once, as plain text.")
 @database
 def top(app: str | None, interval: float, once: bool, **flags: Any) -> None:

@@ -82,11 +82,19 @@ def _state(name: str, number: int) -> sql.SQL:
 
 
 def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | None:
-    """What to raise when our tables do not exist or this role may not use them; None for any other error."""
+    """What to raise when a statement of ours finds no table, column or function of ours, or this role may not use them;
+    None for any other error. The server does not say whether the schema is missing, or is that of an older version."""
     if isinstance(
-        error, psycopg.errors.UndefinedTable | psycopg.errors.InvalidSchemaName | psycopg.errors.UndefinedFunction
+        error,
+        psycopg.errors.UndefinedTable
+        | psycopg.errors.UndefinedColumn
+        | psycopg.errors.UndefinedFunction
+        | psycopg.errors.InvalidSchemaName,
     ):
-        return ConfigurationError(f"schema {schema!r} does not exist; run `idemconsumer migrate up` first")
+        return ConfigurationError(
+            f"schema {schema!r} does not exist, or is of an older version ({error.diag.message_primary}); run "
+            "`idemconsumer migrate up` first"
+        )
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
         return ConfigurationError(
             f"the database's role lacks rights in schema {schema!r} ({error.diag.message_primary}); grant what "

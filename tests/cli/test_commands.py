@@ -27,7 +27,7 @@ from idemconsumer.message.delivered import encode_delivered
 from idemconsumer.message.message import Message
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings
-from idemconsumer.stores.migrations import files
+from idemconsumer.stores.migrations import files, script
 from tests.support.servers.postgres import migrated
 from tests.support.waiting import PATIENCE, eventually
 
@@ -311,6 +311,23 @@ def test_a_setting_that_makes_no_sense_names_itself(empty: Shop) -> None:
     assert "IDEMCONSUMER_CONCURRENCY" in empty("run", "shop:app", code=Exit.USAGE, IDEMCONSUMER_CONCURRENCY="many")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dead redrive --all --rate nan",
+        "dead redrive --all --rate inf",
+        "import shop:app --table t --key-column k --rate inf",
+        "top --interval nan",
+        "migrate up --wait nan",
+        f"dead list --before {2**63}",
+        f"outbox list --after {2**63}",
+        f"sagas decide ab charge --attempt {2**63}",
+    ],
+)
+def test_a_number_that_is_none_is_wrong_usage(empty: Shop, words: str) -> None:
+    assert f"Invalid value for '{words.split()[-2]}'" in empty(*words.split(), code=Exit.USAGE)
+
+
 def test_a_database_that_is_away_is_one_line_and_exit_1(empty: Shop) -> None:
     empty.dsn = "postgresql://127.0.0.1:1/x"
 
@@ -346,8 +363,21 @@ def test_a_database_that_is_not_migrated_is_one_line_that_says_how(
 
     said = empty(*words, code=Exit.USAGE)
 
-    assert "schema 'idemconsumer' does not exist; run `idemconsumer migrate up` first" in said
+    assert re.search(r"schema 'idemconsumer' does not exist.*; run `idemconsumer migrate up` first", said)
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("words", ["dead list", "dead redrive --all", "status", "doctor"])
+def test_a_schema_of_an_older_version_is_not_said_to_be_missing(empty: Shop, database: str, words: str) -> None:
+    """One lacks a column, another one a table."""
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(script(files()[:22], "idemconsumer").encode())
+    empty.dsn = database
+
+    said = empty(*words.split(), code=Exit.USAGE)
+
+    assert "schema 'idemconsumer' does not exist, or is of an older version (" in said
+    assert "run `idemconsumer migrate up` first" in said
 
 
 def test_a_migration_that_is_pending_is_named(shop: Shop) -> None:
