@@ -111,7 +111,9 @@ class Ahead:
             self._unsynced += 1
         self.push()
         while pgconn.flush():
-            if (yield Wait.RW) & Ready.R:
+            while not (ready := (yield Wait.RW)):  # None: the wait was cut off, and this is read to its end
+                pass
+            if ready & Ready.R:
                 pgconn.consume_input()
         while expected:
             results = yield from generators.fetch_many(pgconn)

@@ -427,6 +427,21 @@ async def test_a_statement_that_waits_for_a_lock_does_not_outlast_the_timeout_of
     assert (ledger.states, ledger.attempts) == ([], [])
 
 
+async def test_a_statement_is_cut_off_while_it_is_written(ledger: Ledger, engine: Engine) -> None:
+    """The server, which is at work, does not take all of it."""
+
+    @idempotent_handler(SOURCE, key="id", timeout="300ms")
+    async def stays(order: dict[str, Any], tx: Tx) -> None:
+        await tx.send("select pg_sleep(60)")
+        await tx.send("select length(%s)", ("x" * 25_000_000,))
+        await tx.send("select 1")  # there is no room for it
+
+    async with asyncio.timeout(PATIENCE):
+        outcome = await engine.process(*works(stays, "a"))
+    assert (outcome.kind, outcome.error) == ("retrying", "TimeoutError")
+    assert ledger.sessions("active") == 0
+
+
 @pytest.mark.usefixtures("at_once")
 async def test_a_task_that_goes_on_after_its_handler_sends_nothing_behind_the_seal(
     ledger: Ledger, engine: Engine
