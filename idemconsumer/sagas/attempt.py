@@ -18,7 +18,7 @@ from idemconsumer.engine.contention import Contended
 from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
-from idemconsumer.errors import ConnectionLost, Contention, Reject, RunEagerly, SagaChanged, UnknownEffect
+from idemconsumer.errors import ConnectionLost, Contention, RunEagerly, SagaChanged, UnknownEffect
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
 from idemconsumer.ports.handler import Done, NotDone
@@ -41,7 +41,7 @@ from idemconsumer.sagas.step import StepSpec, step_key
 from idemconsumer.sagas.steps import Steps
 from idemconsumer.sagas.undo import NotAskedFor, NotUndone, Undo
 from idemconsumer.sagas.waits import Paused
-from idemconsumer.user_code.cancellation import run_isolated, uninterrupted
+from idemconsumer.user_code.cancellation import from_cancellation, run_isolated, uninterrupted
 
 _MOST_NAMES: Final = 50  # in the error of a dead letter
 
@@ -201,16 +201,16 @@ class Attempt:
             value, error = await run_isolated(run.main(handler), leave=body.left, cancelling=body.cancelled)
             if isinstance(error, Exception):
                 error = rules.sole_refusal(error, self._options.fail_on)
-            if isinstance(error, Reject):
+            if rejected := refused(error, self._options.fail_on):
                 await run.siblings()
-            await run.settle(rejected=isinstance(error, Reject))
+            await run.settle(rejected=rejected)
         except asyncio.CancelledError:
             await uninterrupted(run.settle())
             raise
         return value, error
 
     async def _end(self, run: SagaRun, value: object, error: BaseException | None) -> Outcome:
-        cause = run.interruption or error
+        cause = self._cause(run, error)
         if isinstance(cause, Paused):
             return await self._endings.pause(cause.waits, self._left())
         if isinstance(cause, Held):
@@ -232,12 +232,14 @@ class Attempt:
             except TypeError as unencodable:
                 return await self._unencodable(run, unencodable)
             return await self._endings.finish(OutcomeKind.APPLIED, State.COMPLETED, result)
-        # A TaskGroup cancels the steps beside a rejected one. The saga is still rejected, and those cut off stay open.
-        beside = run.rejected and isinstance(run.interruption, asyncio.CancelledError)
-        final = error if beside and isinstance(error, Reject) else cause
-        if refused(final, self._options.fail_on):
-            return await self._reject(run, rejection_of(final), final)
+        if refused(cause, self._options.fail_on):
+            return await self._reject(run, rejection_of(cause), cause)
         return await self._failed(run, cause)
+
+    def _cause(self, run: SagaRun, error: BaseException | None) -> BaseException | None:
+        """Why the run ended. A TaskGroup cancels the steps beside a rejection: it is still one, and those stay open."""
+        cut_off = isinstance(run.interruption, asyncio.CancelledError) and not from_cancellation(error)
+        return error if cut_off and refused(error, self._options.fail_on) else run.interruption or error
 
     # ------------------------------------------------------------------------------------- what a failure leads to
     async def _failed(self, run: SagaRun, error: BaseException) -> Outcome:

@@ -81,7 +81,6 @@ class SagaRun(Settling):
         self._recovery_point = replay.recovery_point(rows)
         self._calls: dict[str, StepSpec] = {}  # asked for, begun or not
         self.progressed = False  # a step has finished in this run
-        self.rejected = False  # a step of this run was rejected, now or before
 
     # -------------------------------------------------------------------------------------------- what a handler sees
     @property
@@ -206,7 +205,6 @@ class SagaRun(Settling):
             return output
         except Reject:
             self._unfinished.remove(name)
-            self.rejected = True
             raise
         except NotBegun:
             self._unfinished.remove(name)

@@ -39,6 +39,8 @@ async def beside_a_task_of_its_own(first: Any, second: Any) -> None:
     await beside_a_task(second, first)
 
 
+Way = Callable[[Any, Any], Any]
+
 WAYS = [in_a_gather, in_a_group, beside_a_task, beside_a_task_of_its_own]
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 
@@ -46,7 +48,7 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 class Branches:
     """Two branches, of which the right one is the first to run a step in the first run, and the last one later."""
 
-    def __init__(self, way: Callable[[Any, Any], Any], undo: Any = take_back) -> None:
+    def __init__(self, way: Way, undo: Any = take_back) -> None:
         self.way = way
         self.undo = undo
         self.runs = 0
@@ -73,7 +75,7 @@ class Branches:
 
 @every_way
 async def test_a_branch_may_begin_its_first_step_before_another_has_come_to_a_recorded_one(
-    bench: Bench, one: Station, two: Station, way: Callable[[Any, Any], Any]
+    bench: Bench, one: Station, two: Station, way: Way
 ) -> None:
     branches = Branches(way)
 
@@ -94,7 +96,7 @@ async def test_a_branch_may_begin_its_first_step_before_another_has_come_to_a_re
 
 @every_way
 async def test_a_step_of_a_branch_is_missed_at_completion_at_the_latest(
-    bench: Bench, one: Station, two: Station, way: Callable[[Any, Any], Any]
+    bench: Bench, one: Station, two: Station, way: Way
 ) -> None:
     branches = Branches(way)
 
@@ -115,7 +117,7 @@ async def test_a_step_of_a_branch_is_missed_at_completion_at_the_latest(
 @every_way
 @pytest.mark.parametrize("end", ["rejected", "unfinished"])
 async def test_what_a_slower_branch_did_is_undone_in_a_replay_too(
-    bench: Bench, one: Station, two: Station, way: Callable[[Any, Any], Any], end: str
+    bench: Bench, one: Station, two: Station, way: Way, end: str
 ) -> None:
     """The step that ends the replay was met first, and the other branch's undo was not known yet."""
     fails = [ValueError("once")]

@@ -1,0 +1,68 @@
+"""A rejection that one branch raises is one whatever the others do just then (L7, L26)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from idemconsumer import OutcomeKind, Reject, Saga, Step
+from idemconsumer.rules.values import State
+from tests.sagas.test_branches import Way, in_a_gather, in_a_group
+from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
+
+
+class Refused(Exception):
+    """Listed in `fail_on`."""
+
+
+def _error(kind: str) -> Exception:
+    return Reject("no") if kind == "Reject" else Refused("no")
+
+
+@pytest.mark.parametrize("way", [in_a_gather, in_a_group])
+@pytest.mark.parametrize("kind", ["Reject", "fail_on"])
+async def test_a_refusal_between_the_steps_of_a_branch_is_one_beside_a_call_in_flight(
+    bench: Bench, one: Station, remote: Remote, way: Way, kind: str
+) -> None:
+    """It counted as a failure: the saga was tried again, and after the last attempt put aside."""
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def charge(step: Step, name: str) -> str:
+        begun.set()
+        await go.wait()
+        return await remote.charge(step, name)
+
+    async def refuses() -> None:
+        await begun.wait()
+        raise _error(kind)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("first", put, "first", undo=take_back)
+        try:
+            await way(refuses(), saga.call("charged", charge, "card", undo=remote.refund))
+        finally:
+            go.set()
+
+    outcome = await one.deliver(saga(book, fail_on=(Refused,), max_attempts=1))
+    assert (outcome.kind, bench.letters) == (OutcomeKind.FAILED, [])
+    assert b"attempts_exhausted" not in (outcome.result or b"")
+    assert bench.effects == ["first", "undo:first:out:first"]
+    assert remote.effects == ["card", "refund:card:charged:card"]
+    assert len(remote.keys("card")) == 1
+
+
+async def test_a_time_limit_around_a_call_is_no_refusal_of_it(bench: Bench, one: Station) -> None:
+    """Its outcome is unknown, whatever `fail_on` lists."""
+
+    async def hangs(step: Step) -> None:
+        await asyncio.Event().wait()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        async with asyncio.timeout(0.05):
+            await saga.call("hangs", hangs)
+
+    handler = saga(book, fail_on=(TimeoutError,))
+    assert (await one.deliver(handler)).kind is OutcomeKind.RETRYING
+    assert bench.state is State.PROCESSING
