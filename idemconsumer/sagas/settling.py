@@ -71,8 +71,7 @@ class Settling:
             self.interrupt(SagaMisused(f"the handler ended while step {names} was in flight; await every step"))
             for task, _ in self._in_flight.values():
                 task.cancel()
-            # The steps, not their tasks: a handler may swallow what its step raises, and go on.
-            await asyncio.wait([ended for _, ended in self._in_flight.values()])
+            await self._end_of_flight()
         elif self._unfinished and not rejected:
             names = ", ".join(map(repr, self._unfinished))
             self.interrupt(
@@ -84,9 +83,13 @@ class Settling:
     async def siblings(self) -> None:
         """The handler raised Reject: let the steps still in flight finish (L7). None begins any more (L26), but
         recorded ones are still asked for, and with them their undos (L25)."""
-        if self._in_flight:
-            await asyncio.wait([task for task, _ in self._in_flight.values()])
+        await self._end_of_flight()
         await self._await_asked(replay.asked_by_branches(self._rows.values(), None, in_branch=False))
+
+    async def _end_of_flight(self) -> None:
+        """Wait for the steps in flight, not for their tasks, which may go on for ever."""
+        if self._in_flight:
+            await asyncio.wait([ended for _, ended in self._in_flight.values()])
 
     @property
     def undoable(self) -> list[str]:

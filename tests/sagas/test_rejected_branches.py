@@ -11,6 +11,7 @@ from idemconsumer import OutcomeKind, Reject, Saga, Step
 from idemconsumer.rules.values import State
 from tests.sagas.test_branches import Way, in_a_gather, in_a_group
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
+from tests.support.waiting import PATIENCE
 
 
 class Refused(Exception):
@@ -66,3 +67,33 @@ async def test_a_time_limit_around_a_call_is_no_refusal_of_it(bench: Bench, one:
     handler = saga(book, fail_on=(TimeoutError,))
     assert (await one.deliver(handler)).kind is OutcomeKind.RETRYING
     assert bench.state is State.PROCESSING
+
+
+async def test_a_rejection_waits_for_the_steps_in_flight_and_not_for_what_their_tasks_do_then(
+    bench: Bench, one: Station, remote: Remote
+) -> None:
+    """It hung, with the saga and its lane, for as long as the task went on."""
+    begun, go = asyncio.Event(), asyncio.Event()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def charge(step: Step, name: str) -> str:
+        begun.set()
+        await go.wait()
+        return await remote.charge(step, name)
+
+    async def goes_on(saga: Saga) -> None:
+        await saga.call("charged", charge, "card", undo=remote.refund)
+        await asyncio.Event().wait()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        tasks.append(asyncio.create_task(goes_on(saga)))
+        await begun.wait()
+        asyncio.get_running_loop().call_later(0.05, go.set)
+        raise Reject("no")
+
+    async with asyncio.timeout(PATIENCE):
+        outcome = await one.deliver(saga(book))
+    assert outcome.kind is OutcomeKind.FAILED
+    assert remote.effects == ["card", "refund:card:charged:card"]
+    assert not tasks[0].done()
+    tasks[0].cancel()
