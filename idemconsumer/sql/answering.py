@@ -47,6 +47,7 @@ class AnsweringConnection(psycopg.AsyncConnection[Row]):
 
     patience: float = PATIENCE
     silent = False
+    _since = 0.0  # the loop's time at which it was heard of last
 
     @classmethod
     async def connect(cls, conninfo: str = "", **more: Any) -> Self:
@@ -77,14 +78,21 @@ class AnsweringConnection(psycopg.AsyncConnection[Row]):
         await super().close()
 
     async def ended_within(self, seconds: float, exchange: Awaitable[RV]) -> RV:
-        """The result of an exchange; at the deadline it is ended."""
+        """The result of an exchange; it is ended once nothing was heard of the server for so long."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle | None = None
 
-        def give_up() -> None:
+        def wait() -> None:
+            nonlocal timer
+            if (left := self._since + seconds - loop.time()) > 0:
+                timer = loop.call_later(left, wait)
+                return
             self.silent = True
             with suppress(psycopg.Error):  # psycopg has closed it meanwhile
                 cut(self.pgconn.socket)
 
-        timer = asyncio.get_running_loop().call_later(seconds, give_up)
+        self._since = loop.time()
+        wait()
         try:
             return await exchange
         except psycopg.OperationalError as error:
@@ -93,7 +101,8 @@ class AnsweringConnection(psycopg.AsyncConnection[Row]):
             self.pgconn.finish()
             raise silence(seconds) from error
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
 
 
 class BlockingConnection(psycopg.Connection[Row]):

@@ -9,7 +9,7 @@ reads no statements either.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from psycopg import generators
@@ -47,11 +47,12 @@ class Ahead:
     """What is on its way on one connection, in the order in which it was sent.
 
     `on`: there are answers to be read. `full`: the server does not keep up, so that they are read before more is sent.
-    `signal`: a run was told to end, which user code may have swallowed.
+    `signal`: a run was told to end, which user code may have swallowed. `heard` is called at each answer.
     """
 
-    def __init__(self, pgconn: PGconn) -> None:
+    def __init__(self, pgconn: PGconn, heard: Callable[[], None]) -> None:
         self._pgconn = pgconn
+        self._heard = heard
         self._expected: deque[Sent | None] = deque()  # None: a Sync
         self._unsynced = self._bytes = 0
         self._failed: tuple[Sent, PGresult] | None = None
@@ -117,6 +118,7 @@ class Ahead:
                 pgconn.consume_input()
         while expected:
             results = yield from generators.fetch_many(pgconn)
+            self._heard()
             if (answered := expected.popleft()) is None:
                 continue
             answered.result = result = results[-1]

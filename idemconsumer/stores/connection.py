@@ -50,13 +50,12 @@ class Connection(AnsweringConnection[Any]):
     _lookout: asyncio.TimerHandle | None = None
     _answer: Exchange[Any] | None = None
     _waiter: asyncio.Future[Any] | None = None
-    _seen: asyncio.Future[Any] | None = None  # what was waited for at the last look
-    _since = 0.0  # the loop's time of the look that saw it first
+    _seen: asyncio.Future[Any] | None = None  # what was waited for at the last look; its time begins with the first
     slow_commit: Callable[[Connection], None] | None = None  # set during COMMIT: told when it takes long
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self.ahead = Ahead(self.pgconn)
+        self.ahead = Ahead(self.pgconn, self.heard)
         self.statements = PreparedStatements(self)
         self.add_notice_handler(self._noticed)
 
@@ -126,13 +125,16 @@ class Connection(AnsweringConnection[Any]):
         if not self.lock.locked():
             await self.lock.acquire()
             return
-        try:
-            async with asyncio.timeout(self.patience):
-                await self.lock.acquire()
-        except TimeoutError as error:
-            self.cut()
-            await self.close()
-            raise psycopg.OperationalError(f"in use for {self.patience:g} s by something else, closed") from error
+        now = asyncio.get_running_loop().time
+        begun = now()
+        while (until := max(begun, self._since) + self.patience) > now():
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await self.lock.acquire()
+                    return
+        self.cut()
+        await self.close()
+        raise psycopg.OperationalError(f"in use for {self.patience:g} s by something else, closed")
 
     def _simple(self, statements: bytes) -> Exchange[list[PGresult]]:
         self.pgconn.send_query(statements)
@@ -161,26 +163,32 @@ class Connection(AnsweringConnection[Any]):
         except BaseException:
             self.unwatch()
             raise
-        if state == _READING:
-            try:
-                ended, value = await self._read(gen)
-            except asyncio.CancelledError:
-                # psycopg cancels the statement on the server, waits for its end and raises this again.
+        while True:
+            if state == _READING:
+                ended, value = await self._answer_of(gen, interval)
+            else:
                 self.unwatch()
-                ending = psycopg.AsyncConnection.wait(self, _Cancelled(gen), interval)
-                return await self._cancelled(self.ended_within(_CANCEL_SECONDS, ending))
-            except psycopg.OperationalError as error:
-                if self._crashed_beside:  # B13: a warning said so, and psycopg raises only what came after it
-                    raise CrashShutdown("another session of the server crashed, and ended this one") from error
-                if not self.silent:
-                    raise
-                self.pgconn.finish()
-                raise silence(self.patience) from error
+                ended, value = await self._cancelled(super().wait(_taken(gen, state, self.heard), interval))
             if ended:
                 return value  # type: ignore[no-any-return]
             state = value
-        self.unwatch()
-        return await self._cancelled(super().wait(_resumed(gen, state), interval))
+
+    async def _answer_of(self, gen: Exchange[Any], interval: float) -> Any:
+        """As `_read`, and what follows if that is cut off or fails."""
+        try:
+            return await self._read(gen)
+        except asyncio.CancelledError:
+            # psycopg cancels the statement on the server, waits for its end and raises this again.
+            self.unwatch()
+            ending = psycopg.AsyncConnection.wait(self, _Cancelled(gen), interval)
+            return await self._cancelled(self.ended_within(_CANCEL_SECONDS, ending))
+        except psycopg.OperationalError as error:
+            if self._crashed_beside:  # B13: a warning said so, and psycopg raises only what came after it
+                raise CrashShutdown("another session of the server crashed, and ended this one") from error
+            if not self.silent:
+                raise
+            self.pgconn.finish()
+            raise silence(self.patience) from error
 
     async def _cancelled(self, exchange: Awaitable[RV]) -> RV:
         """An exchange that is cancelled, or may be. If its connection ends then, nothing was answered to it or to its
@@ -196,8 +204,8 @@ class Connection(AnsweringConnection[Any]):
         """Somebody wants to leave: the answer that is under way has only a few seconds left (J24)."""
         self.patience = min(self.patience, _CANCEL_SECONDS)
 
-    def still_at_work(self) -> None:
-        """The server says why it has not answered: its time begins anew, unless somebody wants to leave."""
+    def heard(self) -> None:
+        """The server did a part of its work, or says why not: its time begins anew, unless somebody wants to leave."""
         if self.patience > _CANCEL_SECONDS:
             self._since = asyncio.get_running_loop().time()
 
@@ -289,13 +297,22 @@ def _returned(value: RV) -> Exchange[RV]:
     yield
 
 
-def _resumed(answer: Exchange[RV], state: Wait) -> Exchange[RV]:
-    while True:
+def _taken(answer: Exchange[Any], state: Wait, heard: Callable[[], None]) -> Exchange[tuple[bool, Any]]:
+    """Ends once nothing is left but to read: (False, the state), or (True, what it returned) if it ends itself.
+
+    psycopg goes on with one that was cut off, to read the answer to that: so it is gone on with to its end.
+    """
+    cut_off = False
+    while state != _READING or cut_off:
+        if (ready := (yield state)) is None:
+            cut_off = True
+        elif ready:
+            heard()
         try:
-            ready = yield state
             state = answer.send(ready)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            return True, end.value
+    return False, state
 
 
 class _Cancelled(Generator[Wait, Ready | int, Any]):

@@ -55,7 +55,7 @@ class SlowCommits:
                 else:
                     self._tell(len(self._slow))
                     for connection in self._slow:
-                        connection.still_at_work()
+                        connection.heard()
                 await asyncio.sleep(_ASK_EVERY)
         finally:
             self._asking = None
