@@ -254,8 +254,9 @@ class PostgresClaims:
         connection = self._connection
         now = shared or connection.pooled  # else once it is committed (`Pool.connection`)
         mark = secrets.token_hex(8)
-        connection.patience = min(connection.patience, PATIENCE)  # R20: no longer the handler's
         try:
+            await connection.answered()  # J26: they are the handler's
+            connection.patience = min(connection.patience, PATIENCE)  # R20
             if lending.changed:
                 await connection.simple(self._restoring("restore", mark) if now else self._queries["own_role"])
             else:

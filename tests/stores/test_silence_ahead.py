@@ -106,3 +106,16 @@ async def test_a_statement_that_the_server_takes_in_parts_is_waited_for(engine: 
     began = asyncio.get_running_loop().time()
     assert await run(engine, sends, 1) == ["applied"]
     assert asyncio.get_running_loop().time() - began > 2 * SOON
+
+
+async def test_a_slow_statement_is_waited_for_before_the_session_is_made_what_it_was(
+    engine: Engine, store: PostgresStore, ledger: Ledger
+) -> None:
+    store.pool.longest_answer = 30.0
+
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def sleeps(order: dict[str, Any], tx: Tx) -> None:
+        await tx.execute("set local work_mem = '4MB'")
+        await tx.send("select pg_sleep(2)")
+
+    assert await run(engine, sleeps, 1, 2) == ["applied"] * 2
