@@ -7,7 +7,6 @@ outcome of a call is unknown, nothing is completed or undone on a guess.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -114,7 +113,7 @@ class Attempt:
         return self._saga.key in keys and self._saga.state is State.PROCESSING and self._saga.cancel is None
 
     async def _go(self) -> Outcome:
-        if self._left() == 0.0:
+        if self._endings.left() == 0.0:
             if self._options.on_max_duration == "dead":
                 return await self._endings.put_aside(rules.MAX_DURATION, str(self._overdue()))
             self._work.of_saga.leased = replace(self._saga, cancel=True)
@@ -140,13 +139,6 @@ class Attempt:
         run = await self._open_run()
         value, error = await self._run_handler(run, call)
         return await self._end(run, value, error)
-
-    def _left(self) -> float | None:
-        """For how many seconds it may go on (L58). None: for any time, or how it ends is decided already."""
-        saga = self._saga
-        if saga.state is not State.PROCESSING or saga.cancel is not None:
-            return None
-        return rules.overdue_in(now=time.monotonic(), begun=saga.begun, max_duration=self._options.max_duration)
 
     def _overdue(self) -> _Overdue:
         return _Overdue(f"it has taken longer than its `max_duration`, {self._options.max_duration:g} s")
@@ -195,7 +187,7 @@ class Attempt:
         """What the handler returned or raised, once none of its steps is in flight."""
         try:
             handler = partial(self._handler.run, call, run, self._saga.attempt)
-            if (left := self._left()) is not None:
+            if (left := self._endings.left()) is not None:
                 run.body.end_in(left, self._overdue())
             body = run.body
             value, error = await run_isolated(run.main(handler), leave=body.left, cancelling=body.cancelled)
@@ -212,7 +204,7 @@ class Attempt:
     async def _end(self, run: SagaRun, value: object, error: BaseException | None) -> Outcome:
         cause = self._cause(run, error)
         if isinstance(cause, Paused):
-            return await self._endings.pause(cause.waits, self._left())
+            return await self._endings.pause(cause.waits)
         if isinstance(cause, Held):
             return await self._endings.hold(cause.seconds)
         if isinstance(cause, RunEagerly):

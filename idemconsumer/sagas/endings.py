@@ -5,6 +5,7 @@ Each ending is one fenced commit of the store, and returns the outcome for the w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
@@ -19,6 +20,7 @@ from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.redaction import traceback_text
 from idemconsumer.rules.backoff import Backoff
+from idemconsumer.rules.saga import overdue_in
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.rules.verdicts import contention_pause
 
@@ -43,6 +45,13 @@ class Endings:
         leased = self._work.leased
         assert leased is not None
         return leased
+
+    def left(self) -> float | None:
+        """For how many seconds it may go on (L58). None: for any time, or how it ends is decided already."""
+        saga, most = self._saga, self._handler.options.max_duration
+        if saga.state is not State.PROCESSING or saga.cancel is not None:
+            return None
+        return overdue_in(now=time.monotonic(), begun=saga.begun, max_duration=most)
 
     async def finish(self, kind: OutcomeKind, state: State, result: StoredResult | None) -> Outcome:
         """COMPLETED or FAILED, with what is stored for duplicates."""
@@ -95,11 +104,11 @@ class Endings:
         delay = contention_pause(collisions, self._chance())
         return await self._release(contention, describe(contention), delay, count=False)
 
-    async def pause(self, waits: Sequence[str], at_most: float | None) -> Outcome:
-        """Nothing is left of this run but waits: any worker may take the saga when one of them is over (L41), and after
-        `at_most` seconds."""
+    async def pause(self, waits: Sequence[str]) -> Outcome:
+        """Nothing is left of this run but waits: any worker may take the saga when one of them is over (L41), or when
+        it has taken as long as it may."""
         self.at(SagaPoint.PAUSING)
-        return self._paused(await self._leases.pause(self._saga, waits, at_most))
+        return self._paused(await self._leases.pause(self._saga, waits, self.left()))
 
     async def pause_undo(self, child: bytes) -> Outcome:
         """Any worker may go on with the undo when this child has ended (L49)."""
@@ -117,7 +126,8 @@ class Endings:
     async def _released(
         self, delay: float, text: str | None, kind: str | None, *, count: bool, held: bool = False
     ) -> Outcome:
-        saga = self._saga
+        saga, left = self._saga, self.left()
+        delay = delay if left is None else min(delay, left)
         await self._leases.release(saga, delay, text, count=count, held=held)
         self.at(SagaPoint.RELEASED)
         return Outcome(OutcomeKind.RETRYING, state=saga.state, due=delay, attempt=saga.attempt, error=kind)

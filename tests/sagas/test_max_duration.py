@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from idemconsumer import OutcomeKind, Saga, Step
+from idemconsumer import OutcomeKind, Retry, Saga, Step
 from idemconsumer.rules.saga import overdue_in
 from idemconsumer.rules.values import State
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
@@ -92,6 +92,17 @@ async def test_a_run_is_cut_off_at_the_limit(bench: Bench, one: Station, place: 
         outcomes = await one.to_the_end(handler, await one.deliver(handler))
     assert [outcome.kind for outcome in outcomes] == [OutcomeKind.RETRYING, OutcomeKind.DEAD]
     assert bench.letters == ["max_duration"]
+
+
+@pytest.mark.parametrize("error", [ValueError(), Retry(after="3d")], ids=["backoff", "Retry"])
+async def test_no_pause_between_attempts_lasts_longer(bench: Bench, one: Station, error: Exception) -> None:
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        raise error
+
+    outcome = await one.deliver(saga(book, max_duration="20s", backoff="30s, 30s"))
+    assert outcome.kind is OutcomeKind.RETRYING
+    assert outcome.due is not None
+    assert 0 < outcome.due <= 20
 
 
 async def test_a_wait_without_an_end_lasts_no_longer(bench: Bench, one: Station) -> None:
