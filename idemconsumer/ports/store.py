@@ -131,7 +131,8 @@ class OpenTransaction(Protocol):
 
     async def settled(self, *, late: bool) -> None:
         """The function has failed. Raises RunEagerly if a statement that was sent ahead has failed before that. `late`:
-        its time is over, so what the server still has at work is cancelled, and has failed."""
+        its time is over, so what the server still has at work is cancelled, and has failed; and RunEagerly is raised
+        if some of that time went by while it waited for what others had sent."""
         ...
 
     async def waits_for_lock(self) -> bool:

@@ -47,14 +47,15 @@ class Ahead:
     """What is on its way on one connection, in the order in which it was sent.
 
     `on`: there are answers to be read. `full`: the server does not keep up, so that they are read before more is sent.
-    `signal`: a run was told to end, which user code may have swallowed. `heard` is called at each answer.
+    `reads`: how often answers were waited for. `signal`: a run was told to end, which user code may have swallowed.
+    `heard` is called at each answer.
     """
 
     def __init__(self, pgconn: PGconn, heard: Callable[[], None]) -> None:
         self._pgconn = pgconn
         self._heard = heard
         self._expected: deque[Sent | None] = deque()  # None: a Sync
-        self._unsynced = self._bytes = 0
+        self._unsynced = self._bytes = self.reads = 0
         self._failed: tuple[Sent, PGresult] | None = None
         self.abandoned = False
         self.on = self.full = False
@@ -105,6 +106,7 @@ class Ahead:
     def answers(self, last: Sequence[tuple[Sent, bytes]] = ()) -> Exchange[None]:
         """Send the `last` ones, read all answers, and be ready for what is not sent ahead."""
         pgconn, expected = self._pgconn, self._expected
+        self.reads += 1
         self.push()
         for sent, statement in last:  # without a Sync between them: behind one that fails the server does no more
             pgconn.send_query_params(statement, None)

@@ -26,6 +26,7 @@ from idemconsumer.errors import (
     HandlerFault,
     Reject,
     Retry,
+    RunEagerly,
     ServerSilent,
     StoreUnavailable,
 )
@@ -94,6 +95,7 @@ class PostgresClaims:
         self._seal = ""
         self._lending = Lending(connection, self._kept)
         self._lent = False  # to code of a user's
+        self._unread: int | None = None  # what was sent before the last run was not read when it had been read so often
         self.committed = False
 
     # ------------------------------------------------------------------------------------------------------ the opening
@@ -229,6 +231,8 @@ class PostgresClaims:
         self.end()
         # R20: from here to COMMIT a statement, or a deferred trigger, may take as long as a handler.
         self._connection.patience = self._pool.longest_answer
+        ahead = self._connection.ahead
+        self._unread = ahead.reads if ahead.on else None
         tx = PostgresTx(self._lending, habits)
         self._lending.to(tx)
         self._lent = True
@@ -304,14 +308,17 @@ class PostgresClaims:
         self._lending.check()
 
     async def settled(self, *, late: bool) -> None:
-        connection = self._connection
-        if connection.ahead.on and not connection.lock.locked():
+        connection, ahead = self._connection, self._connection.ahead
+        shared = self._unread is not None and ahead.reads > self._unread
+        if ahead.on and not connection.lock.locked():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LATE if late else None):
                     await connection.answered()
-        connection.ahead.check()  # a wait that was cancelled has read the answers, and raised none of them
-        if connection.ahead.signal is not None:
-            raise connection.ahead.signal
+        ahead.check()  # a wait that was cancelled has read the answers, and raised none of them
+        if late and shared:
+            ahead.end_run(RunEagerly(self._lending.runs - 1, TimeoutError("it waited for other messages, too")))
+        if ahead.signal is not None:
+            raise ahead.signal
 
     async def waits_for_lock(self) -> bool:
         return await self._pool.waits_for_lock(self._connection)

@@ -311,6 +311,25 @@ async def test_what_was_read_by_a_wait_that_was_cut_off_decides_nothing(ledger: 
 
 
 @pytest.mark.usefixtures("at_once")
+async def test_who_was_out_of_time_since_he_waited_for_the_statements_of_others_has_not_failed(
+    ledger: Ledger, engine: Engine
+) -> None:
+    @idempotent_handler(SOURCE, key="id", group_size=8, timeout="500ms")
+    async def waits(order: dict[str, Any], tx: Tx) -> None:
+        runs[order["id"]] += 1
+        if order["id"] == "first":
+            await tx.send("select pg_sleep(0.1)")
+            return
+        await (await tx.execute("select 1")).one()
+        if runs["second"] == 1:
+            await asyncio.Event().wait()  # as if the rest of its time were too little
+
+    assert await decided(engine, works(waits, "first", "second")) == ["applied"] * 2
+    assert ledger.attempts == []
+    assert runs == {"first": 2, "second": 2}
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("copy", ["copy only_once to stdout", "copy only_once from stdin"])
 async def test_what_needs_more_than_an_answer_is_not_sent_ahead(ledger: Ledger, engine: Engine, copy: str) -> None:
     """libpq leaves no pipeline in which there is a COPY: it would be committed, and nobody would know."""
