@@ -205,27 +205,26 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
         "dead_letter_to": _destination,
         "max_age": _positive,
     }
-    options = Resolved(**{name: check(handler, name, given[name]) for name, check in read.items() if name in given})
-    if options.retry == "inline":
-        _check_inline(handler, options)
-    return options
+    return Resolved(**{name: check(handler, name, given[name]) for name, check in read.items() if name in given})
 
 
-def _check_inline(handler: str, options: Resolved) -> None:
+def check_pauses(handler: str, options: Resolved, *, saga: bool) -> None:
+    """Refuse a `backoff` that would hold a delivery too long (D7). A saga, and what is to be "scheduled", is stored while
+    it waits. Raises HandlerError."""
+    if not (options.settle == "finished" if saga else options.retry == "inline"):
+        return
     pauses, backoff = options.max_attempts - 1, options.backoff
     longest = backoff.delay(pauses, 0.0) if pauses else 0.0
     if longest > MAX_INLINE_DELAY:
-        problem = f"a `backoff` of {longest:g} s would stop the handler's lane for more than {MAX_INLINE_DELAY:g} s"
+        held = "keep the saga's delivery unsettled" if saga else "stop the handler's lane"
+        problem = f"a `backoff` of {longest:g} s would {held} for more than {MAX_INLINE_DELAY:g} s"
     elif backoff.longest(pauses) >= MAX_INLINE_TOTAL:
         minutes = backoff.longest(pauses) / 60
         problem = f"{options.max_attempts} attempts would pause for {minutes:.0f} minutes in all; the limit is 15"
     else:
         return
-    raise HandlerError(
-        handler,
-        problem,
-        'lower `backoff` or `max_attempts`, or write retry="scheduled", which stores a message meanwhile',
-    )
+    instead = 'write settle="claimed", which settles' if saga else 'write retry="scheduled", which stores'
+    raise HandlerError(handler, problem, f"lower `backoff` or `max_attempts`, or {instead} a message meanwhile")
 
 
 def _integer(handler: str, option: str, value: Any, least: int, most: int) -> int:

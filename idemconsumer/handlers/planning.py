@@ -10,7 +10,7 @@ from typing import (
 
 from idemconsumer.errors import BadMessage, HandlerError
 from idemconsumer.handlers.handler import FingerprintOf, HandlerPlan, OrderOf
-from idemconsumer.handlers.options import RAW_BYTES, Options, Resolved, check_known, resolve
+from idemconsumer.handlers.options import RAW_BYTES, Options, Resolved, check_known, check_pauses, resolve
 from idemconsumer.handlers.signature import Signature, read_signature, returned
 from idemconsumer.message import codecs, keys, replies
 from idemconsumer.message.envelopes import ENVELOPES, Unwrap, unwrapper
@@ -30,6 +30,7 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
     signature = read_signature(name, fn)
     if signature.needs_saga and "retry" in given:
         raise HandlerError(name, "`retry` is not for sagas", "remove it: a saga is stored while it waits, in any case")
+    check_pauses(name, options, saga=signature.needs_saga)
     _check_reply(name, sources, options, leased=signature.needs_saga)
     if (to := options.dead_letter_to) is not None and any(consumes(source, to) for source in sources):
         raise HandlerError(

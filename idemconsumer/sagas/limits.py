@@ -38,7 +38,7 @@ def own_limits(
     given: dict[str, Any] = {"timeout": timeout, "max_attempts": max_attempts, "backoff": backoff}
     given = {option: value for option, value in given.items() if value is not None}
     try:
-        read = resolve("", given | {"retry": "scheduled"})  # a pause of a saga holds no lane
+        read = resolve("", given)
     except HandlerError as error:
         raise SagaMisused(f"step {step!r}: {error.problem}; {error.instead}") from None
     own = OwnLimits(**{option: getattr(read, option) for option in given})

@@ -398,6 +398,15 @@ def test_a_backoff_may_go_beyond_the_inline_limit_where_it_never_gets_there() ->
     assert "stop the handler's lane" in refusal(backoff=Backoff(1, 2, 60), max_attempts=7)
 
 
+@pytest.mark.parametrize("options", [{"backoff": "10m, 6h"}, {"max_attempts": 200}], ids=str)
+def test_the_pauses_of_a_saga_are_bounded_only_where_they_hold_its_delivery(options: Any) -> None:
+    async def book(order: Order, saga: Saga) -> None: ...
+
+    handler(book, **options)
+    refused = refusal(book, settle="finished", **options)
+    assert refused.endswith('or write settle="claimed", which settles a message meanwhile')
+
+
 def test_what_is_taken_from_the_offset_needs_kafka() -> None:
     for options in (
         {"key": Key.first("order_id", Key.offset())},
