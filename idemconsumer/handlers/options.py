@@ -209,8 +209,8 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
 
 
 def check_pauses(handler: str, options: Resolved, *, saga: bool) -> None:
-    """Refuse a `backoff` that would hold a delivery too long (D7). A saga, and what is to be "scheduled", is stored while
-    it waits. Raises HandlerError."""
+    """Refuse a `backoff` that would hold a delivery too long (D7). A saga, and what is to be "scheduled", is stored
+    while it waits. Raises HandlerError."""
     if not (options.settle == "finished" if saga else options.retry == "inline"):
         return
     pauses, backoff = options.max_attempts - 1, options.backoff
