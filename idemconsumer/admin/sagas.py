@@ -198,7 +198,7 @@ class SagaAdmin:
                 f"{side}_handler": handler,
                 f"{side}_source": own_source(app, handler),
             }
-        async with connected(self._dsn, self._schema) as connection:
+        async with connected(self._dsn, self._schema) as connection, connection.transaction():
             (row,) = await self._rows(connection, "move_sagas", params)
         return row["moved"], row["held"]
 
