@@ -14,6 +14,8 @@ from typing import Final
 
 import psycopg
 
+from idemconsumer.errors import ConfigurationError, StoreUnavailable
+
 _HIDDEN: Final = "***"
 _MOST_TRACE: Final = 16_000  # characters
 # Up to the last @ and not the first /: a password that should have been percent-encoded may contain anything. The word
@@ -57,7 +59,8 @@ def error_text(error: BaseException) -> str:
 
     Of an error of the database, in one line: its primary message, SQLSTATE and the names of table, column and
     constraint. Its CONTEXT and position quote values of rows and statements, and so does its DETAIL, which is left out
-    unless `SHOWN.detail`. An error that quotes one, as SQLAlchemy's do, is cut off there.
+    unless `SHOWN.detail`. An error that quotes one, as SQLAlchemy's do, is cut off there; not one of ours for
+    operators, which quotes the primary message alone, and goes on with what to do.
     """
     if isinstance(error, psycopg.Error):
         return redact(_database_text(error))
@@ -65,6 +68,8 @@ def error_text(error: BaseException) -> str:
         text = str(error)
     except BaseException:  # noqa: BLE001 - the user's own code (B18), and it is called while a failure is being recorded
         return "its text cannot be shown"
+    if isinstance(error, ConfigurationError | StoreUnavailable):
+        return redact(text)
     for inner in (error.__cause__, error.__context__):
         if isinstance(inner, psycopg.Error) and str(inner) and str(inner) in text:
             text = text.partition(str(inner))[0] + _database_text(inner)

@@ -21,7 +21,7 @@ from idemconsumer.message.message import Message
 from idemconsumer.redaction import error_text
 from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.connecting import connect_async
-from idemconsumer.sql.queries import load, misconfigured
+from idemconsumer.sql.queries import load, misconfigured, takes_no_writes
 from idemconsumer.stores.hashing import may_hash
 
 _CONNECT_SECONDS = 10
@@ -300,7 +300,7 @@ async def connected(
                 connection.patience = patience
             yield connection
     except psycopg.Error as error:
-        if (cause := misconfigured(error, schema)) is not None:
+        if (cause := misconfigured(error, schema) or takes_no_writes(error)) is not None:
             raise cause from error
         if not isinstance(error, psycopg.OperationalError):
             raise

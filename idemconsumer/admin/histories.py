@@ -115,8 +115,8 @@ async def histories(
     schema is not migrated.
     """
     queries, params = load(schema), {"handler": handler, "state": state, "since": since, "limit": limit}
-    async with connected(dsn, schema) as connection, connection.transaction():
-        await connection.execute("set transaction isolation level repeatable read, read only")
+    async with connected(dsn, schema) as connection:
+        await connection.execute("begin isolation level repeatable read, read only")  # also on a standby
         for row in await (await connection.execute(queries["saga_histories"], params)).fetchall():
             cursor = connection.cursor(row_factory=tuple_row)
             steps = await (await cursor.execute(queries["steps"], {"keys": [row["key"]], "window": 1 << 40})).fetchall()

@@ -63,18 +63,19 @@ class Outbox:
 
     async def messages(self, which: Which, *, after: int = 0, limit: int = 50) -> list[OutgoingMessage]:
         """Oldest first, behind the id `after`."""
-        rows = await self._rows("list_outgoing", which.params | {"after": after, "limit": limit})
+        rows = await self._read("list_outgoing", which.params | {"after": after, "limit": limit})
         return [OutgoingMessage(**row) for row in rows]
 
     async def message(self, id: int) -> OutgoingDetail | None:
         """None: there is none; perhaps it has been sent."""
-        for row in await self._rows("show_outgoing", {"id": id}):
+        for row in await self._read("show_outgoing", {"id": id}):
             return OutgoingDetail(**row | {"headers": decode_headers(row["headers"])})
         return None
 
     async def count(self, which: Which) -> int:
         """How many `discard` would delete."""
-        return await self._changed("count_outgoing", which)
+        (row,) = await self._read("count_outgoing", which.params)
+        return int(row["changed"])
 
     async def retry(self, which: Which) -> int:
         """Have those that were refused sent again, at once and with all their tries. A parked one goes out behind what
@@ -86,9 +87,11 @@ class Outbox:
         return await self._changed("discard_outgoing", which)
 
     async def _changed(self, statement: str, which: Which) -> int:
-        (row,) = await self._rows(statement, which.params)
+        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection, connection.transaction():
+            (row,) = await (await connection.execute(load(self._schema)[statement], which.params)).fetchall()
         return int(row["changed"])
 
-    async def _rows(self, statement: str, given: dict[str, Any]) -> list[dict[str, Any]]:
-        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection, connection.transaction():
+    async def _read(self, statement: str, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """In no transaction, since a standby begins none that may write."""
+        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
             return await (await connection.execute(load(self._schema)[statement], given)).fetchall()

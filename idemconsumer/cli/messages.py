@@ -16,7 +16,7 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings, load
-from idemconsumer.sql.queries import misconfigured
+from idemconsumer.sql.queries import misconfigured, takes_no_writes
 from idemconsumer.worker.retention import prune_once
 
 _BATCH = 500  # messages between two steps of the progress bar
@@ -107,7 +107,7 @@ def prune(dry_run: bool, as_json: bool, **flags: Any) -> None:
         try:
             pruned = asyncio.run(prune_once(dsn, settings.schema, dry_run=dry_run, progress=progress))
         except psycopg.Error as error:
-            if (cause := misconfigured(error, settings.schema)) is not None:
+            if (cause := misconfigured(error, settings.schema) or takes_no_writes(error)) is not None:
                 raise cause from error
             raise
     if as_json:

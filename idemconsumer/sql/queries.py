@@ -18,7 +18,7 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
-from idemconsumer.errors import ConfigurationError
+from idemconsumer.errors import ConfigurationError, StoreUnavailable
 
 _FILES: Final = (
     "records", "accepting", "queue", "outbox", "kafka", "sagas", "requests", "admin", "control", "upkeep", "metrics",
@@ -33,6 +33,7 @@ _SECTION: Final = re.compile(r"^-- (name|fragment): (\w+)$", re.MULTILINE)
 _COMMENT: Final = re.compile(r"^--.*\n?", re.MULTILINE)
 _ARRAYS: Final = re.compile(rb"\bunnest\((.*?)\)(?=\s+as w \()", re.DOTALL)
 
+_CHECKS_READ_WRITE: Final = "call_bool_check_hook"  # in the server; its text may be in any language
 _MAX_IDENTIFIER_BYTES = 63  # NAMEDATALEN - 1: Postgres cuts longer names silently
 
 Queries = dict[str, bytes]
@@ -99,6 +100,17 @@ def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | Non
         return ConfigurationError(
             f"the database's role lacks rights in schema {schema!r} ({error.diag.message_primary}); grant what "
             "`idemconsumer check` lists"
+        )
+    return None
+
+
+def takes_no_writes(error: psycopg.Error) -> StoreUnavailable | None:
+    """What to raise when a server would not begin a transaction that writes; None for any other error."""
+    refused = isinstance(error, psycopg.errors.FeatureNotSupported) and error.diag.source_function == _CHECKS_READ_WRITE
+    if refused or isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
+        return StoreUnavailable(
+            f"the database takes no writes ({error.diag.message_primary}); if this is a standby, give the primary's "
+            "address"
         )
     return None
 

@@ -26,7 +26,7 @@ from idemconsumer.errors import ConfigurationError, LockNotGiven, StoreUnavailab
 from idemconsumer.redaction import error_text
 from idemconsumer.sql.answering import BlockingConnection
 from idemconsumer.sql.connecting import connect as connect_own
-from idemconsumer.sql.queries import check_schema
+from idemconsumer.sql.queries import check_schema, takes_no_writes
 from idemconsumer.stores.waiting_for_locks import LOCKS, Waiting, asking_shortly
 
 _FILE = re.compile(r"(\d{4})_(\w+)\.sql")
@@ -178,6 +178,10 @@ def _rights(connection: psycopg.Connection, schema: str) -> Iterator[None]:
         ) from error
     except psycopg.OperationalError as error:
         raise StoreUnavailable(f"the database did not answer: {error_text(error)}") from error
+    except psycopg.Error as error:
+        if (cause := takes_no_writes(error)) is not None:
+            raise cause from error
+        raise
 
 
 def _apply_next(connection: psycopg.Connection, schema: str, dsn: str) -> Migration | None:
