@@ -198,3 +198,19 @@ def test_a_signal_handler_is_refused_when_it_is_decorated() -> None:
 
         @App("other").signal_handler("postgres:a", saga=book, name="n", key="id")
         async def three(payment: Settled) -> None: ...
+
+
+def test_a_signal_handler_has_a_tenant_if_its_sagas_have_one() -> None:
+    """Its signals were kept for sagas that never begin, and those that waited never got them."""
+    app = App("rides")
+
+    @app.idempotent_handler("postgres:rides", key="id", tenant="city")
+    async def book(ride: dict[str, str], saga: Saga) -> None: ...
+
+    with pytest.raises(HandlerError, match=r"the sagas of 'book' have one each.*; write tenant= here too"):
+
+        @app.signal_handler("postgres:a", saga=book, name="n", key="id")
+        async def without(payment: dict[str, str]) -> None: ...
+
+    @app.signal_handler("postgres:a", saga=book, name="n", key="id", tenant="town")
+    async def with_one(payment: dict[str, str]) -> None: ...

@@ -138,7 +138,7 @@ class App(SagaCalls, Accepting, Pausing):
 
         def included(fn: Any, /) -> Any:
             self._check_saga(saga, "signal_handler(saga=…)")
-            handler: Handler[..., Any] = Handler(fn, signalling(decorate(fn).plan, saga_key or key, send_it))
+            handler: Handler[..., Any] = Handler(fn, signalling(decorate(fn).plan, saga.plan, saga_key or key, send_it))
             self.include(handler)
             return handler
 

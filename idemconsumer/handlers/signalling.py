@@ -17,13 +17,20 @@ from idemconsumer.ports.handler import Saga, Tx
 Send: TypeAlias = Callable[[Tx, str | None, str, object], Awaitable[object]]
 
 
-def signalling(plan: HandlerPlan, saga_key: KeySpec, send: Send) -> HandlerPlan:
-    """The plan of a handler that sends what its function returns, in its own transaction. Its result is what `send`
-    answers. Raises HandlerError for a function that takes Saga or Batch, or a key that its payload does not have."""
+def signalling(plan: HandlerPlan, saga: HandlerPlan, saga_key: KeySpec, send: Send) -> HandlerPlan:
+    """The plan of a handler that sends what its function returns to `saga`, in its own transaction. Its result is what
+    `send` answers. Raises HandlerError for a function that takes Saga or Batch, a key that its payload does not
+    have, or messages without a tenant where each of the sagas has one."""
     signature = plan.signature
     if signature.needs_saga or signature.batch:
         what = "Saga" if signature.needs_saga else "Batch"
         raise HandlerError(plan.name, f"it sends signals, and takes {what}", "take the payload of one message")
+    if saga.tenant_spec is not None and plan.tenant_spec is None:
+        raise HandlerError(
+            plan.name,
+            f"it has no `tenant`, and the sagas of {saga.name!r} have one each, so that its signals would reach none",
+            "write tenant= here too, with where its messages have it",
+        )
     read = keys.compile_key(saga_key, signature.payload_type, handler=plan.name, option="saga_key")
 
     async def invoke(
