@@ -50,6 +50,7 @@ _BLANK: Final = " \t\n\r\f\v;"
 
 # A statement that begins so and has none of these anywhere is plain. That is found without reading it.
 _PLAIN: Final = _pattern(r"\s*(?:insert|select|update|delete|merge|with|values)\b")
+_WRITES: Final = _pattern(r"\s*(?:(?:insert|update|delete|merge)|with\b.*[()]\s*(?:insert|update|delete|merge))\b")
 _RUNS_TEXT: Final = ("query_to_xml", "ts_stat", "ts_rewrite", "crosstab", "connectby")
 _DOUBTFUL: Final = (
     *(";", "temp", "set_config", "set_limit", "pg_settings", "advisory_lock", "advisory_unlock", 'u&"'),
@@ -265,6 +266,11 @@ special: Final[Callable[[str], Special | None]] = _Judgements().__getitem__
 def is_plain(query: str) -> bool:
     """Whether it reads or writes rows, and no more, as far as its first word tells."""
     return _PLAIN.match(query) is not None
+
+
+def writes(query: str) -> bool:
+    """Whether a plain one writes. Of any other the handler may want a lock, if it does not look at the rows (J26)."""
+    return _WRITES.match(query) is not None
 
 
 def text_of(query: Any, connection: AsyncConnection[Any]) -> str:

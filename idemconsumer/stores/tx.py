@@ -21,7 +21,7 @@ from idemconsumer.stores.lending import Lending
 from idemconsumer.stores.lent import OVER, LentConnection, check_loop
 from idemconsumer.stores.prepared import PreparedStatements
 from idemconsumer.stores.rows import NoRows, PostgresRows, SentRows
-from idemconsumer.stores.statements import Effect, is_plain, special, text_of
+from idemconsumer.stores.statements import Effect, is_plain, special, text_of, writes
 
 AnyRows: TypeAlias = PostgresRows | NoRows | SentRows
 
@@ -120,7 +120,8 @@ class PostgresTx:
         self.sending += 1
         try:
             if habits is not None:
-                ahead, sends = self._lending.connection.ahead, explicit or habits.sends(query)
+                ahead = self._lending.connection.ahead
+                sends = explicit or (habits.sends(query) and writes(query))
                 if (sends or ahead.on) and not connection.lock.locked():
                     return await self._send(query, params, into, habits, sends=sends)
             if into is not None:

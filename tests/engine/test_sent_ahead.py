@@ -24,7 +24,7 @@ from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.flights import Cost, Wire
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 INSERT = "insert into only_once (id) values (%s)"
 
@@ -136,6 +136,41 @@ async def test_a_group_that_is_larger_than_what_is_sent_together_is_still_one_fl
     assert len(written(ledger)) == 102
 
 
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(
+    "lock",
+    [
+        "select pg_advisory_xact_lock(7)",
+        "select * from only_once where id = 'locked' for update",
+        "with locked as (select * from only_once where id = 'locked' for update) select 1 from locked",
+        "select taken()",
+        "values (taken())",
+    ],
+)
+async def test_who_goes_on_behind_a_select_has_the_lock_that_it_takes(
+    ledger: Ledger, engine: Engine, lock: str
+) -> None:
+    """What it does there, another service may see."""
+    begun, outside = asyncio.Event(), []
+
+    @idempotent_handler(SOURCE, key="id")
+    async def locks(order: dict[str, Any], tx: Tx) -> None:
+        begun.set()
+        await tx.execute(lock)
+        outside.append(order["id"])
+
+    ledger.run("insert into only_once (id) values ('locked')")
+    ledger.run("create or replace function taken() returns void language sql as 'select pg_advisory_xact_lock(7)'")
+    with psycopg.connect(ledger.dsn) as rival:
+        rival.execute("select pg_advisory_xact_lock(7), * from only_once for update")
+        running = asyncio.create_task(engine.process(*works(locks, "a")))
+        await begun.wait()
+        await until(lambda: ledger.run("select 1 from pg_locks where not granted"), "it waits for the lock")
+        assert outside == []
+    assert (await running).kind == "applied"
+    assert outside == ["a"]
+
+
 # ------------------------------------------------------------------------------------------------------------ who looks
 runs: Counter[str] = Counter()
 
@@ -151,12 +186,12 @@ async def test_the_first_look_at_rows_waits_for_them(engine: Engine) -> None:
     async def looks(order: dict[str, Any], tx: Tx) -> list[Any]:
         runs[order["id"]] += 1
         await tx.execute(INSERT, (order["id"],))
-        one = await tx.execute("select id, 1 from only_once where id = %s", (order["id"],))
-        two = await tx.execute("select count(*) from only_once where id = %s", (order["id"],), into=int)
+        one = await tx.execute("update only_once set id = id where id = %s returning id, 1", (order["id"],))
+        two = await tx.execute("delete from only_once where id = %s returning 2", (order["id"],), into=int)
         return [await one.first(), await two.one(), await one.first(), (await one.all())]
 
     outcomes = await engine.run(works(looks, "a", "b"))
-    assert [outcome.result for outcome in outcomes] == [b'[["a",1],1,null,[]]', b'[["b",1],1,null,[]]']
+    assert [outcome.result for outcome in outcomes] == [b'[["a",1],2,null,[]]', b'[["b",1],2,null,[]]']
     assert runs == {"a": 1, "b": 1}, "nothing had to be run again"
 
 
@@ -512,7 +547,9 @@ class Op:
 
 
 _ROWS = st.integers(0, 5)
-_PLAIN = st.builds(Op, st.sampled_from(["insert", "update", "read", "count", "catch", "connection"]), _ROWS)
+_PLAIN = st.builds(
+    Op, st.sampled_from(["insert", "update", "read", "returning", "count", "catch", "connection"]), _ROWS
+)
 _ENDS = st.builds(Op, st.sampled_from(["reject", "retry", "raise", "swallow"]), _ROWS)
 _SAVED = st.builds(Op, st.sampled_from(["release", "rollback"]), _ROWS, st.lists(_PLAIN, max_size=2).map(tuple))
 _MESSAGE = st.tuples(st.lists(_PLAIN | _SAVED, max_size=4), st.lists(_ENDS, max_size=1)).map(
@@ -531,6 +568,9 @@ async def does(op: Op, tx: Tx, seen: list[Any]) -> None:
             seen.append(await (await tx.execute("select touched from only_once where id = %s", row, into=int)).first())
         case "count":
             seen.append((await tx.execute("update only_once set touched = touched + 10 where id = %s", row)).rowcount)
+        case "returning":
+            change = "update only_once set touched = touched + 1000 where id = %s returning touched"
+            seen.append(await (await tx.execute(change, row, into=int)).first())
         case "connection":
             await tx.connection.execute("update only_once set touched = touched + 100 where id = %s", row)
         case "catch":

@@ -13,7 +13,7 @@ from psycopg.adapt import Dumper
 from idemconsumer import Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.statements import Effect, special
+from idemconsumer.stores.statements import Effect, special, writes
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, to_the_end, works
 
 CHANGES = [
@@ -244,3 +244,25 @@ async def test_a_literal_of_a_type_of_the_connection_is_read(shared_ledger: Ledg
 
     assert kinds(await to_the_end(engine, works(handler, 1))) == ["applied"]
     assert shared_ledger.effects == ["reset all"] * 2
+
+
+@pytest.mark.parametrize(
+    ("query", "does"),
+    [
+        ("insert into a select * from b", True),
+        (" \nUPDATE a set n = 1", True),
+        ("delete from a", True),
+        ("merge into a using b on true when matched then delete", True),
+        ("with b as (select 1) insert into a select * from b", True),
+        ("with b as materialized (\n  delete from a returning n) select * from b", True),
+        ("select 1", False),
+        ("select pg_advisory_xact_lock(1)", False),
+        ("select * from a for update", False),
+        ("with b as (select * from a for update) select 1", False),
+        ("with b as (select * from a for no key\n update) select 1", False),
+        ("values (1)", False),
+        ("updated", False),
+    ],
+)
+def test_what_writes(query: str, does: bool) -> None:
+    assert writes(query) is does
