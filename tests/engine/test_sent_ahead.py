@@ -309,6 +309,25 @@ async def test_what_a_handler_raises_behind_a_statement_that_failed_decides_noth
 
 
 @pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("looks", [False, True])
+async def test_a_handler_goes_on_behind_a_statement_that_fails_unless_it_looks(
+    ledger: Ledger, engine: Engine, looks: bool
+) -> None:
+    outside: list[str] = []
+
+    @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=1)
+    async def calls(order: dict[str, Any], tx: Tx) -> None:
+        rows = await tx.execute(INSERT, ("taken",))
+        if looks:
+            assert rows.rowcount == 1
+        outside.append(order["id"])
+
+    ledger.run("insert into only_once (id) values ('taken')")
+    assert await decided(engine, works(calls, "a")) == ["dead"]
+    assert outside == ([] if looks else ["a"])
+
+
+@pytest.mark.usefixtures("at_once")
 async def test_a_savepoint_waits(ledger: Ledger, engine: Engine) -> None:
     @idempotent_handler(SOURCE, key="id", group_size=8)
     async def tries(order: dict[str, Any], tx: Tx) -> str:
