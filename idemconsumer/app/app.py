@@ -23,6 +23,7 @@ from idemconsumer.handlers.decorator import Decorate, Handler, asks_for_key, ide
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.handlers.handler import BoundHandler, HandlerPlan, given_key
 from idemconsumer.handlers.options import Options, UnnamedOptions
+from idemconsumer.handlers.scheduling import check_slots
 from idemconsumer.handlers.signalling import signalling
 from idemconsumer.handlers.signature import not_injectable
 from idemconsumer.hashing import HASHING
@@ -195,13 +196,14 @@ class App(SagaCalls, Accepting, Pausing):
 
             @app.every("0 3 * * *", timezone="Europe/Berlin")
             @app.idempotent_handler("postgres:reports", key="slot")
-            async def nightly(order: Order, saga: Saga) -> None: ...
+            async def nightly(slot: dict[str, str], saga: Saga) -> None: ...
 
         The payload is `{"schedule": name, "slot": "2026-11-22T02:00:00Z"}`, the saga's key `name@2026-11-22T02:00Z`;
         the name is the handler's unless given. `catch_up`: of slots that were missed while no worker ran, start "all",
         the "last" one, or none that is more than a minute late ("skip"). The database's clock decides. Another
         expression or time zone under the same name is another schedule, which begins with its next slot. Raises
-        ConfigurationError for an expression, a time zone or a handler that cannot be scheduled.
+        ConfigurationError for an expression, a time zone or a handler that cannot be scheduled; a saga that does not
+        take that payload is refused when a worker starts.
         """
 
         def scheduled(handler: Handler[P, R], /) -> Handler[P, R]:
@@ -270,6 +272,8 @@ class App(SagaCalls, Accepting, Pausing):
             raise ConfigurationError(f"app {self.name!r} has no handlers; use @app.idempotent_handler(…)")
         self._settings = settings
         schedules, tracing = self.schedules(handlers), tracing_of(settings)
+        for schedule in schedules:
+            check_slots(schedule, handlers)
         return Worker(
             handlers, settings, observer, resources,
             sagas=self.sagas, schedules=schedules, tracing=tracing, publishes=self._publishes,

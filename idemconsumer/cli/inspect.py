@@ -18,8 +18,9 @@ from idemconsumer.brokers.connecting import connect
 from idemconsumer.cli.banner import database_name, retention, sources
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json
 from idemconsumer.cli.target import load_app
-from idemconsumer.errors import IdemConsumerError
+from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.handlers.scheduling import check_slots
 from idemconsumer.message.message import Subscription
 from idemconsumer.message.sources import split_source
 from idemconsumer.ports.broker import Broker, Finding
@@ -81,6 +82,11 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
             text += f"; stored as {handler.identity}"
         yield Finding("ok", f"handler {handler.name}", text)
     for schedule in app.schedules(handlers):
+        try:
+            check_slots(schedule, handlers)
+        except ConfigurationError as error:
+            yield Finding("error", app.name, str(error))
+            continue
         text = f"{schedule.rule}, starts {schedule.handler}, catch_up {schedule.catch_up}"
         following = next(schedule.slots(datetime.now(UTC)), None)
         yield Finding("ok", f"schedule {schedule.name}", f"{text}; next {following or 'never'}")

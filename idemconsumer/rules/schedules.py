@@ -45,6 +45,10 @@ class Schedule:
         """That of the saga, the same in every worker (L53)."""
         return f"{self.name}@{slot.astimezone(UTC):%Y-%m-%dT%H:%MZ}"
 
+    def payload(self, slot: datetime) -> dict[str, object]:
+        """What its saga is given."""
+        return {"schedule": self.name, "slot": slot}
+
     def slots(self, after: datetime) -> Iterator[datetime]:
         """The slots after a moment, in UTC. Raises CronSimError for an expression that is none."""
         for slot in CronSim(self.expression, after.astimezone(ZoneInfo(self.timezone))):

@@ -101,5 +101,5 @@ class Schedules:
         return self._queues[schedule.handler].partition(":")[2]
 
     def _messages(self, schedule: Schedule, slots: Sequence[Any]) -> list[Outgoing]:
-        bodies = [msgspec.json.encode({"schedule": schedule.name, "slot": slot}) for slot in slots]
+        bodies = [msgspec.json.encode(schedule.payload(slot)) for slot in slots]
         return [Outgoing(body, {}, schedule.key(slot)) for body, slot in zip(bodies, slots, strict=True)]

@@ -100,6 +100,9 @@ class Shop:
             return item.id
 
         @self.app.every("0 0 1 1 *")
+        @self.app.idempotent_handler("postgres:yearly", key="slot")
+        async def yearly(slot: dict[str, str], saga: Saga) -> None: ...
+
         @self.app.idempotent_handler("postgres:rides", key="id", version="1")
         async def ride(item: Item, saga: Saga) -> str:
             await saga.tx("booked", note, item, undo=self.unbook)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+import msgspec
 import psycopg
 import pytest
 
@@ -218,3 +219,37 @@ def test_only_sagas_are_scheduled_and_each_name_once() -> None:
         app.every("0 * * * *")(joined)
     with pytest.raises(ConfigurationError, match="two schedules are named 'report'"):
         app.every("5 * * * *")(report)
+
+
+class _Report(msgspec.Struct):
+    customer: str
+    slot: str = ""
+
+
+async def _by_customer(given: _Report, saga: Saga) -> None: ...
+
+
+async def _by_slot(given: dict[str, str], saga: Saga) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("fn", "options", "why"),
+    [
+        (_by_customer, {}, "customer"),
+        (_by_slot, {"tenant": "customer"}, "customer"),
+        (_by_slot, {"decode": lambda body, message: {}}, None),
+    ],
+)
+async def test_a_saga_that_cannot_take_a_slot_is_refused_when_its_worker_starts(
+    fn: Any, options: Any, why: str | None
+) -> None:
+    """Each slot was a dead letter, the first of them at three in the morning."""
+    app = App("desk")
+    app.every("0 * * * *", name="hourly")(app.idempotent_handler("memory:b", key="slot", name="report", **options)(fn))
+    if why is None:
+        app.worker(Settings())
+        return
+    with pytest.raises(ConfigurationError, match=f"schedule 'hourly': 'report' cannot take what .*{why}.*; let its"):
+        app.worker(Settings())
+    found = [each async for each in findings(app, Settings())]
+    assert any(each.level == "error" and "'report' cannot take what" in each.text for each in found)
