@@ -12,20 +12,11 @@ from idemconsumer import OutcomeKind, Reject, Saga, Tx
 from idemconsumer.rules.values import State
 from tests.support.sagas import Bench, Station, put, saga, take_back
 from tests.support.waiting import PATIENCE
+from tests.support.ways import Way, in_a_gather, in_a_group
 
 
 async def refuse(tx: Tx) -> None:
     raise Reject("no")
-
-
-async def in_a_gather(first: Any, second: Any) -> None:
-    await asyncio.gather(first, second)
-
-
-async def in_a_group(first: Any, second: Any) -> None:
-    async with asyncio.TaskGroup() as group:
-        group.create_task(first)
-        group.create_task(second)
 
 
 async def beside_a_task(first: Any, second: Any) -> None:
@@ -38,8 +29,6 @@ async def beside_a_task(first: Any, second: Any) -> None:
 async def beside_a_task_of_its_own(first: Any, second: Any) -> None:
     await beside_a_task(second, first)
 
-
-Way = Callable[[Any, Any], Any]
 
 WAYS = [in_a_gather, in_a_group, beside_a_task, beside_a_task_of_its_own]
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

@@ -9,9 +9,9 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step
 from idemconsumer.rules.values import State
-from tests.sagas.test_branches import Way, in_a_gather, in_a_group
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
 from tests.support.waiting import PATIENCE
+from tests.support.ways import Way, in_a_gather, in_a_group
 
 
 class Refused(Exception):
