@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from idemconsumer.http.exchange import Asgi, Exchange, Message, Receive, Scope, Send
+from idemconsumer.http.guarding import seen
 from idemconsumer.http.idempotency import Idempotency, Table
 from idemconsumer.http.marked import marked_routes
+from idemconsumer.http.messages import Request
+from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem
 from idemconsumer.http.serving import serve, serve_to_its_end
-from idemconsumer.http.wire import path_of, read_body, request_of, respond
+from idemconsumer.http.wire import read_body, request_of, respond
 from idemconsumer.rules.routes import SAFE
 
 
@@ -27,7 +30,7 @@ class IdempotencyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection, as ASGI has it."""
-        if scope["type"] == "http" and scope["method"] not in SAFE:
+        if scope["type"] == "http":
             await self._http(scope, receive, send)
         elif scope["type"] == "lifespan":
             self._routes(scope)
@@ -44,12 +47,17 @@ class IdempotencyMiddleware:
         return self._table
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        method, path = scope["method"], path_of(scope)
-        policy = self._routes(scope).find(method, path)
-        if policy is None:
-            await self.app(scope, receive, send)
-            return
         request = request_of(scope)
+        if request.method in SAFE:
+            with seen(None):
+                await self.app(scope, receive, send)
+        elif (policy := self._routes(scope).find(request.method, request.path)) is None:
+            await self.app(scope, receive, send)
+        else:
+            with seen(policy):
+                await self._covered(request, policy, scope, receive, send)
+
+    async def _covered(self, request: Request, policy: Policy, scope: Scope, receive: Receive, send: Send) -> None:
         admitted = await self.idempotency.admit(request, policy)
         if admitted is None:
             await self.app(scope, receive, send)

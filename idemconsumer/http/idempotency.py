@@ -46,21 +46,41 @@ class Admitted:
     key: str
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A route without a policy of its own has the default's."""
+
+    pattern: Pattern
+    policy: Policy | None
+    rule: object = None
+
+    @property
+    def named(self) -> bool:
+        return self.policy is not None and self.policy.named
+
+
 class Table:
     """Policies by route: those that were written down come before those that the app has marked."""
 
-    def __init__(self, routes: Sequence[tuple[Pattern, Policy | None]], default: Mapping[str, Policy]) -> None:
-        """A route without a policy of its own has the default's."""
-        self._routes: dict[str, list[tuple[Pattern, Policy | None]]] = {}
+    def __init__(self, routes: Sequence[Entry], default: Mapping[str, Policy]) -> None:
+        self._routes: dict[str, list[Entry]] = {}
         for each in routes:
-            self._routes.setdefault(each[0].method, []).append(each)
+            self._routes.setdefault(each.pattern.method, []).append(each)
         self._default = default
 
-    def find(self, method: str, path: str) -> Policy | None:
-        """None: this request is none of ours."""
-        for known, policy in self._routes.get(method, ()):
-            if known.matches(method, path):
-                return policy or self._default.get(method)
+    def find(self, method: str, path: str, rule: object = None) -> Policy | None:
+        """None: this request is none of ours. `rule`: what the app's router says, if it was asked."""
+        for each in self._routes.get(method, ()):
+            asked = rule is not None and not each.named
+            if each.rule is rule if asked else each.pattern.matches(method, path):
+                return each.policy or self._default.get(method)
+        return self._default.get(method)
+
+    def find_described(self, method: str, path: str) -> Policy | None:
+        """By a path as OpenAPI has it."""
+        for each in self._routes.get(method, ()):
+            if each.pattern.untyped == path or (each.named and each.pattern.matches(method, path)):
+                return each.policy or self._default.get(method)
         return self._default.get(method)
 
 
@@ -97,7 +117,9 @@ class Idempotency:
         self._name = app.name
         self._tenant = tenant
         self._default = default
-        self._routes = [(_pattern(text), compile_route(text, route)) for text, route in (routes or {}).items()]
+        self._routes = [
+            (_pattern(text), compile_route(text, route, named=True)) for text, route in (routes or {}).items()
+        ]
         self._at = (observer or NullObserver()).at
         self._opened = Opened(app, store, redis, self._at)
         self._door = Door()
@@ -111,32 +133,34 @@ class Idempotency:
             @idempotency.route(tx=True, required=True)
             async def place(order: Order) -> Receipt: ...
 
-        The function stays as it is. A route in `routes=` comes before this.
+        The function stays what it is, but runs in no request that IdempotencyMiddleware has not found to be one of
+        this route: it raises ConfigurationError there, and wherever code calls it outside of a request; `__wrapped__`
+        is without that. A route in `routes=` comes before this.
         """
         given = Route(**options)
         self._opened.expect(compile_route("@route", given))
 
         def marked(endpoint: T) -> T:
-            mark(endpoint, given)
-            return endpoint
+            its: T = mark(endpoint, given)
+            return its
 
         return marked
 
     def table(self, marked: Sequence[Marked] = ()) -> Table:
         """The policies, with those of routes that an app has marked. Raises ConfigurationError."""
-        routes: list[tuple[Pattern, Policy | None]] = list(self._routes)
-        known = {each.name for each, _ in routes}
+        routes = [Entry(each, policy) for each, policy in self._routes]
+        known = {each.name for each, _ in self._routes}
         for each in marked:
             if each.name in known:
                 continue
             if each.route is None and not each.tx:  # it may come before a marked one that matches its path too
                 with suppress(ValueError):
-                    routes.append((pattern(each.name), None))
+                    routes.append(Entry(each.pattern, None, each.rule))
             else:
                 route = each.route or self._default or Route()
                 policy = compile_route(each.name, replace(route, tx=True) if each.tx else route)
                 self._opened.expect(policy)
-                routes.append((_pattern(each.name), policy))
+                routes.append(Entry(_pattern(each), policy, each.rule))
         return Table(routes, self._defaults())
 
     def _defaults(self) -> dict[str, Policy]:
@@ -234,9 +258,9 @@ class Idempotency:
         await asyncio.shield(self._opened.close())
 
 
-def _pattern(text: str) -> Pattern:
+def _pattern(route: Marked | str) -> Pattern:
     try:
-        return pattern(text)
+        return pattern(route) if isinstance(route, str) else route.pattern
     except ValueError as error:
         raise ConfigurationError(f"route {error}") from None
 

@@ -5,13 +5,16 @@ Starlette, FastAPI and Litestar are known by what their routes have, and by thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from idemconsumer.errors import ConfigurationError
 from idemconsumer.http.current import GIVES_TX
+from idemconsumer.http.guarding import guarded
 from idemconsumer.http.policy import Route
-from idemconsumer.rules.routes import SAFE
+from idemconsumer.rules.routes import SAFE, Pattern, pattern, types
 
 MARK: Final = "__idempotent_route__"
 _EFFECTS: Final = ("DELETE", "PATCH", "POST", "PUT")
@@ -19,23 +22,66 @@ _EFFECTS: Final = ("DELETE", "PATCH", "POST", "PUT")
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A route of an app: `POST /orders/{id}`, what it was marked with, if it was, and whether it asks for Tx."""
+    """A route of an app: `POST /orders/{id}`, what it was marked with, if it was, and whether it asks for Tx.
+
+    `types` has the expressions of its typed parameters, where the app has its own. `loose`: the app takes no notice of
+    slashes that are doubled or last. `rule`: what the app's router says of a request for it, if that can be asked.
+    """
 
     name: str
     route: Route | None
     tx: bool
+    types: Mapping[str, str] = field(default_factory=dict)
+    loose: bool = False
+    rule: object = None
+
+    @property
+    def pattern(self) -> Pattern:
+        """Raises ValueError, as `rules.routes.pattern`."""
+        return pattern(self.name, self.types, loose=self.loose)
 
 
-def mark(endpoint: Callable[..., Any], route: Route) -> None:
-    """`marked_routes` finds it by this."""
-    setattr(getattr(endpoint, "fn", endpoint), MARK, route)  # a handler of Litestar has its function
+def mark(endpoint: Any, route: Route) -> Any:
+    """What is to be the endpoint instead: the same, guarded, and `marked_routes` finds the mark. Raises
+    ConfigurationError."""
+    if inspect.isclass(endpoint):
+        its = [name for name in map(str.lower, _EFFECTS) if callable(getattr(endpoint, name, None))]
+        if not its:
+            raise _unmarkable(endpoint)
+        for name in its:
+            if mark_of(method := getattr(endpoint, name)) is None:
+                setattr(endpoint, name, mark(method, route))
+        return endpoint
+    if hasattr(endpoint, "_fn"):  # a handler of Litestar has its function
+        endpoint._fn = mark(endpoint.fn, route)
+        return endpoint
+    if not inspect.isroutine(endpoint):
+        raise _unmarkable(endpoint)
+    made = guarded(endpoint, route)
+    setattr(made, MARK, route)
+    return made
+
+
+def _unmarkable(endpoint: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"@idempotency.route: {endpoint!r} is neither a function nor a class with post, put, patch or delete; write "
+        "routes={'POST /orders': Route(…)}"
+    )
+
+
+def mark_of(endpoint: Any) -> Route | None:
+    """Also of a function that another one has wrapped."""
+    while endpoint is not None:
+        if (route := getattr(endpoint, MARK, None)) is not None:
+            return route if isinstance(route, Route) else None
+        endpoint = getattr(endpoint, "__wrapped__", None) or getattr(endpoint, "func", None)
+    return None
 
 
 def marked_routes(app: object) -> list[Marked]:
     """Those of an app, or of what is inside of its middleware. None of an app that has no routes."""
-    while not hasattr(app, "routes") and hasattr(app, "app"):
-        app = app.app
-    found = list(_walk(getattr(app, "routes", None) or (), ""))
+    app = _inside(app)
+    found = list(_walk(getattr(app, "routes", None) or (), "", {}))
     return static_first(found) if hasattr(app, "route_handler_method_map") else found  # Litestar, in whatever order
 
 
@@ -44,21 +90,37 @@ def static_first(routes: list[Marked]) -> list[Marked]:
     return sorted(routes, key=lambda route: ["{" in segment for segment in route.name.split("/")])
 
 
-def _walk(routes: Iterable[Any], prefix: str) -> Iterator[Marked]:
+def _inside(app: Any) -> Any:
+    while not hasattr(app, "routes") and hasattr(app, "app"):
+        app = app.app
+    return app
+
+
+def _walk(routes: Iterable[Any], prefix: str, known: Mapping[str, str]) -> Iterator[Marked]:
     for each in routes:
         if hasattr(each, "effective_route_contexts"):  # an included router of FastAPI
-            yield from _walk(each.effective_route_contexts(), prefix)
+            yield from _walk(each.effective_route_contexts(), prefix, known)
             continue
         route = getattr(each, "starlette_route", None) or each
         path = prefix + (getattr(route, "path", None) or "")
+        types_ = {**known, **_types(route)}
         if hasattr(route, "route_handlers"):  # Litestar
             for handler in route.route_handlers:
-                yield from _endpoint(getattr(handler, "fn", None), getattr(handler, "http_methods", ()), path, None)
-        elif inner := getattr(route, "routes", None):  # a mount
-            yield from _walk(inner, path)
-        elif (endpoint := getattr(route, "endpoint", None)) is not None:
-            methods = getattr(route, "methods", None) or _methods(endpoint)
-            yield from _endpoint(endpoint, methods, path, getattr(route, "dependant", None))
+                methods = getattr(handler, "http_methods", ())
+                for name, its, _ in _endpoint(getattr(handler, "fn", None), methods, path, None):
+                    yield Marked(name, its, tx=False, loose=True)
+        elif inner := getattr(route, "routes", None) or getattr(_inside(getattr(route, "app", None)), "routes", None):
+            yield from _walk(inner, path, types_)  # a mount
+        elif (endpoint := getattr(route, "endpoint", None)) is not None and hasattr(route, "methods"):
+            methods, dependant = route.methods or _methods(endpoint), getattr(route, "dependant", None)
+            for found in _endpoint(endpoint, methods, path, dependant):
+                yield Marked(*found, types_)
+
+
+def _types(route: Any) -> dict[str, str]:
+    """The expressions of Starlette's convertors, which may be an app's own, by the type that its path names."""
+    convertors = getattr(route, "param_convertors", None) or {}
+    return {type_: convertors[name].regex for name, type_ in types(route.path).items() if name in convertors}
 
 
 def _methods(endpoint: Any) -> list[str]:
@@ -66,12 +128,13 @@ def _methods(endpoint: Any) -> list[str]:
     return [method for method in _EFFECTS if not isinstance(endpoint, type) or hasattr(endpoint, method.lower())]
 
 
-def _endpoint(endpoint: Any, methods: Iterable[str], path: str, dependant: Any) -> Iterator[Marked]:
+def _endpoint(
+    endpoint: Any, methods: Iterable[str], path: str, dependant: Any
+) -> Iterator[tuple[str, Route | None, bool]]:
     for method in sorted(str(getattr(method, "value", method)) for method in methods):
         if method not in SAFE:
-            its = getattr(endpoint, method.lower(), None) if isinstance(endpoint, type) else None
-            route = getattr(its, MARK, None) or getattr(endpoint, MARK, None)
-            yield Marked(f"{method} {path or '/'}", route, _asks(dependant))
+            its = getattr(endpoint, method.lower(), None) if isinstance(endpoint, type) else endpoint
+            yield f"{method} {path or '/'}", mark_of(its), _asks(dependant)
 
 
 def _asks(dependant: Any) -> bool:

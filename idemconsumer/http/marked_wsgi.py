@@ -3,25 +3,57 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
-from idemconsumer.http.marked import MARK, Marked, static_first
+from idemconsumer.http.marked import Marked, mark_of, static_first
 from idemconsumer.rules.routes import SAFE
 
-_CONVERTER: Final = re.compile(r"<(?:(\w+)(?:\([^)]*\))?:)?(\w+)>", re.ASCII)
+_CONVERTER: Final = re.compile(r"<(?:(\w+)(?:\(.*?\))?:)?(\w+)>", re.ASCII)
 
 
-def marked_wsgi_routes(app: object) -> list[Marked]:
-    """Those of a Flask app, given as itself or as its `wsgi_app`. None of anything else."""
-    flask: Any = getattr(app, "__self__", app)
-    if not hasattr(flask, "url_map") or not hasattr(flask, "view_functions"):
-        return []
-    found = []
-    for rule in flask.url_map.iter_rules():
-        route = getattr(flask.view_functions.get(rule.endpoint), MARK, None)
-        path = _CONVERTER.sub(_placeholder, rule.rule)
-        found += [Marked(f"{method} {path}", route, tx=False) for method in sorted((rule.methods or set()) - SAFE)]
-    return static_first(found)
+class FlaskRoutes:
+    """Those of a Flask app, given as itself, as its `wsgi_app`, or inside of middleware. None of anything else."""
+
+    def __init__(self, app: object) -> None:
+        self._flask = _flask(app)
+
+    def marked(self) -> list[Marked]:
+        if self._flask is None:
+            return []
+        found = []
+        for rule in self._flask.url_map.iter_rules():
+            if rule.websocket:
+                continue
+            path = _CONVERTER.sub(_placeholder, rule.rule)
+            view = self._flask.view_functions.get(rule.endpoint)
+            methods = sorted((rule.methods or set()) - SAFE)
+            found += [Marked(f"{each} {path}", _mark(view, each), tx=False, rule=rule) for each in methods]
+        return static_first(found)
+
+    def rule(self, environ: Mapping[str, Any]) -> object:
+        """Which one its router takes, whose converters may refuse a value. None, if it is none."""
+        if self._flask is None:
+            return None
+        try:
+            request = self._flask.request_class(environ)
+            return self._flask.create_url_adapter(request).match(return_rule=True)[0]
+        except Exception:  # noqa: BLE001 - the app will meet it too, and says it
+            return None
+
+
+def _flask(app: Any) -> Any:
+    while app is not None:
+        app = getattr(app, "__self__", app)
+        if hasattr(app, "url_map") and hasattr(app, "view_functions"):
+            return app
+        app = getattr(app, "wsgi_app", None) or getattr(app, "app", None)
+    return None
+
+
+def _mark(view: Any, method: str) -> Any:
+    """Of the view, or of a method of the class that it was made of."""
+    return mark_of(view) or mark_of(getattr(getattr(view, "view_class", None), method.lower(), None))
 
 
 def _placeholder(found: re.Match[str]) -> str:

@@ -33,7 +33,8 @@ def describe(schema: MutableMapping[str, Any], idempotency: Idempotency, app: ob
     table = idempotency.table(marked_routes(app))
     for path, operations in schema.get("paths", {}).items():
         for method, operation in operations.items():
-            if isinstance(operation, MutableMapping) and (policy := table.find(method.upper(), path)) is not None:
+            policy = table.find_described(method.upper(), path)
+            if isinstance(operation, MutableMapping) and policy is not None:
                 _describe(operation, policy)
 
 

@@ -11,7 +11,8 @@ from idemconsumer.rules.http import MOST_DIGITS, bodiless
 def request_of(scope: Scope) -> Request:
     """The request, without its body."""
     headers = tuple((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"])
-    return Request(scope["method"], path_of(scope), scope.get("query_string", b""), headers, scope, root_of(scope))
+    method, query = scope["method"].upper(), scope.get("query_string", b"")
+    return Request(method, path_of(scope), query, headers, scope, root_of(scope))
 
 
 async def read_body(request: Request, receive: Receive, cap: int) -> bytes | Problem | None:

@@ -10,8 +10,9 @@ from typing import Final
 
 from idemconsumer.http.accepting import AcceptLater
 from idemconsumer.http.background import background
+from idemconsumer.http.guarding import seen
 from idemconsumer.http.idempotency import Admitted, Idempotency, Table, checked_tenant
-from idemconsumer.http.marked_wsgi import marked_wsgi_routes
+from idemconsumer.http.marked_wsgi import FlaskRoutes
 from idemconsumer.http.messages import Headers, Request, Response
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import BODY_TOO_LARGE, Problem
@@ -39,16 +40,23 @@ class IdempotencyMiddleware:
     def __init__(self, app: Wsgi, idempotency: Idempotency) -> None:
         self.app = app
         self.idempotency = idempotency
+        self._flask: FlaskRoutes | None = None
         self._table: Table | None = None
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """One request, as PEP 3333 has it."""
-        method = environ["REQUEST_METHOD"]
-        path = _decoded(environ.get("PATH_INFO", "")) or "/"
-        policy = None if method in SAFE else self._routes().find(method, path)
-        if policy is None:
-            return self.app(environ, start_response)
         request = _request(environ)
+        if request.method in SAFE:
+            with seen(None):
+                return self.app(environ, start_response)
+        if (policy := self._policy(request, environ)) is None:
+            return self.app(environ, start_response)
+        with seen(policy):
+            return self._covered(request, policy, environ, start_response)
+
+    def _covered(
+        self, request: Request, policy: Policy, environ: Environ, start_response: StartResponse
+    ) -> Iterable[bytes]:
         admitted = self._admitted(request, policy)
         if admitted is None:
             return self.app(environ, start_response)
@@ -84,11 +92,12 @@ class IdempotencyMiddleware:
             tenant = asyncio.run_coroutine_threadsafe(tenant, background().loop).result()
         return self.idempotency.admitted(request, policy, key, tenant)
 
-    def _routes(self) -> Table:
-        """Made once: what was marked in the app is known when its first request comes."""
-        if self._table is None:
-            self._table = self.idempotency.table(marked_wsgi_routes(self.app))
-        return self._table
+    def _policy(self, request: Request, environ: Environ) -> Policy | None:
+        """The table is made once: what was marked in the app is known when its first request comes."""
+        if self._table is None or self._flask is None:
+            self._flask = FlaskRoutes(self.app)
+            self._table = self.idempotency.table(self._flask.marked())
+        return self._table.find(request.method, request.path, self._flask.rule(environ))
 
 
 class AcceptLaterMiddleware:
@@ -129,7 +138,7 @@ class AcceptLaterMiddleware:
 def _request(environ: Environ) -> Request:
     path = _decoded(environ.get("PATH_INFO", "")) or "/"
     query, root = environ.get("QUERY_STRING", "").encode("latin-1"), _decoded(environ.get("SCRIPT_NAME", ""))
-    return Request(environ["REQUEST_METHOD"], path, query, _headers(environ), environ, root)
+    return Request(environ["REQUEST_METHOD"].upper(), path, query, _headers(environ), environ, root)
 
 
 def _read(environ: Environ, cap: int) -> bytes | Problem | None:

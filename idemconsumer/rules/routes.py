@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,11 +12,16 @@ _METHOD: Final = re.compile(r"[A-Z]+", re.ASCII)
 _SEGMENT: Final = re.compile(r"\{(\w*)(?::(\w+))?\}", re.ASCII)
 SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"})  # they have no effect to repeat
 _EFFECTS: Final = ("POST", "PUT", "PATCH", "DELETE")
+# Of one segment, in whatever framework.
+_TYPES: Final = frozenset(
+    {"str", "string", "int", "float", "decimal", "uuid", "slug", "date", "datetime", "time", "timedelta"}
+)
+_FOREIGN: Final = re.compile(r"[<>{}^\\?]|\$$|/\(|/:|/\*(?:/|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Of one method and a path. `{x}` stands for one segment, and `{x:path}` for all that follows."""
+    """Of one method and a path. `{x}` stands for one segment, `{x:int}` too, and `{x:path}` for all that follows."""
 
     method: str
     path: str
@@ -25,12 +31,19 @@ class Pattern:
     def name(self) -> str:
         return f"{self.method} {self.path}"
 
+    @property
+    def untyped(self) -> str:
+        """The path as OpenAPI has it."""
+        return _SEGMENT.sub(r"{\1}", self.path)
+
     def matches(self, method: str, path: str) -> bool:
         return method == self.method and self.expression.fullmatch(path) is not None
 
 
-def pattern(text: str) -> Pattern:
-    """Raises ValueError, saying what to write, for what names no route with an effect."""
+def pattern(text: str, types: Mapping[str, str] | None = None, *, loose: bool = False) -> Pattern:
+    """`types`: expressions of typed parameters, where they are known; else `{x:int}` is as good as `{x}`. `loose`:
+    slashes may be doubled, and follow. Raises ValueError, saying what to write, for what names no route with an
+    effect."""
     method, _, path = text.partition(" ")
     if not _METHOD.fullmatch(method) or not path.startswith("/"):
         raise ValueError(f'{text!r} names no route; write a method and a path, such as "POST /orders/{{id}}"')
@@ -38,13 +51,38 @@ def pattern(text: str) -> Pattern:
         raise ValueError(f"{text!r}: {method} has no effect that a repetition could double; leave it out")
     if method not in _EFFECTS and (near := difflib.get_close_matches(method, _EFFECTS, 1)):
         raise ValueError(f"{text!r}: no request has the method {method}; write {near[0]} {path}")
-    return Pattern(method, path, re.compile(_expression(path), re.DOTALL))
+    if foreign := _FOREIGN.search(_SEGMENT.sub("", path)):
+        raise ValueError(
+            f"{text!r}: {foreign[0]!r} means nothing here, so no request would be taken for this route; write {{id}} "
+            "for one segment, or {rest:path} for all that follows"
+        )
+    return Pattern(method, path, re.compile(_expression(text, path, types or {}, loose), re.DOTALL))
 
 
-def _expression(path: str) -> str:
+def types(path: str) -> dict[str, str]:
+    """The names of a path's typed parameters, and their types."""
+    return {found[1]: found[2] for found in _SEGMENT.finditer(path) if found[2]}
+
+
+def _expression(text: str, path: str, types: Mapping[str, str], loose: bool) -> str:
     parts, at = [], 0
     for found in _SEGMENT.finditer(path):
-        parts += [re.escape(path[at : found.start()]), ".*" if found[2] == "path" else "[^/]+"]
+        parts += [re.escape(path[at : found.start()]), _segment(text, found[2], types)]
         at = found.end()
+    parts.append(re.escape(path[at:]))
+    if loose:
+        return "".join(part.replace("/", "/+") if not index % 2 else part for index, part in enumerate(parts)) + "/*"
     # Starlette's own expressions end with `$`, which a newline may follow.
-    return "".join([*parts, re.escape(path[at:]), r"\n?"])
+    return "".join(parts) + r"\n?"
+
+
+def _segment(text: str, type_: str | None, types: Mapping[str, str]) -> str:
+    if type_ is None:
+        return "[^/]+"
+    if (known := types.get(type_)) is not None:
+        return f"(?:{known})"
+    if type_ == "path":
+        return ".*"
+    if type_ in _TYPES:
+        return "[^/]+"
+    raise ValueError(f"{text!r}: nobody knows what a {type_} is; write {{x}} for one segment, or {{x:path}}")
