@@ -9,6 +9,7 @@ from typing import Final
 
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.rules.values import ENDED, Record
+from idemconsumer.user_code.cancellation import end
 
 _FIRST: Final = 0.05  # seconds between two looks, doubling while no caller arrives and no record ends
 _LAST: Final = 1.0
@@ -46,8 +47,7 @@ class Results:
 
     async def close(self) -> None:
         if self._poller is not None:
-            self._poller.cancel()
-            await asyncio.wait([self._poller])
+            await end(self._poller)
 
     async def _poll(self) -> None:
         pause = _FIRST

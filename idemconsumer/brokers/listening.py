@@ -12,6 +12,7 @@ import psycopg
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
+from idemconsumer.user_code.cancellation import end
 
 Connection = psycopg.AsyncConnection[Any]
 
@@ -44,8 +45,7 @@ class Listening:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
         await self._leave()
 
     async def _begin(self) -> Connection:

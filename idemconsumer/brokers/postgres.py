@@ -29,6 +29,7 @@ from idemconsumer.settings import Settings
 from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.connecting import OwnCursor, connect_async, is_pooled
 from idemconsumer.sql.queries import load, misconfigured
+from idemconsumer.user_code.cancellation import end
 
 Connection = psycopg.AsyncConnection[Any]
 _Answering = AnsweringConnection[Any]
@@ -421,8 +422,7 @@ class PostgresSession:
         self._end("closed")
         self._closed(self)
         if self._visible is not None:
-            self._visible.cancel()
-            await asyncio.gather(self._visible, return_exceptions=True)
+            await end(self._visible)
         if self._listening is not None:
             await self._listening.close()
         with contextlib.suppress(psycopg.Error, TimeoutError):

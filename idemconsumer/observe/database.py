@@ -16,6 +16,7 @@ from idemconsumer.message.keys import parts_of
 from idemconsumer.redaction import error_text
 from idemconsumer.sql.connecting import OwnCursor, connect_async
 from idemconsumer.sql.queries import load
+from idemconsumer.user_code.cancellation import end
 
 AGAIN: Final = 15.0  # seconds between two looks
 _REST: Final = 19.0  # times as long as a look took: a twentieth of one connection's time
@@ -88,8 +89,7 @@ class Database:
 
     async def close(self) -> None:
         if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+            await end(self._looking)
         await self._leave()
 
     async def _look(self, names: list[str]) -> None:

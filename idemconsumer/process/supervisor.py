@@ -24,6 +24,7 @@ from idemconsumer.process import last_words, pulse, telling
 from idemconsumer.process.child import GRACE, LIFELINE, STOP_NOW, WORKER, Exit
 from idemconsumer.process.notify import ServiceManager
 from idemconsumer.process.pulse import Watch
+from idemconsumer.user_code.cancellation import end
 
 # From the deadline to SIGKILL, which is for a worker that cannot even end itself.
 _KILL_AFTER = 2 * GRACE + 1.0
@@ -137,9 +138,8 @@ class Supervisor:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
-            for task in beside:
-                task.cancel()
-            await asyncio.gather(*beside, *self._burials, return_exceptions=True)
+            await end(*beside)
+            await asyncio.gather(*self._burials, return_exceptions=True)
             os.close(write_end)  # the children that are left drain
             os.close(self._lifeline)
         if self._crashed:

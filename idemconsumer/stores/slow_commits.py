@@ -13,6 +13,7 @@ from idemconsumer.logs import log
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.session import Session
+from idemconsumer.user_code.cancellation import end
 
 _ASK_EVERY: Final = 5.0
 _PATIENCE: Final = 5.0
@@ -42,8 +43,7 @@ class SlowCommits:
 
     async def close(self) -> None:
         if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+            await end(self._asking)
 
     async def _ask(self) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from idemconsumer.errors import ConfigurationError, Interrupted, Unavailable
 from idemconsumer.logs import log
-from idemconsumer.user_code.cancellation import being_cancelled
+from idemconsumer.user_code.cancellation import being_cancelled, end
 
 PASSING: Final = (Unavailable, Interrupted, ConfigurationError)
 """What another attempt may not meet: somebody has the lock, or has to mend what the database says of itself (R22)."""
@@ -39,8 +39,7 @@ class Unfinished:
     async def close(self) -> None:
         """Try each once more. What is left then ends with the lease."""
         if self._trying is not None:
-            self._trying.cancel()
-            await asyncio.wait({self._trying})
+            await end(self._trying)
         try:
             async with asyncio.timeout(_LAST):
                 await self._try()

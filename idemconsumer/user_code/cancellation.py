@@ -14,6 +14,7 @@ from idemconsumer.errors import SelfCancelled
 
 T = TypeVar("T")
 
+_AGAIN: Final = 1.0  # seconds that a task has for what it does once it is cancelled, before it is cancelled again
 _LEFT_BEHIND: Final[set[asyncio.Task[Any]]] = set()  # else Python would close them, and they would not end then either
 
 
@@ -63,6 +64,27 @@ async def uninterrupted(act: Coroutine[Any, Any, T], *, hurry: Callable[[], None
         task.exception()
         raise cancelled
     return task.result()
+
+
+async def end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel our own tasks, and wait until they have ended. One that goes on all the same is cancelled again (D24).
+
+    Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes with what it waits for, and psycopg and its
+    pool wait by it. A cancellation of the caller is passed on at once, and raised in the end.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while going := [task for task in tasks if not task.done()]:
+        for task in going:
+            task.cancel()
+        try:
+            await asyncio.wait(going, timeout=_AGAIN)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
+    if cancelled is not None:
+        raise cancelled
 
 
 async def run_isolated(
@@ -129,11 +151,14 @@ async def run_mortal(run: Awaitable[T], grace: float, left: Callable[[], None]) 
 async def run_on(work: Coroutine[Any, Any, None], what: str) -> None:
     """Run one part of a worker. A TaskGroup ignores a task that was cancelled, and the other parts would go on without
     this one (D9)."""
-    _, error = await run_isolated(task := asyncio.create_task(work))
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait([task])
+    finally:
+        await end(task)
     if task.cancelled():
-        raise RuntimeError(f"a {what} was cancelled by what it ran, and the worker cannot go on without it") from error
-    if error is not None:
-        raise error
+        raise RuntimeError(f"a {what} was cancelled by what it ran, and the worker cannot go on without it")
+    task.result()
 
 
 async def isolated(run: Awaitable[T]) -> T:

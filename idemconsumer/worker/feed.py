@@ -22,6 +22,7 @@ from idemconsumer.ports.broker import Bounds, Broker, Delivery, KnowsLag, Lag, S
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.ports.store import JoinedStore
+from idemconsumer.user_code.cancellation import end, uninterrupted
 from idemconsumer.worker.intake import Intake
 from idemconsumer.worker.lanes import Lanes
 from idemconsumer.worker.sources import warn_of_sources
@@ -92,7 +93,7 @@ class Feed:
         news = "consuming" if self._given else None
         while not self._draining.is_set():
             try:
-                session = self._session = await self._broker.open(self._subscriptions, self._bounds())
+                session = await self._open()
             except BrokerUnavailable as error:
                 if failures == 0:
                     news = news or "consuming again"
@@ -100,8 +101,9 @@ class Feed:
                 failures += 1
                 await pause(self._draining, failures)
                 continue
+            self._session = session
             if self._draining.is_set():  # the drain began while the session was being opened
-                await session.close()
+                await self._close_session()
                 return
             self.opened.set()
             if news is not None:
@@ -118,9 +120,25 @@ class Feed:
                 if failures <= 1:
                     news = "consuming again"
                     log.warning("broker session lost, reconnecting", feed=self.name, error=str(error))
-                self._session = None  # a drain has nothing to close now, and must end the reconnecting instead
-                await session.close()
+                await self._close_session()  # a drain has nothing to close then, and must end the reconnecting instead
                 await pause(self._draining, max(1, failures), longest=60.0)
+
+    async def _open(self) -> Session:
+        """One that is cut off has the time to undo what it has begun, and is closed if it opens all the same (D24)."""
+        opening = asyncio.create_task(self._broker.open(self._subscriptions, self._bounds()))
+        try:
+            await asyncio.wait([opening])
+        except asyncio.CancelledError:
+            opening.cancel()
+            await uninterrupted(_not_opened(opening))
+            raise
+        return opening.result()
+
+    async def _close_session(self) -> None:
+        """To its end, whatever is cancelled meanwhile (D24)."""
+        session, self._session = self._session, None
+        if session is not None:
+            await uninterrupted(session.close())
 
     async def _consume(self, session: Session) -> None:
         """Until SessionEnded. Never cancelled in a drain: some clients lose messages when a fetch is."""
@@ -148,8 +166,7 @@ class Feed:
             await asyncio.gather(*self._lines.values())  # they give up what this session had
             raise
         finally:
-            for line in self._lines.values():
-                line.cancel()
+            await end(*self._lines.values())
 
     async def _dispatch_fetched(self, fetched: Sequence[Delivery], session: Session, intake: Intake) -> None:
         for _ in fetched:
@@ -323,13 +340,19 @@ class Feed:
             await asyncio.gather(*self._lines.values())
 
     async def close(self) -> None:
-        session, self._session = self._session, None
+        """For good. It may have a session, be about to open or to close one, or wait until it tries again."""
         if self._late is not None:
-            self._late.cancel()
-        if session is not None:
-            await session.close()
+            await end(self._late)
+        if self._session is not None:
+            await self._close_session()
         elif self.task is not None:
-            self.task.cancel()  # still trying to open a session
+            self.task.cancel()
+
+
+async def _not_opened(opening: asyncio.Task[Session]) -> None:
+    await asyncio.wait([opening])
+    if not opening.cancelled() and opening.exception() is None:
+        await opening.result().close()
 
 
 async def _behind(before: asyncio.Task[None] | None, dispatch: Callable[[], Awaitable[None]]) -> None:

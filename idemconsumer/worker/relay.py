@@ -17,6 +17,7 @@ from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.pool import Pool
+from idemconsumer.user_code.cancellation import end
 from idemconsumer.worker.outgoing import Lane
 from idemconsumer.worker.relay_connections import Connections
 
@@ -92,12 +93,11 @@ class Relay:
                     return
                 await asyncio.sleep(_SOONEST)
         finally:
-            tasks = [task for _, task in self._lanes.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for connections in self._connections.values():
-                await connections.close()
+            try:
+                await end(*(task for _, task in self._lanes.values()))
+            finally:
+                for connections in self._connections.values():
+                    await connections.close()
 
     def _begin(self, destination: str) -> None:
         scheme = destination.partition(":")[0]

@@ -16,6 +16,7 @@ from idemconsumer.process.child import WORKER
 from idemconsumer.process.telling import EVERY, TELLING
 from idemconsumer.rules.health import Phase
 from idemconsumer.stores.pool import Pool
+from idemconsumer.user_code.cancellation import end
 from idemconsumer.worker.feed import Feed
 from idemconsumer.worker.lags import Lags
 from idemconsumer.worker.lanes import Lanes
@@ -48,8 +49,7 @@ class Reporting:
             yield
         finally:
             self._leaving = True
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            await end(telling)
 
     def begin(
         self, feeds: Sequence[Feed], lanes: Lanes, memory: BytesInHand, retention: Retention

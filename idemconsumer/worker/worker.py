@@ -31,7 +31,7 @@ from idemconsumer.rules.schedules import Schedule
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.positions import PostgresPositions
-from idemconsumer.user_code.cancellation import run_on
+from idemconsumer.user_code.cancellation import end, run_on
 from idemconsumer.user_code.resources import Resources
 from idemconsumer.worker.capacity import by_mode, lanes_of, most_at_once, pool_size
 from idemconsumer.worker.deadlines import Deadlines
@@ -307,7 +307,9 @@ class Worker:
                 group.create_task(lanes.work())
                 for feed in feeds:
                     feed.task = group.create_task(run_on(feed.run(), "feed"))
-                watch = group.create_task(self._watch_empty(feeds, in_hand)) if settings.until_empty else None
+                watch = None
+                if settings.until_empty:
+                    watch = group.create_task(run_on(self._watch_empty(feeds, in_hand), "watch"))
                 await self._drain.wait()
                 if watch is not None:
                     watch.cancel()
@@ -318,9 +320,7 @@ class Worker:
             raise _first(errors) from None
         finally:
             PULSE.end()
-            for task in (*upkeep, *sending):
-                task.cancel()
-            await asyncio.gather(*upkeep, *sending, return_exceptions=True)
+            await end(*upkeep, *sending)
             for feed in feeds:  # for an abort: a member that does not leave would hold up its whole group
                 await feed.close()
             for broker in self._brokers.values():

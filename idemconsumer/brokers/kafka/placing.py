@@ -42,6 +42,7 @@ from idemconsumer.brokers.kafka.topic_ids import topic_ids
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.positions import Kept, Place, Positions, Reached
 from idemconsumer.redaction import error_text
+from idemconsumer.user_code.cancellation import end
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +189,7 @@ class Placing:
     async def close(self) -> None:
         """Leave no write behind."""
         if self._saving is not None:
-            self._saving.cancel()
-            await asyncio.gather(self._saving, return_exceptions=True)
+            await end(self._saving)
 
     # ------------------------------------------------------------------------------------------------------ asking
     async def _read(

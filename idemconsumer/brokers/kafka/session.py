@@ -42,6 +42,7 @@ from idemconsumer.brokers.last_will import WILL
 from idemconsumer.errors import Replaced, SessionEnded, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.ports.broker import Bounds, Delivery, Lag
+from idemconsumer.user_code.cancellation import end
 
 POLL = 1.0  # seconds that an empty fetch waits
 SHORT_POLL = 0.1  # the same, while there is a topic of which no more may be taken yet
@@ -198,15 +199,12 @@ class KafkaSession:
         drained, self._reading.draining = self._reading.draining, True
         await self._commit(leaving=drained)
         self._end("closed")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
         await self._placing.close()
         await stop(self._consumer)
         WILL.left(self._group)
         if self._poll is not None:  # it may still wait for an assignment that will never come
-            self._poll.cancel()
-            await asyncio.gather(self._poll, return_exceptions=True)
+            await end(self._poll)
 
     # ----------------------------------------------------------------------------------------------- fetching
     async def _next(self) -> list[Delivery]:

@@ -17,6 +17,7 @@ from idemconsumer.brokers.sqs.wire import BATCH, GROUP, message_of, receives
 from idemconsumer.errors import SessionEnded
 from idemconsumer.logs import log
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Lag
+from idemconsumer.user_code.cancellation import end
 
 # Seconds that a poll waits at the broker. A drain waits for it too (A1), since what a cancelled poll was about to
 # bring stays hidden for its whole visibility timeout.
@@ -314,8 +315,7 @@ class SqsSession:
                     await self._return(self._held.rest())
         self._end(None)
         if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
+            await end(self._keeper)
         await farewell(self._client)
 
     async def _polled(self, within: float) -> None:
