@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Literal
+from urllib.parse import unquote
 
 import psycopg
 
@@ -201,6 +202,12 @@ class SagaAdmin:
         async with connected(self._dsn, self._schema) as connection, connection.transaction():
             (row,) = await self._rows(connection, "move_sagas", params)
         return row["moved"], row["held"]
+
+    async def handlers(self) -> list[str]:
+        """Those that have sagas that have not ended, as app and handler."""
+        async with connected(self._dsn, self._schema) as connection:
+            rows = await self._rows(connection, "moveable_sagas", {})
+        return [f"{unquote(row['app'])}/{row['handler']}" for row in rows]
 
     async def cancel(self, key: bytes, *, undo: bool) -> Cancellation:
         """Cancel it, wherever it is (L50). Waits for a step that is a transaction to end, for a minute at most."""

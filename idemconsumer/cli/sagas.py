@@ -311,15 +311,20 @@ def saga_signal(
 def saga_move(source: str, to: str, as_json: bool, **flags: Any) -> None:
     """Give the sagas of a handler that was renamed, or of an app, to another handler.
 
-    They keep their keys, their steps and their version. Those that a live worker holds are left as they are.
+    They keep their keys, their steps and their version. Those that a live worker holds are left as they are. If there
+    is none, it says of which handlers there are some.
     """
-    moved, held = asyncio.run(_admin(flags).move(_app_and_handler(source), _app_and_handler(to)))
+    admin = _admin(flags)
+    moved, held = asyncio.run(admin.move(_app_and_handler(source), _app_and_handler(to)))
     if as_json:
         print_json({"moved": moved, "held": held})
-        return
-    click.echo(f"moved: {moved} sagas")
+    else:
+        click.echo(f"moved: {moved} sagas of {source} to {to}")
     if held:
         click.echo(f"left: {held}, which live workers hold; stop those workers, and repeat this", err=True)
+    elif not moved:
+        others = ", ".join(asyncio.run(admin.handlers())) or "none at all"
+        click.echo(f"{source} has no saga that has not ended; there are of: {others}", err=True)
 
 
 def _app_and_handler(text: str) -> tuple[str, str]:

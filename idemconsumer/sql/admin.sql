@@ -187,6 +187,12 @@ select (select count(*) from moved) as moved,
      and coalesce(s.app, split_part((select name from {schema}.scope where id = s.scope_id), '/', 1)) = %(from_app)s)
         as held
 
+-- name: moveable_sagas
+-- Of which handlers there are sagas that `move_sagas` would give away. The app's name is quoted.
+select distinct coalesce(s.app, split_part(c.name, '/', 1)) as app, s.handler
+from {schema}.saga as s join {schema}.scope as c on c.id = s.scope_id
+order by 1, 2
+
 -- name: saga_keys
 -- Finds records by a prefix of their key, as a range of the primary key.
 select r.key from {schema}.record as r where r.key between %(low)s and %(high)s order by r.key limit %(limit)s

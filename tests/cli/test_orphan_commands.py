@@ -107,7 +107,7 @@ def test_move_gives_sagas_to_another_handler_and_leaves_what_is_held(travel: Tra
     travel.begun("b", "travel", "book_trip", None, worker)
     travel.begun("c", "shop", "book_trip", None)
     moved = travel("sagas", "move", "travel/book_trip", "travel/book")
-    assert moved.stdout == "moved: 1 sagas\n"
+    assert moved.stdout == "moved: 1 sagas of travel/book_trip to travel/book\n"
     assert moved.stderr == "left: 1, which live workers hold; stop those workers, and repeat this\n"
     assert travel.sql("select handler, app from idemconsumer.saga order by token desc, handler, app") == [
         ("book", "travel"), ("book_trip", None), ("book_trip", None),
@@ -115,7 +115,19 @@ def test_move_gives_sagas_to_another_handler_and_leaves_what_is_held(travel: Tra
     travel.sql("update idemconsumer.worker set until = now() - interval '1s'")
     again = travel("sagas", "move", "travel/book_trip", "travel/book", "--json")
     assert json.loads(again.stdout) == {"moved": 1, "held": 0}
-    assert (again.stderr, travel("sagas", "move", "travel/book_trip", "travel/book").stdout) == ("", "moved: 0 sagas\n")
+    assert again.stderr == ""
+
+
+def test_move_says_of_which_handlers_there_are_sagas_if_it_found_none(travel: Travel) -> None:
+    """A name that was mistyped looked like a job that was done."""
+    there_are = "travel/trip has no saga that has not ended; there are of: "
+    none = travel("sagas", "move", "travel/trip", "travel/book")
+    assert (none.stdout, none.stderr) == ("moved: 0 sagas of travel/trip to travel/book\n", f"{there_are}none at all\n")
+    travel.begun("a", "travel", "book_trip", None)
+    travel.begun("b", "a%2Fb", "book_trip", None)
+    named = travel("sagas", "move", "travel/trip", "travel/book", "--json")
+    assert named.stderr == f"{there_are}a/b/book_trip, travel/book_trip\n"
+    assert json.loads(named.stdout) == {"moved": 0, "held": 0}
 
 
 @pytest.mark.parametrize("wrong", ["book_trip", "/book_trip", "travel/"])
