@@ -71,7 +71,7 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Audited(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody wanted of workers. `by`: as they said themselves; `role`: of the database."""
+    """What somebody decided. `by`: as they said themselves; `role`: of the database."""
 
     id: int
     at: datetime
@@ -164,7 +164,7 @@ class Controls:
 
     async def note_reload(self, target: str, *, by: str) -> None:
         """A launcher was told to start its workers again (O17)."""
-        await self._write("note_reload", {"target": target, "by": by, "reason": None})
+        await self._write("note_decision", {"by": by, "what": "reload", "target": target})
 
     async def app_of(self, handler: str) -> str:
         """The one app that has a handler of this name, as far as the database knows. Raises ConfigurationError."""

@@ -11,6 +11,7 @@ import msgspec
 import psycopg
 from psycopg.rows import dict_row
 
+from idemconsumer.admin.audit import Trace, counted
 from idemconsumer.admin.hints import hint
 from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
@@ -53,6 +54,10 @@ class Which(msgspec.Struct, frozen=True, kw_only=True):
         given = msgspec.structs.asdict(self) | {"low": low, "high": high}
         del given["prefix"]
         return given | {name: None if given[name] is None else list(given[name]) for name in ("keys", "ids")}
+
+    def counted(self, letters: int) -> str:
+        """For the audit."""
+        return counted(letters, "dead letters", handler=self.handler, reason=self.reason)
 
 
 ALL: Final = Which()
@@ -209,19 +214,20 @@ class Admin:
         (row,) = await self._rows("count_chosen", which.params, PATIENCE)
         return row["letters"], row["of_sagas"]
 
-    async def discard(self, which: Which, progress: Callable[[int], None] = lambda _: None) -> int:
+    async def discard(self, which: Which, progress: Callable[[int], None] = lambda _: None, *, by: str) -> int:
         """Delete them, page by page, and return how many that were. Their keys stay DEAD, so their messages do not run
         when they come again. Not those of sagas that wait for a person."""
-        discarded, after = 0, 0
+        discarded, after, trace = 0, 0, Trace(self._schema, by, "discard")
         async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
             (row,) = await (await connection.execute(load(self._schema)["dead_last"])).fetchall()
             while row["id"] is not None:
                 given = which.params | {"after": after, "last": row["id"], "limit": _PAGE}
                 async with connection.transaction():
                     gone = await (await connection.execute(load(self._schema)["discard_letters"], given)).fetchall()
-                if not gone:
-                    break
-                after, discarded = max(each["id"] for each in gone), discarded + len(gone)
+                    if not gone:
+                        break
+                    after, discarded = max(each["id"] for each in gone), discarded + len(gone)
+                    await trace.write(connection, which.counted(discarded))
                 progress(len(gone))
         return discarded
 

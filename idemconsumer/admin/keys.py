@@ -208,7 +208,7 @@ class Keys:
             ),
         )
 
-    async def forget(self, key: bytes, *, record: bool = False) -> int:
+    async def forget(self, key: bytes, *, by: str, record: bool = False) -> int:
         """Remove what is personal: result, letters with their messages, errors, steps, history, signals, fingerprints
         (O8). Returns how many letters that were.
 
@@ -221,6 +221,8 @@ class Keys:
             ((letters,),) = await claims.send("forget_key", {"key": key})
             if record and state is not None:
                 await claims.send("delete_record", {"key": key})
+            target = f"key {key.hex()[:12]}{' and its record' if record else ''}"
+            await claims.send("note_decision", {"by": by, "what": "forget", "target": target})
             await claims.complete([], [])
         async with connected(self._dsn, self._schema, patience=PATIENCE) as connection, connection.transaction():
             await connection.execute(self._queries["forget_deliveries"], {"first": first_bytes(key)})
@@ -235,6 +237,7 @@ class Keys:
                 found = "has no record" if state is None else "is COMPLETED, and would be applied twice"
                 raise ConfigurationError(f"key {key.hex()[:12]} is not released: it {found}")
             await claims.send("release_key", {"key": key, "by": by})
+            await claims.send("note_decision", {"by": by, "what": "release", "target": f"key {key.hex()[:12]}"})
             await claims.complete([], [])
 
     async def _decided(self, claims: PostgresClaims, key: bytes, what: str, *, steps: bool = True) -> State | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from idemconsumer.admin.audit import Trace, counted
 from idemconsumer.admin.dead_letters import PATIENCE, connected
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.sql.queries import load
@@ -77,19 +78,22 @@ class Outbox:
         (row,) = await self._read("count_outgoing", which.params)
         return int(row["changed"])
 
-    async def retry(self, which: Which) -> int:
+    async def retry(self, which: Which, *, by: str) -> int:
         """Have those that were refused sent again, at once and with all their tries. A parked one goes out behind what
         has overtaken it. Returns how many these are."""
-        return await self._changed("retry_outgoing", which)
+        return await self._changed("retry_outgoing", which, by, "retry")
 
-    async def discard(self, which: Which) -> int:
+    async def discard(self, which: Which, *, by: str) -> int:
         """Delete for good, and return how many. One that is being sent right now may still get there."""
-        return await self._changed("discard_outgoing", which)
+        return await self._changed("discard_outgoing", which, by, "discard")
 
-    async def _changed(self, statement: str, which: Which) -> int:
+    async def _changed(self, statement: str, which: Which, by: str, what: str) -> int:
         async with connected(self._dsn, self._schema, patience=PATIENCE) as connection, connection.transaction():
             (row,) = await (await connection.execute(load(self._schema)[statement], which.params)).fetchall()
-        return int(row["changed"])
+            if changed := int(row["changed"]):
+                target = counted(changed, "outgoing messages", destination=which.destination)
+                await Trace(self._schema, by, what).write(connection, target)
+        return changed
 
     async def _read(self, statement: str, given: dict[str, Any]) -> list[dict[str, Any]]:
         """In no transaction, since a standby begins none that may write."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from idemconsumer.admin.audit import Trace
 from idemconsumer.admin.dead_letters import PATIENCE, Which, connected
 from idemconsumer.message import keys
 from idemconsumer.message.delivered import with_delivered
@@ -71,6 +72,7 @@ class Redrives:
         meanwhile is left out.
         """
         counts, after, began, done = Counter[Redriven](), 0, time.monotonic(), 0
+        trace = Trace(self._schema, by, "redrive")
         together = _TOGETHER if rate is None else max(1, min(_TOGETHER, int(rate / _LOOKS)))
         async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
             (row,) = await (await connection.execute(self._queries["dead_last"])).fetchall()
@@ -82,8 +84,11 @@ class Redrives:
                     return Run(run=run, counts=counts)
                 async with connection.transaction():
                     found = [await self._redrive(connection, row, run, by, dry_run=dry_run) for row in page]
+                    now = sum(map(found.count, _REDRIVEN))
+                    if now and not dry_run:
+                        await trace.write(connection, f"{which.counted(done + now)}, run {run}")
                 counts.update(found)
-                after, done = page[-1]["id"], done + sum(map(found.count, _REDRIVEN))
+                after, done = page[-1]["id"], done + now
                 progress(len(page))
                 if rate is not None and not dry_run:
                     await asyncio.sleep(max(0.0, began + done / rate - time.monotonic()))

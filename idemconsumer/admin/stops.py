@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from idemconsumer.admin.audit import Trace
 from idemconsumer.admin.dead_letters import connected
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.sql.queries import load
@@ -43,7 +44,7 @@ class Stops:
     async def stopped(self, group: str | None = None) -> list[Stop]:
         return await self._find(group, None, None, None)
 
-    async def skip(self, place: str, group: str | None = None) -> Stop:
+    async def skip(self, place: str, group: str | None = None, *, by: str) -> Stop:
         """A worker puts a dead letter in its place within seconds, and goes on. `place` is as `Stop.place`, and `group`
         is needed where several groups stand there. Raises ConfigurationError for a place where nobody stands."""
         if (found := _PLACE.fullmatch(place)) is None:
@@ -57,10 +58,9 @@ class Stops:
             groups = ", ".join(stop.group for stop in stops)
             raise ConfigurationError(f"several groups stand still at {place}: {groups}; choose one with --group")
         given = {"group": stops[0].group, "topic": topic, "partition": partition, "first": first}
-        async with connected(self._dsn, self._schema) as connection:
-            await connection.execute(b"begin read write")
+        async with connected(self._dsn, self._schema) as connection, connection.transaction():
             await connection.execute(load(self._schema)["skip_kafka_stop"], given)
-            await connection.execute(b"commit")
+            await Trace(self._schema, by, "skip").write(connection, f"{stops[0].place} in group {stops[0].group}")
         return stops[0]
 
     async def _find(self, group: str | None, topic: str | None, partition: int | None, first: int | None) -> list[Stop]:

@@ -11,7 +11,7 @@ import click
 from idemconsumer.admin.control import UNRECORDED, Controls
 from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
-from idemconsumer.cli.options import ID, as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import ID, as_json, database, deciding, need_dsn, print_json, printable
 from idemconsumer.settings import load
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -23,7 +23,7 @@ NOT_REACHED = (
 
 
 def _who(command: F) -> F:
-    command = click.option("--by", metavar="NAME", help="Who decides.  [default: your account and machine]")(command)
+    command = deciding(command)
     return click.option("--reason", metavar="TEXT", help="Why; workers log it, and `audit` shows it.")(command)
 
 
@@ -142,7 +142,11 @@ def worker_list(app: str | None, as_json: bool, **flags: Any) -> None:
 @database
 @as_json
 def audit(limit: int, as_json: bool, **flags: Any) -> None:
-    """List who paused, resumed, drained or reloaded what, and why; the newest first.
+    """List who decided what, and why; the newest first.
+
+    Handlers paused and resumed, workers drained and reloaded, dead letters redriven and discarded, outgoing messages
+    tried again and discarded, keys forgotten and released, places in Kafka skipped. What becomes of a saga is in `sagas
+    show`.
 
     BY is what people said themselves, ROLE the database's user.
     """

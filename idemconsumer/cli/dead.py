@@ -16,7 +16,7 @@ from idemconsumer.admin.redrives import Redrives, Run
 from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import letter_json, show, time_of
-from idemconsumer.cli.options import ID, RATE, as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import ID, RATE, as_json, database, deciding, need_dsn, print_json, printable
 from idemconsumer.cli.unknown import say_unknown
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
@@ -178,7 +178,7 @@ def dead_export(redriven: bool, **flags: Any) -> None:
 @click.option("--all", "everything", is_flag=True, help="All of them.")
 @click.option("--rate", type=RATE, metavar="N", help="At most N in a second.")
 @click.option("--run", metavar="NAME", help="Go on with a run that was interrupted.  [default: a new one]")
-@click.option("--by", metavar="NAME", help="Who does this, for the trace.  [default: user@host]")
+@deciding
 @click.option("--dry-run", is_flag=True, help="Only say what would be redriven.")
 @database
 @as_json
@@ -232,10 +232,18 @@ def dead_redrive(
 @click.option("--redriven", is_flag=True, help="Also those that were redriven and have not failed again.")
 @click.option("--dry-run", is_flag=True, help="Only count; delete nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@deciding
 @database
 @as_json
 def dead_discard(
-    ids: tuple[int, ...], everything: bool, redriven: bool, dry_run: bool, yes: bool, as_json: bool, **flags: Any
+    ids: tuple[int, ...],
+    everything: bool,
+    redriven: bool,
+    dry_run: bool,
+    yes: bool,
+    by: str | None,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Delete dead letters for good.
 
@@ -254,7 +262,7 @@ def dead_discard(
         if not yes and discarded:
             click.confirm(f"delete {discarded} dead letters for good?", abort=True, err=True)
         with click.progressbar(length=discarded, label="discarding", file=sys.stderr) as bar:
-            discarded = asyncio.run(admin.discard(which, bar.update))
+            discarded = asyncio.run(admin.discard(which, bar.update, by=by or user()))
     if as_json:
         print_json({"discarded": discarded, "of_sagas": of_sagas, "dry_run": dry_run})
         return

@@ -12,7 +12,7 @@ from idemconsumer.admin.keys import KeyDetail, Keys
 from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import time_of
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import as_json, database, deciding, need_dsn, print_json, printable
 from idemconsumer.cli.unknown import say_unknown
 from idemconsumer.rules.values import State
 from idemconsumer.settings import load
@@ -175,8 +175,9 @@ def keys_list(
 @keys.command("forget")
 @click.option("--record", is_flag=True, help="Its record too: its message is new then, and runs if it comes again.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@deciding
 @_which
-def keys_forget(record: bool, yes: bool, as_json: bool, **flags: Any) -> None:
+def keys_forget(record: bool, yes: bool, by: str | None, as_json: bool, **flags: Any) -> None:
     """Remove what is personal of a key: result, dead letters, errors, steps, fingerprint, and it from the delivery log.
 
     Its record stays, a hash and a state, so that its message still does not run again. What messages without a key left
@@ -190,7 +191,7 @@ def keys_forget(record: bool, yes: bool, as_json: bool, **flags: Any) -> None:
         click.confirm(f"forget all of {short}, {what}?", abort=True, err=True)
 
     async def forget_it() -> int:
-        letters = await known.forget(found, record=record)
+        letters = await known.forget(found, by=by or user(), record=record)
         await _forget_copy(known, found)
         return letters
 
@@ -203,7 +204,7 @@ def keys_forget(record: bool, yes: bool, as_json: bool, **flags: Any) -> None:
 
 
 @keys.command("release")
-@click.option("--by", metavar="NAME", help="Who does this, for the trace.  [default: user@host]")
+@deciding
 @_which
 def keys_release(by: str | None, as_json: bool, **flags: Any) -> None:
     """Let the message of a dead or rejected key, or a request whose owner was lost, run when it comes again.

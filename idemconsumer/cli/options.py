@@ -38,6 +38,7 @@ def database(command: F) -> F:
     return click.option("--dsn", metavar="URL", help=f"{text}others see options in ps.")(command)
 
 
+deciding = click.option("--by", metavar="NAME", help="Who decides, for `audit`.  [default: your account and machine]")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

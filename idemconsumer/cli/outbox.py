@@ -10,9 +10,10 @@ import click
 import msgspec
 
 from idemconsumer.admin.outbox import Outbox, OutgoingDetail, Which
+from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import either, time_of
-from idemconsumer.cli.options import ANY_ID, ID, as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import ANY_ID, ID, as_json, database, deciding, need_dsn, print_json, printable
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.settings import load
@@ -104,16 +105,17 @@ def outbox_show(number: int, as_json: bool, **flags: Any) -> None:
 @click.argument("ids", metavar="[ID]…", type=ID, nargs=-1)
 @_chosen
 @click.option("--all", "everything", is_flag=True, help="All that were refused.")
+@deciding
 @database
 @as_json
-def outbox_retry(ids: tuple[int, ...], everything: bool, as_json: bool, **flags: Any) -> None:
+def outbox_retry(ids: tuple[int, ...], everything: bool, by: str | None, as_json: bool, **flags: Any) -> None:
     """Have messages that were refused sent again, at once and with all their tries.
 
     Their message ids stay the same. One that was parked goes out behind those of its key that have overtaken it.
     """
     _need_choice(ids, flags, everything=everything)
     which = _which(flags, ids=ids or None)
-    retried = asyncio.run(_outbox(flags).retry(which))
+    retried = asyncio.run(_outbox(flags).retry(which, by=by or user()))
     if as_json:
         print_json({"retried": retried})
     else:
@@ -127,10 +129,18 @@ def outbox_retry(ids: tuple[int, ...], everything: bool, as_json: bool, **flags:
 @click.option("--waiting", is_flag=True, help="Also those that are not parked, and would still be sent.")
 @click.option("--dry-run", is_flag=True, help="Only count; delete nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@deciding
 @database
 @as_json
 def outbox_discard(
-    ids: tuple[int, ...], everything: bool, waiting: bool, dry_run: bool, yes: bool, as_json: bool, **flags: Any
+    ids: tuple[int, ...],
+    everything: bool,
+    waiting: bool,
+    dry_run: bool,
+    yes: bool,
+    by: str | None,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Delete parked messages for good: nobody gets them."""
     _need_choice(ids, flags, everything=everything)
@@ -139,7 +149,7 @@ def outbox_discard(
     if not dry_run:
         if not yes and discarded:
             click.confirm(f"delete {discarded} outgoing messages for good?", abort=True, err=True)
-        discarded = asyncio.run(outbox.discard(which))
+        discarded = asyncio.run(outbox.discard(which, by=by or user()))
     if as_json:
         print_json({"discarded": discarded, "dry_run": dry_run})
     else:

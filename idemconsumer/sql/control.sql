@@ -89,9 +89,13 @@ with done as (
 )
 select count(*) as changed, pg_notify('idemconsumer_queue', 'control:')::text as told from done
 
--- name: note_reload
-insert into {schema}.audit (at, by, role, what, target, reason)
-values (clock_timestamp(), %(by)s, session_user, 'reload', %(target)s, %(reason)s)
+-- name: note_decision
+-- O16: in the transaction that does it.
+insert into {schema}.audit (at, by, role, what, target)
+values (clock_timestamp(), %(by)s, session_user, %(what)s, %(target)s) returning id
+
+-- name: note_progress
+update {schema}.audit set target = %(target)s where id = %(id)s returning id
 
 -- name: audit
 select id, at, by, role, what, target, reason from {schema}.audit order by id desc limit %(limit)s

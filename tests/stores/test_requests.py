@@ -436,7 +436,7 @@ async def test_a_person_sees_what_runs_and_decides_about_what_was_lost(book: Led
     with pytest.raises(ConfigurationError, match="is not released: its request runs"):
         await known.release(A.key, by="me")
     with pytest.raises(ConfigurationError, match="is not forgotten: its request runs"):
-        await known.forget(A.key, record=True)
+        await known.forget(A.key, record=True, by="ann")
     assert not [each for each in await diagnose(book.dsn, SCHEMA) if each.level != "note"]
 
     await lease.expire()

@@ -271,7 +271,7 @@ async def test_what_was_lost_on_its_way_is_released_by_a_person(bench: Bench, sh
     assert detail.awaited == "postgres:orders"
     assert detail.next.startswith("it would run if it is the message that was accepted and sent to postgres:orders")
     with pytest.raises(ConfigurationError, match="its message is stored"):
-        await known.forget(key, record=True)
+        await known.forget(key, record=True, by="ann")
     await known.release(key, by="ann")
     assert await shop.progress() is Progress.UNKNOWN
 

@@ -219,7 +219,7 @@ async def test_a_key_is_forgotten_in_the_log_and_its_neighbours_are_not(bench: B
     await bench.until_empty(service.app)
     known = Keys(bench.dsn, SCHEMA)
     key = await known.find(handler="take", key="a")
-    await known.forget(key)
+    await known.forget(key, by="ann")
     assert (await told(bench, "a"), await told(bench, "b")) == ([], ["applied"])
     left = "select string_agg(positions, e'\\n' order by until) from idemconsumer.delivery_log"
     assert bench.do(left)[0][0].split("\n") == ["", "q#2", ""]

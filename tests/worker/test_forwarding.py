@@ -198,5 +198,5 @@ async def test_a_letter_is_forwarded_each_time_that_it_is_written_by_whichever_w
     await Redrives(bench.dsn, SCHEMA).redrive(ALL, by="ann", run="r")
     await bench.until_empty(app)
     assert bench.do(ids) == [(f"shop-dead-{number}",), (f"shop-dead-{number}.2",)]
-    await Admin(bench.dsn, SCHEMA).discard(ALL)
+    await Admin(bench.dsn, SCHEMA).discard(ALL, by="ann")
     assert bench.do("select 1 from idemconsumer.forward") == []

@@ -102,8 +102,8 @@ async def test_it_stops_its_partition_alone_until_a_person_skips_it(
         await until(lambda: committed(world, first))
         assert [(stop.place, stop.group) for stop in await stops.stopped()] == [(place, world.group)]
         with pytest.raises(ConfigurationError, match=f"stand still at: {place}"):
-            await stops.skip(f"kafka:{world.topic}/0@999")
-        await stops.skip(place)
+            await stops.skip(f"kafka:{world.topic}/0@999", by="ann")
+        await stops.skip(place, by="ann")
         everything = {str(number) for number in (*range(8), 100, 101)}
         await running.until(lambda: set(bench.effects()) == everything - lost)
         await until(lambda: committed(world, 8))
@@ -168,6 +168,6 @@ async def test_until_empty_does_not_leave_it_behind(world: World, own: Kafka, be
         return bool(await stops.stopped())
 
     await until(stands)
-    await stops.skip(f"kafka:{world.topic}/0@0")
+    await stops.skip(f"kafka:{world.topic}/0@0", by="ann")
     await leaving
     assert len(await Admin(bench.dsn, SCHEMA).dead_letters()) == 1

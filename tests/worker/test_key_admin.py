@@ -114,20 +114,20 @@ async def test_what_is_personal_is_forgotten_and_the_message_does_not_run_again(
     await bench.publish("q", Item("a"))
     await bench.until_empty(service.app)
     key = await known.find(handler="take", key="a")
-    assert await known.forget(key) == 0
+    assert await known.forget(key, by="ann") == 0
     found = await known.explain(key)
     assert (found.state, found.result) == ("completed", None)
     assert bench.do("select fingerprint, canonical from idemconsumer.record") == [(None, None)]
     await bench.publish("q", Item("a", "another payload"))
     assert (await bench.until_empty(service.app)).counts == {"duplicate": 1}
-    await known.forget(key, record=True)
+    await known.forget(key, by="ann", record=True)
     await bench.publish("q", Item("a"))
     assert (await bench.until_empty(service.app)).counts == {"applied": 1}
 
     service.act = fail
     await bench.publish("q", Item("dead"))
     await bench.until_empty(service.app)
-    assert await known.forget(await known.find(handler="take", key="dead")) == 1
+    assert await known.forget(await known.find(handler="take", key="dead"), by="ann") == 1
     assert await Admin(bench.dsn, SCHEMA).dead_letters() == []
     await bench.publish("q", Item("dead"))
     assert (await bench.until_empty(service.app)).counts == {"dead": 1}
@@ -163,7 +163,7 @@ async def test_a_key_in_somebodys_hands_is_waited_for(bench: Bench, known: Keys)
     async with await psycopg.AsyncConnection.connect(bench.dsn) as rival:
         lock = "select pg_advisory_xact_lock(('x' || encode(substring(%s::bytea for 8), 'hex'))::bit(64)::bigint)"
         await rival.execute(lock, [key])
-        forgetting = asyncio.create_task(known.forget(key))
+        forgetting = asyncio.create_task(known.forget(key, by="ann"))
         query = "select 1 from pg_locks where locktype = 'advisory' and not granted"
         await until(lambda: bench.do(query) != [])
         assert not forgetting.done()
@@ -187,7 +187,7 @@ async def test_what_is_stored_or_a_sagas_is_neither_forgotten_nor_released(bench
     stored, saga = [await known.find(handler=name, key="a") for name in ("take", "book")]
     for key, why in ((stored, "its message is stored"), (saga, "it is a saga's")):
         with pytest.raises(ConfigurationError, match=why):
-            await known.forget(key)
+            await known.forget(key, by="ann")
         with pytest.raises(ConfigurationError, match=why):
             await known.release(key, by="ann")
     assert "saga failed" not in (await known.explain(saga)).next

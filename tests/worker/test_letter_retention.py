@@ -87,7 +87,7 @@ async def test_a_dead_record_goes_once_it_has_no_letter(bench: Bench) -> None:
     await prune(bench, app)
     assert bench.do("select count(*) from idemconsumer.record") == [(2,)]
     ((number,),) = bench.do("select min(id) from idemconsumer.dead_letter")
-    assert await Admin(bench.dsn, SCHEMA).discard(Which(ids=[number])) == 1
+    assert await Admin(bench.dsn, SCHEMA).discard(Which(ids=[number]), by="ann") == 1
     await prune(bench, app)
     assert bench.do("select count(*) from idemconsumer.record") == [(1,)]
 

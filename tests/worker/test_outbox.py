@@ -256,7 +256,7 @@ async def test_a_refused_message_stops_its_key_until_it_is_parked_and_no_other(
     # A person has it sent again.
     taking.refused.clear()
     async with bench.running(quiet(), kafka=KAFKA) as running:
-        assert await Outbox(bench.dsn, SCHEMA).retry(Which(ids=[parked.id])) == 1
+        assert await Outbox(bench.dsn, SCHEMA).retry(Which(ids=[parked.id]), by="ann") == 1
         await gone(running, bench)
     (again,) = (message for _, message in taking.sent if message.body == b"poison")
     assert again.headers[MESSAGE_ID] == parked.message_id

@@ -323,7 +323,7 @@ async def test_a_saga_that_waits_for_a_person_gets_no_ticket(bench: Bench) -> No
     assert bench.do("select idemconsumer.redrive_letter(id, 'q', '', 'r', 'b') from idemconsumer.dead_letter") == [
         ("saga",)
     ]
-    assert await Admin(bench.dsn, SCHEMA).discard(ALL) == 0
+    assert await Admin(bench.dsn, SCHEMA).discard(ALL, by="ann") == 0
     assert states(bench) == [State.DEAD]
 
 

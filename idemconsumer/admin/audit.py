@@ -1,0 +1,32 @@
+"""Who decided what (O16): written in the transaction that does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from idemconsumer.sql.answering import AnsweringConnection
+from idemconsumer.sql.queries import load
+
+
+class Trace:
+    """One row for what takes several transactions. It says how far they came, also if the rest of them never begin.
+
+    `target` never quotes a key or an error, which may be personal.
+    """
+
+    def __init__(self, schema: str, by: str, what: str) -> None:
+        self._queries = load(schema)
+        self._given: dict[str, Any] = {"by": by, "what": what}
+        self._id: int | None = None
+
+    async def write(self, connection: AnsweringConnection[dict[str, Any]], target: str) -> None:
+        """In the caller's transaction."""
+        name = "note_decision" if self._id is None else "note_progress"
+        given = self._given | {"id": self._id, "target": target}
+        (row,) = await (await connection.execute(self._queries[name], given)).fetchall()
+        self._id = row["id"]
+
+
+def counted(count: int, things: str, **chosen: str | None) -> str:
+    """`3 dead letters, reason undecodable`."""
+    return ", ".join([f"{count} {things}", *(f"{name} {value}" for name, value in chosen.items() if value is not None)])
