@@ -11,7 +11,7 @@ from idemconsumer.errors import CommitUnknown, SelfCancelled, StoreUnavailable
 from idemconsumer.http.current import slot_for
 from idemconsumer.http.lost import ask, given
 from idemconsumer.http.messages import Response
-from idemconsumer.http.modes import PATIENCE, UNCLAIMED, Answer, CutOff, Run, kept_result, refusal
+from idemconsumer.http.modes import PATIENCE, UNCLAIMED, Answer, CutOff, Open, Run, kept_result, refusal
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import OUTCOME_UNKNOWN
 from idemconsumer.logs import log
@@ -106,6 +106,8 @@ class Leased:
             return refusal(OUTCOME_UNKNOWN)
         if held.unclaimed:  # the store's outage policy is to run: there is nothing to end
             return Answer(response, live=True, marks=UNCLAIMED)
+        if result is None and not response.whole:
+            return Answer(response, live=True, open=self._open(held, policy, lost))
         if result is None:
             await uninterrupted(self._release(held))
             return Answer(response, live=True)
@@ -116,6 +118,22 @@ class Leased:
             return refusal(OUTCOME_UNKNOWN)
         self._at(Point.COMMITTED, policy.name, (claim.key,))
         return Answer(response, live=True)
+
+    def _open(self, held: Held, policy: Policy, lost: asyncio.Future[None]) -> Open:
+        """The application still runs: its key is given back behind it."""
+        counted = self._counted()
+        counted.__enter__()
+
+        async def end() -> None:
+            try:
+                if lost.done():
+                    log.warning("a request has lost its key while it ran", route=policy.name, key=held.claim.key)
+                else:
+                    await self._release(held)
+            finally:
+                counted.__exit__(None, None, None)
+
+        return Open(lost, end)
 
     async def _reconciled(self, held: Held, policy: Policy, lost: asyncio.Future[None]) -> Answer | None:
         """The answer to a request whose former owner was lost, if its route can tell (H35). None: it is to run."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from idemconsumer.http.messages import Headers, Response
 from idemconsumer.http.policy import Policy
@@ -36,6 +37,15 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Open:
+    """A response that is not kept, and of which more is to come: its key is held until `end`, which is to be called
+    once the application has ended. If `lost` is done, the key is, and the application is to be cut off."""
+
+    lost: asyncio.Future[None]
+    end: Callable[[], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What the client gets. `live`: what the application gave in the last run, to be sent as the application has it,
     and `marks` with its headers; else `response` is to be sent, and the application is to be ended if it waits."""
@@ -43,6 +53,7 @@ class Answer:
     response: Response
     live: bool
     marks: Headers = ()
+    open: Open | None = None
 
 
 def refusal(problem: Problem) -> Answer:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, Final
 
 from idemconsumer.http.exchange import Exchange
-from idemconsumer.http.modes import Answer
+from idemconsumer.http.modes import Answer, CutOff, Open
 from idemconsumer.http.problems import GOES_ON
 from idemconsumer.http.wire import respond
 from idemconsumer.logs import log
@@ -23,11 +23,28 @@ async def serve(exchange: Exchange, answering: Awaitable[Answer]) -> None:
     except BaseException:
         await exchange.discard()
         raise
-    if answer.live:
+    if answer.live and answer.open is not None:
+        await _go_on_under_its_key(exchange, answer, answer.open)
+    elif answer.live:
         await exchange.go_on(answer.marks)
     else:
         await exchange.discard()
         await respond(exchange.send, answer.response)
+
+
+async def _go_on_under_its_key(exchange: Exchange, answer: Answer, held: Open) -> None:
+    """Raises CutOff if the key is lost: the client gets no end of the response."""
+    going = asyncio.ensure_future(exchange.go_on(answer.marks))
+    try:
+        await asyncio.wait([going, held.lost], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not going.done():
+            going.cancel()
+            await uninterrupted(asyncio.wait({going}))
+        await uninterrupted(held.end())
+    if going.cancelled():
+        raise CutOff("the key of a request was lost in the middle of its response")
+    going.result()
 
 
 async def serve_to_its_end(exchange: Exchange, answering: Coroutine[Any, Any, Answer], route: str) -> None:

@@ -74,7 +74,7 @@ class IdempotencyMiddleware:
         answering = self.idempotency.answer(admitted, body, exchange.run)
         answer = exchange.follow(asyncio.run_coroutine_threadsafe(answering, there.loop))
         if answer.live and exchange.last is not None:
-            return exchange.last.live(start_response, answer.marks)
+            return exchange.last.live(start_response, answer)
         exchange.discard()
         return _respond(start_response, answer.response)
 

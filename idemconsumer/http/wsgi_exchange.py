@@ -10,11 +10,11 @@ from contextlib import suppress
 from io import BytesIO
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from idemconsumer.http.current import Slot, slot_in_thread, slot_of_task
 from idemconsumer.http.messages import COVERED, Headers, Response
-from idemconsumer.http.modes import CutOff
+from idemconsumer.http.modes import Answer, CutOff, Open
 from idemconsumer.rules.http import content_type, streams
 
 T = TypeVar("T")
@@ -166,13 +166,13 @@ class Run:
             raise RuntimeError("the application has ended without a response")
         return Response(_code(self.status), self.headers, b"".join(self._held))
 
-    def live(self, start_response: StartResponse, marks: Headers = ()) -> Iterable[bytes]:
-        """Send what was held back, with `marks` as more headers, then everything as it comes."""
+    def live(self, start_response: StartResponse, answer: Answer) -> Iterable[bytes]:
+        """Send what was held back, with the marks of the answer as more headers, then everything as it comes."""
         self._server = start_response
-        self._write = start_response(self.status, [*self.headers, *marks])
+        self._write = start_response(self.status, [*self.headers, *answer.marks])
         if self._ended:
             return [b"".join(self._held)]  # of one part a server knows the length
-        return _Live(self._held, self._rest, self.close)
+        return _Live(self._held, self._rest, self.close, answer.open)
 
     def close(self) -> None:
         """Once, as the server would."""
@@ -207,14 +207,32 @@ class Run:
 class _Live:
     """What a server iterates over, and closes."""
 
-    def __init__(self, held: list[bytes], rest: Iterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(
+        self, held: list[bytes], rest: Iterator[bytes], close: Callable[[], None], under_key: Open | None
+    ) -> None:
         self._held = iter(held)
         self._rest = rest
-        self.close: Final = close
+        self._close = close
+        self._under_key = under_key
 
     def __iter__(self) -> Iterator[bytes]:
         yield from self._held
-        yield from self._rest
+        while (part := self._next()) is not None:
+            yield part
+
+    def close(self) -> None:
+        try:
+            self._close()
+        finally:
+            ended, self._under_key = self._under_key, None
+            if ended is not None:
+                asyncio.run_coroutine_threadsafe(ended.end(), ended.lost.get_loop()).result()
+
+    def _next(self) -> bytes | None:
+        """Nothing more is asked of an application that has lost its key."""
+        if self._under_key is not None and self._under_key.lost.done():
+            raise CutOff("the key of a request was lost in the middle of its response")
+        return next(self._rest, None)
 
 
 def _input(body: bytes) -> Environ:

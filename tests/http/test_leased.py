@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from idemconsumer import ConfigurationError
 from idemconsumer.errors import CommitUnknown, Contention, IdemConsumerError, StoreUnavailable
 from idemconsumer.http import IdempotencyMiddleware, Route, leased
+from idemconsumer.http.modes import CutOff
 from idemconsumer.rules.values import State
 from tests.http.endpoints import Counting
 from tests.http.fake_requests import FakeRequests
@@ -256,6 +257,65 @@ async def test_a_client_that_goes_away_changes_nothing(
     endpoint.go.set()
     await asyncio.wait_for(call.task, PATIENCE)
     assert len(store.records) == 1
+
+
+class Unkept:
+    """A stream that is not kept, whose parts the test gives."""
+
+    def __init__(self) -> None:
+        self.more = asyncio.Queue[str]()
+        self.runs = 0
+        self.ended = asyncio.Event()
+
+    async def parts(self) -> AsyncIterator[str]:
+        try:
+            while part := await self.more.get():
+                yield part
+        finally:
+            self.ended.set()
+
+    async def __call__(self, request: StarletteRequest) -> Response:
+        self.runs += 1
+        return StreamingResponse(self.parts(), 503, media_type="text/event-stream")
+
+
+async def test_a_stream_that_is_not_kept_holds_its_key_until_it_ends(make_door: MakeDoor, store: FakeRequests) -> None:
+    stream = Unkept()
+    door = make_door(store=store)
+    app = service(door, stream.__call__)
+    call = Call(app)
+    assert (await call.next())["status"] == 503
+    stream.more.put_nowait("a")
+    assert (await call.next())["body"] == b"a"
+    async with client(app) as shop:
+        assert problem(await shop.post(content=b'{"id": 1}')) == "in-progress"
+    assert (stream.runs, store.released) == (1, 0)
+    closing = asyncio.create_task(door.close())  # which waits for it
+    stream.more.put_nowait("")
+    await asyncio.wait_for(closing, PATIENCE)
+    await call.task
+    assert (store.released, store.held) == (1, {})
+
+
+async def test_a_stream_whose_client_has_gone_gives_its_key_back(make_door: MakeDoor, store: FakeRequests) -> None:
+    stream = Unkept()
+    call = Call(service(make_door(store=store), stream.__call__))
+    assert (await call.next())["status"] == 503
+    await call.cancel()
+    assert (stream.ended.is_set(), store.released, store.held) == (True, 1, {})
+
+
+async def test_a_stream_that_loses_its_key_is_cut_off(make_door: MakeDoor, store: FakeRequests) -> None:
+    stream = Unkept()
+    call = Call(service(make_door(store=store), stream.__call__))
+    assert (await call.next())["status"] == 503
+    stream.more.put_nowait("a")
+    assert (await call.next())["body"] == b"a"
+    store.lose()
+    with pytest.raises(CutOff, match="lost in the middle"):
+        await asyncio.wait_for(call.task, PATIENCE)
+    assert (stream.ended.is_set(), store.released, store.records) == (True, 0, {})
+    assert call.sent.empty()  # so the response has no end
 
 
 async def test_a_stream_is_on_record_before_it_goes_out(make_door: MakeDoor, store: FakeRequests) -> None:

@@ -26,6 +26,7 @@ from idemconsumer import App
 from idemconsumer.errors import HandlerFault
 from idemconsumer.http import Idempotency, Request, Route, current_sync_tx, wsgi_exchange
 from idemconsumer.http.background import background
+from idemconsumer.http.modes import CutOff
 from idemconsumer.http.wsgi import IdempotencyMiddleware
 from idemconsumer.http.wsgi_exchange import Environ, StartResponse, Wsgi
 from idemconsumer.testing import migrate
@@ -542,3 +543,31 @@ def test_routes_of_flask_may_be_marked(make: Make) -> None:
     assert ask(door, PATH_INFO="/shops/7/orders/a/b").replayed
     assert not [ask(door, PATH_INFO="/plain") for _ in range(2)][1].replayed
     door.close()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_stream_that_is_not_kept_holds_its_key_until_it_is_closed(make: Make, *, lost: bool) -> None:
+    store = FakeRequests()
+    body = Body(b"a", b"b", b"c")
+
+    def app(environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        start_response("503 Later", [("Content-Type", "text/event-stream")])
+        return body
+
+    door = make(app, store=store)
+    environ: Environ = {"PATH_INFO": "/orders", "HTTP_X_TENANT": "acme", "HTTP_IDEMPOTENCY_KEY": "k"}
+    environ |= {"REQUEST_METHOD": "POST", "CONTENT_LENGTH": "2", "wsgi.input": BytesIO(b"{}")}
+    setup_testing_defaults(environ)
+    parts: Any = door(environ, Answer().start)
+    sent = iter(parts)
+    assert next(sent) == b"a"
+    assert ask(door, "k").status == "409 Conflict"
+    if lost:
+        background().loop.call_soon_threadsafe(store.lose)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), background().loop).result(PATIENCE)
+        with pytest.raises(CutOff, match="lost in the middle"):
+            next(sent)
+    else:
+        assert list(sent) == [b"b", b"c"]
+    parts.close()
+    assert (body.closed, store.released, store.held) == (1, int(not lost), {})
