@@ -176,6 +176,8 @@ async def test_a_signal_needs_a_saga_of_the_app_and_a_name(rides: Rides) -> None
         await rides.app.signal(rides.settled, key="r", name="settled")
     with pytest.raises(ConfigurationError, match="a signal's name is ''"):
         await rides.app.signal(rides.book, key="r", name="")
+    with pytest.raises(ConfigurationError, match="'child:ab', and names that begin with 'child:' are for the ends of"):
+        await rides.app.signal(rides.book, key="r", name="child:ab")
 
 
 def test_a_signal_handler_is_refused_when_it_is_decorated() -> None:
@@ -193,6 +195,11 @@ def test_a_signal_handler_is_refused_when_it_is_decorated() -> None:
 
         @app.signal_handler("postgres:a", saga=book, name="n", key=Key.message_id(), saga_key="nothing")
         async def two(payment: Settled) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="the signal's name is 'child:ab', and names that begin with"):
+
+        @app.signal_handler("postgres:a", saga=book, name="child:ab", key="id")
+        async def four(payment: Settled) -> None: ...
 
     with pytest.raises(ConfigurationError, match="is not a saga of this app"):
 

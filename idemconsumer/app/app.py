@@ -36,6 +36,7 @@ from idemconsumer.ports.handler import Duration, Tx
 from idemconsumer.ports.observer import Observer
 from idemconsumer.process.child import WORKER
 from idemconsumer.rules.schedules import CatchUp, Schedule, checked_schedule
+from idemconsumer.rules.signals import wrong_name
 from idemconsumer.rules.values import Outcome
 from idemconsumer.settings import Settings, load
 from idemconsumer.sql.connecting import named
@@ -139,6 +140,8 @@ class App(SagaCalls, Accepting, Pausing):
 
         def included(fn: Any, /) -> Any:
             self._check_saga(saga, "signal_handler(saga=…)")
+            if (wrong := wrong_name(name)) is not None:
+                raise ConfigurationError(f"app {self.name!r}: signal_handler: the signal's name is {wrong}")
             handler: Handler[..., Any] = Handler(fn, signalling(decorate(fn).plan, saga.plan, saga_key or key, send_it))
             self.include(handler)
             return handler

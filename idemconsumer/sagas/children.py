@@ -18,6 +18,7 @@ from idemconsumer.ports.handler import Child, Duration, Tx
 from idemconsumer.ports.leases import Kinship, LeasedSaga, OpenStep
 from idemconsumer.ports.starter import Starter
 from idemconsumer.rules.saga import CONFLICT
+from idemconsumer.rules.signals import CHILD
 from idemconsumer.rules.values import StepKind
 from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.sagas.step import StepSpec, step_key
@@ -142,7 +143,7 @@ def result(name: str, child: Child[Any], timeout: Duration | None) -> ResultSpec
     seconds = MAX_DURATION if timeout is None else parse_duration(timeout)
     returns = inspect.unwrap(child.handler)
     return ResultSpec(
-        name, StepKind.WAIT, returns, (), None, seconds=seconds, signal=f"child:{child.id}",
+        name, StepKind.WAIT, returns, (), None, seconds=seconds, signal=CHILD + child.id,
         child=bytes.fromhex(child.id),
     )  # fmt: skip
 

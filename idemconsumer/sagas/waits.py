@@ -12,6 +12,7 @@ from idemconsumer.errors import ConfigurationError, OfTheEngine, Reject, SignalT
 from idemconsumer.handlers.durations import MAX_DURATION, parse_duration
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Duration
+from idemconsumer.rules.signals import wrong_name
 from idemconsumer.rules.values import StepKind
 from idemconsumer.sagas.step import StepSpec
 
@@ -57,12 +58,10 @@ def wait(name: str, into: Any, timeout: Duration | None, signal: str | None) -> 
 
     payload.__annotations__["return"] = into
     seconds = MAX_DURATION if timeout is None else parse_duration(timeout)
-    awaited: object = name if signal is None else signal
-    if signal is not None and not (isinstance(awaited, str) and 0 < len(awaited) <= 200 and awaited.isprintable()):
-        raise ConfigurationError(
-            f"step {name!r} waits for signal {awaited!r:.60}; write a printable string of up to 200 characters"
-        )
-    return WaitSpec(name, StepKind.WAIT, payload, (), None, seconds=seconds, signal=name if signal is None else signal)
+    awaited = name if signal is None else signal
+    if (wrong := wrong_name(awaited)) is not None:
+        raise ConfigurationError(f"step {name!r} waits for a signal whose name is {wrong}")
+    return WaitSpec(name, StepKind.WAIT, payload, (), None, seconds=seconds, signal=awaited)
 
 
 async def _nothing() -> None:

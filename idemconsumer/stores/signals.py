@@ -10,6 +10,7 @@ import psycopg
 
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.message import StoredResult
+from idemconsumer.rules.signals import wrong_name
 from idemconsumer.rules.values import Signalled
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import load, misconfigured
@@ -25,11 +26,8 @@ class Signal:
     payload: StoredResult | None
 
     def __post_init__(self) -> None:
-        given: object = self.name
-        if not isinstance(given, str) or not 0 < len(given) <= 200 or not given.isprintable():
-            raise ConfigurationError(
-                f"a signal's name is {given!r:.60}; write a printable string of up to 200 characters, as in saga.wait"
-            )
+        if (wrong := wrong_name(self.name)) is not None:
+            raise ConfigurationError(f"a signal's name is {wrong}, as in saga.wait")
 
     @property
     def params(self) -> dict[str, Any]:

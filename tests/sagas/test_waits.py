@@ -487,7 +487,7 @@ async def test_a_signal_without_a_payload_is_null_to_its_type(
     assert (await one.deliver(saga(book))).kind is kind
 
 
-@pytest.mark.parametrize("signal", ["", "a\0b", "x" * 201, 5])
+@pytest.mark.parametrize("signal", ["", "a\0b", "x" * 201, 5, "child:ab"])
 async def test_nobody_waits_for_a_signal_that_cannot_be_sent(bench: Bench, one: Station, signal: Any) -> None:
     async def book(order: dict[str, Any], saga: Saga) -> None:
         await saga.wait("w", signal=signal)
