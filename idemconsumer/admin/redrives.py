@@ -21,7 +21,7 @@ from idemconsumer.message import keys
 from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message
-from idemconsumer.message.origin import Pending, with_origin
+from idemconsumer.message.origin import Pending, broker_order, with_origin
 from idemconsumer.message.sources import retry_source
 from idemconsumer.rules.letters import Redriven, redrivable
 from idemconsumer.sql.queries import load
@@ -112,6 +112,7 @@ def ticket(row: Mapping[str, Any]) -> tuple[str, bytes]:
     app, _, handler = keys.parts_of(row["scope"])
     stored = Message(row["source"], b"", decode_headers(row["headers"]), position=row["position"])
     message = with_delivered(stored, row["delivered"])
+    message = msgspec.structs.replace(message, order_hint=broker_order(message))
     pending = None if row["key"] is None else Pending(row["key"], row["scope"])
     headers = encode_headers(with_origin(message, pending, row["id"]).headers)
     return retry_source(app, handler).partition(":")[2], headers

@@ -19,11 +19,11 @@ from idemconsumer.message import codecs
 from idemconsumer.message.accepted import ACCEPTED, TOKEN_BYTES
 from idemconsumer.message.keys import Key, KeySpec, describe
 from idemconsumer.message.message import Message
+from idemconsumer.message.queues import GROUP
 from idemconsumer.message.replies import MESSAGE_ID
 from idemconsumer.message.sources import consumes
 from idemconsumer.stores.accepting import Sent
 
-_GROUP: Final = "MessageGroupId"
 _TOKEN: Final = re.compile(r"[!-~]{1,128}", re.ASCII)  # what a group of SQS may be called
 _GIVEN: Final = frozenset({"header", "message_id", "record_key", "first"})
 
@@ -122,10 +122,10 @@ def _ordered(message: Message, scheme: str, name: str, order: str) -> Message:
         return replace(message, record_key=order.encode(), order_hint=order)
     if scheme != "sqs" or not name.endswith(".fifo"):
         return message
-    group = message.headers.get(_GROUP) or (
+    group = message.headers.get(GROUP) or (
         order if _TOKEN.fullmatch(order) else hashlib.sha256(order.encode()).hexdigest()
     )
-    return replace(message, headers={**message.headers, _GROUP: group}, order_hint=group)
+    return replace(message, headers={**message.headers, GROUP: group}, order_hint=group)
 
 
 def _check(bound: BoundHandler, call: Call, key: str, tenant: str | None) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from idemconsumer.message.delivered import encode_delivered, given_value, storable_text, with_delivered
 from idemconsumer.message.headers import stored_value
 from idemconsumer.message.message import Message
+from idemconsumer.message.queues import GROUP
 
 ORIGIN: Final = "idemconsumer-origin"
 
@@ -55,6 +56,14 @@ def restored(message: Message) -> Message | None:
         order_hint=origin.order,
     )
     return with_delivered(moved, bytes(origin.delivered))
+
+
+def broker_order(message: Message) -> str | bytes | None:
+    """The `order_hint` of one that was stored without it, as a dead letter is."""
+    scheme, _, name = message.source.partition(":")
+    if scheme == "kafka":
+        return message.record_key
+    return message.headers.get(GROUP) if scheme == "sqs" and name.endswith(".fifo") else None
 
 
 def pending_of(message: Message) -> Pending | None:

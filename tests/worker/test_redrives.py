@@ -15,6 +15,9 @@ from idemconsumer import App, Message, Reject, Saga, Tx
 from idemconsumer.admin import redrives as runs
 from idemconsumer.admin.dead_letters import ALL, Admin, DeadLetterDetail, Redrive, Which
 from idemconsumer.admin.redrives import Redrives
+from idemconsumer.message.delivered import encode_delivered
+from idemconsumer.message.headers import decode_headers, encode_headers
+from idemconsumer.message.origin import restored
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.letters import Redriven
@@ -101,6 +104,27 @@ async def test_it_runs_once_with_all_that_its_broker_gave_and_attempts_anew(any_
 
     await bench.publish("q", Item("a"))
     assert (await bench.until_empty(service.app)).counts == {"duplicate": 1}
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "order"),
+    [
+        ("kafka:orders", {"record_key": b"user-1"}, b"user-1"),
+        ("sqs:orders.fifo", {"headers": {"MessageGroupId": "user-1"}}, "user-1"),
+        ("sqs:orders", {"headers": {"MessageGroupId": "user-1"}}, None),
+    ],
+)
+async def test_it_stays_behind_its_neighbours_of_the_same_order(
+    source: str, given: dict[str, Any], order: str | bytes | None
+) -> None:
+    """In the same lane as what its broker delivers in that order."""
+    letter = Message(source, b"{}", order_hint=order, **given)
+    row = {"id": 1, "scope": "shop/-/handle", "source": source, "position": "p", "key": None}
+    stored = {"headers": encode_headers(letter.headers), "delivered": encode_delivered(letter)}
+    queue, headers = runs.ticket(row | stored)
+    back = restored(Message(f"postgres:{queue}", b"{}", decode_headers(headers)))
+    assert back is not None
+    assert back.order_hint == order
 
 
 async def test_what_fails_again_is_a_letter_again_that_says_so(any_bench: Bench) -> None:

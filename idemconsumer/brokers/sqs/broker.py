@@ -12,10 +12,10 @@ from idemconsumer.brokers.sqs.client import LOSS, Client, Link, Queue, address_o
 from idemconsumer.brokers.sqs.limits import limits, max_receives, retention
 from idemconsumer.brokers.sqs.replies import SqsReplies, send_each
 from idemconsumer.brokers.sqs.session import CONNECTIONS, SqsSession
-from idemconsumer.brokers.sqs.wire import GROUP, Entry, entry_of, requests
+from idemconsumer.brokers.sqs.wire import Entry, entry_of, requests
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.message.message import Subscription
-from idemconsumer.message.queues import QueueAddress
+from idemconsumer.message.queues import GROUP, QueueAddress
 from idemconsumer.ports.broker import Bounds, Finding, Outgoing, Reply, Unsent
 from idemconsumer.settings import Settings
 

@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Any, Final
 
 from idemconsumer.brokers.sqs.client import GONE, LOSS, Client, Link, Queue, address_of, code_of, text_of
-from idemconsumer.brokers.sqs.wire import GROUP, Entry, entry_of, requests
+from idemconsumer.brokers.sqs.wire import Entry, entry_of, requests
 from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError
-from idemconsumer.message.queues import QueueAddress, queue_address
+from idemconsumer.message.queues import GROUP, QueueAddress, queue_address
 from idemconsumer.message.replies import CONTENT_TYPE, OUTCOME, SQS_CORRELATION, Address
 from idemconsumer.ports.broker import Outgoing, Reply, Unsent
 

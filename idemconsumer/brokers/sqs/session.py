@@ -13,9 +13,10 @@ from idemconsumer.brokers.backlog import Backlog
 from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.brokers.sqs.client import READ_TIMEOUT, Client, Link, Queue, farewell, throttled
 from idemconsumer.brokers.sqs.in_hand import Held
-from idemconsumer.brokers.sqs.wire import BATCH, GROUP, message_of, receives
+from idemconsumer.brokers.sqs.wire import BATCH, message_of, receives
 from idemconsumer.errors import SessionEnded
 from idemconsumer.logs import log
+from idemconsumer.message.queues import GROUP
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Lag
 from idemconsumer.user_code.cancellation import end
 

@@ -23,13 +23,12 @@ from idemconsumer.brokers.sqs.client import Queue
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message
+from idemconsumer.message.queues import GROUP
 from idemconsumer.ports.broker import Outgoing
 
 BATCH: Final = 10  # messages in one request
 MAX_ATTRIBUTES: Final = 10
 MAX_DELAY: Final = 900.0  # seconds
-GROUP: Final = "MessageGroupId"
-"""The header that names the group of a message, published or received."""
 
 _ID: Final = "idemconsumer-message-id"
 _BODY: Final = "idemconsumer-body"
