@@ -7,7 +7,7 @@ timestamp. Keys, fingerprint and handler see that; a dead letter keeps the messa
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -54,8 +54,8 @@ def _sns(message: Message) -> Message:
         raise _no_envelope("an SNS notification", "with raw message delivery there is no envelope=") from None
     return msgspec.structs.replace(
         message,
+        **_headers(message, attributes),
         body=body,
-        headers={**message.headers, **attributes},
         message_id=notification.MessageId,
         timestamp=_time(notification.Timestamp) or message.timestamp,
     )
@@ -92,8 +92,8 @@ def _eventbridge(message: Message) -> Message:
     said = {"detail-type": event.detail_type, "source": event.source, "account": event.account, "region": event.region}
     return msgspec.structs.replace(
         message,
+        **_headers(message, said),
         body=bytes(event.detail),
-        headers={**message.headers, **said},
         message_id=event.id,
         timestamp=_time(event.time) or message.timestamp,
     )
@@ -125,8 +125,8 @@ def _cloudevents(message: Message) -> Message:
         raise _no_envelope("a CloudEvent", "it has neither its headers nor its JSON form") from None
     return msgspec.structs.replace(
         message,
+        **_headers(message, said),
         body=body,
-        headers={**message.headers, **said},
         timestamp=_time(said.get("ce_time")) or message.timestamp,
     )
 
@@ -151,6 +151,13 @@ def _time(text: Any) -> datetime | None:
         return msgspec.convert(text, datetime)
     except _NO_SUCH_JSON:
         return None
+
+
+def _headers(message: Message, said: Mapping[str, str | bytes]) -> dict[str, Any]:
+    """What the envelope says comes last, and so is the value of a name that both have."""
+    every = (*message.all_headers, *said.items())
+    headers = dict(every)
+    return {"headers": headers, "repeated_headers": every if len(headers) < len(every) else ()}
 
 
 def _no_envelope(what: str, why: str) -> BadMessage:

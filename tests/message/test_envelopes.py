@@ -38,6 +38,7 @@ EVENT = {
     "resources": [],
     "detail": {"id": "a", "qty": 1.50},
 }
+OF_AMAZON = [("account", "111122223333"), ("region", "eu-west-1")]
 CLOUD: dict[str, Any] = {
     "specversion": "1.0",
     "type": "order.placed",
@@ -61,6 +62,29 @@ def test_a_notification_of_sns() -> None:
     assert message.headers == {"MessageGroupId": "g", "kind": "placed", "trace": b"\xff"}
     assert message.timestamp == datetime(2024, 5, 2, 0, 54, 6, 655_000, tzinfo=UTC)
     assert (message.source, message.position) == ("sqs:q", "q#1")
+
+
+@pytest.mark.parametrize(
+    ("envelope", "body", "said"),
+    [
+        ("sns", NOTIFICATION, [("kind", "placed"), ("trace", b"\xff")]),
+        ("eventbridge", EVENT, [("detail-type", "Order Placed"), ("source", "shop.orders"), *OF_AMAZON]),
+        ("cloudevents", CLOUD, [(f"ce_{name}", str(value)) for name, value in CLOUD.items() if name != "data"]),
+    ],
+)
+@pytest.mark.parametrize("repeated", [(("t", "1"), ("t", "2")), ()])
+def test_all_headers_have_what_the_envelope_says(
+    envelope: Envelope, body: object, said: list[Any], repeated: tuple[tuple[str, str], ...]
+) -> None:
+    message = unwrapped(envelope, body, headers={"t": "2"}, repeated_headers=repeated)
+    assert list(message.all_headers) == [*(repeated or [("t", "2")]), *said]
+    assert message.headers == dict(message.all_headers)
+
+
+def test_a_header_and_what_the_envelope_calls_likewise_are_both_there() -> None:
+    message = unwrapped("sns", NOTIFICATION, headers={"kind": "outer", "n": "1"})
+    assert message.headers["kind"] == "placed"
+    assert message.all_headers == (("kind", "outer"), ("n", "1"), ("kind", "placed"), ("trace", b"\xff"))
 
 
 def test_an_event_of_eventbridge() -> None:
