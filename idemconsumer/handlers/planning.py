@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import (
     Any,
@@ -14,7 +13,7 @@ from idemconsumer.handlers.options import RAW_BYTES, Options, Resolved, check_kn
 from idemconsumer.handlers.signature import Signature, read_signature, returned
 from idemconsumer.message import codecs, keys, replies
 from idemconsumer.message.envelopes import ENVELOPES, Unwrap, unwrapper
-from idemconsumer.message.functions import takes
+from idemconsumer.message.functions import is_async, takes
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
 from idemconsumer.message.names import INSTEAD, BadName, Former, parse_former
@@ -92,7 +91,7 @@ def _hook(name: str, given: Options) -> codecs.DecodeHook | None:
     hook: Any = given.get("decode")
     if hook is None:
         return None
-    if not callable(hook) or inspect.iscoroutinefunction(hook):
+    if not callable(hook) or is_async(hook):
         raise HandlerError(
             name,
             f"`decode` is {'an async function' if callable(hook) else repr(hook)}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
 from types import UnionType
 from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
@@ -58,11 +58,16 @@ def hooked(decode: DecodeHook) -> DecodeHook:
 
     def safe(body: bytes, message: Message) -> object:
         try:
-            return decode(body, message)
+            payload = decode(body, message)
         except BadMessage:
             raise
         except Exception as error:  # noqa: BLE001 - bad input, or whatever a decoder raises
             raise BadMessage(_REASON, f"decode= raised {type(error).__name__}") from None
+        if isinstance(payload, Awaitable):
+            if isinstance(payload, Coroutine):
+                payload.close()
+            raise BadMessage(_REASON, f"decode= returned a {type(payload).__name__}, as an async function does")
+        return payload
 
     return safe
 

@@ -8,7 +8,6 @@ parts, so that concatenation never makes two different (app, tenant, handler, ke
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import msgspec
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.hashing import HASHING
 from idemconsumer.message import paths
-from idemconsumer.message.functions import takes
+from idemconsumer.message.functions import is_async, takes
 from idemconsumer.message.message import PROPERTIES, Message
 
 MAX_KEY_BYTES = 1_024
@@ -283,7 +282,7 @@ def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Rea
     given: object = spec  # what was actually passed
     if (method := next((m for m in _METHODS if given is getattr(Key, m)), None)) is not None:
         raise HandlerError(handler, f"`{option}` is Key.{method} itself, not called", f"write Key.{method}(…)")
-    if callable(given) and not inspect.iscoroutinefunction(given):
+    if callable(given) and not is_async(given):
         if not takes(given, 1):
             raise HandlerError(
                 handler,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -545,6 +546,19 @@ def test_what_a_decoder_raises_makes_the_message_undecodable(error: BaseExceptio
     assert "s3cret" not in str(caught.value)
 
 
+def test_a_decoder_that_returns_a_coroutine_is_told_so_and_no_handler_is_given_it() -> None:
+    async def later(body: bytes) -> Order:
+        return Order("a")
+
+    with pytest.raises(BadMessage, match="undecodable: decode= returned a coroutine, as an async function does"):
+        bound(decode=lambda body, message: later(body)).call_for(Message("kafka:orders", b"x"))
+
+
+class Later:
+    async def __call__(self, *given: object) -> Order:
+        return Order("a")
+
+
 def test_a_decoder_may_say_itself_what_is_bad() -> None:
     def decode(body: bytes, message: Message) -> Order:
         raise BadMessage("schema_unknown", "schema 7 is not in the registry")
@@ -572,6 +586,9 @@ def test_what_is_begun_from_code_is_in_no_envelope_and_is_json() -> None:
         ("envelope", "soap", '`envelope` is \'soap\'; write "sns" or "eventbridge" or "cloudevents"'),
         ("decode", "avro", "`decode` is 'avro'; write a plain function of the body and the Message"),
         ("decode", reserve, "`decode` is an async function"),
+        ("decode", Later(), "`decode` is an async function"),
+        ("decode", functools.partial(reserve, tx=cast(Any, None)), "`decode` is an async function"),
+        ("key", Later(), "`key` is an async function"),
         ("decode", lambda body: body, "`decode` is <lambda>, which cannot be called with two arguments"),
         ("tenant", lambda: "a", "`tenant` is function <lambda>, which cannot be called with one argument"),
         ("key", Key.first(cast(Any, lambda message, payload: "a")), "write a function of the Message"),
