@@ -23,7 +23,7 @@ import signal
 from examples.orders.company import Company
 from tests.support.pids import children
 from tests.support.waiting import eventually
-company = Company("postgresql://127.0.0.1:1/none", "127.0.0.1:1")
+company = Company("postgresql://127.0.0.1:1/none", "postgresql://127.0.0.1:1/none", "127.0.0.1:1")
 for name in ("Django", "worker"):
     company.start(name)
 launcher = company._running["worker"].pid

@@ -24,13 +24,14 @@ class Company:
     """Each process has a group of its own, and dies at the latest with us, however we end. So does a launcher, and its
     worker leaves then."""
 
-    def __init__(self, dsn: str, kafka: str) -> None:
+    def __init__(self, dsn: str, far: str, kafka: str) -> None:
+        """`far`: the same database as these processes reach it."""
         self.dsn = dsn
         self.kafka = kafka
         self.doors = {"FastAPI": free_port(), "Django": free_port()}
         # The caller's own settings are not for these processes.
         clean = {name: value for name, value in os.environ.items() if not name.startswith("IDEMCONSUMER_")}
-        servers = {"IDEMCONSUMER_DSN": dsn, "IDEMCONSUMER_KAFKA": kafka}
+        servers = {"IDEMCONSUMER_DSN": far, "IDEMCONSUMER_KAFKA": kafka}
         self._environment = clean | servers | {"IDEMCONSUMER_DRAIN_TIMEOUT": "2"}
         fastapi = ["uvicorn", "examples.orders.web:api", "--port", str(self.doors["FastAPI"]), "--log-level", "error"]
         django = ["examples.orders.web_django", str(self.doors["Django"])]

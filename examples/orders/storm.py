@@ -11,7 +11,7 @@ import asyncio
 import os
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 
 import psycopg
@@ -23,6 +23,7 @@ from examples.orders.customers import POSTS, Customers
 from idemconsumer.embedded.binaries import EmbeddedUnavailable
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.stores.migrations import migrate
+from tests.support.away import away
 from tests.support.servers.kafka import Kafka
 from tests.support.servers.processes import ServerMissing
 from tests.support.waiting import until
@@ -80,9 +81,13 @@ def run(orders: int) -> list[Count]:
             server.start()
             kafka = server.address
         say(f"Postgres is on port {postgres.port}, Kafka on {kafka}, until the storm ends.")
-        company = Company(postgres.dsn, kafka)
-        stack.callback(company.close)
-        return asyncio.run(storm(company, orders))
+        return asyncio.run(far_from(postgres.dsn, kafka, orders))
+
+
+async def far_from(dsn: str, kafka: str, orders: int) -> list[Count]:
+    async with away(dsn) as far:
+        with closing(Company(dsn, far, kafka)) as company:
+            return await storm(company, orders)
 
 
 def say(text: str) -> None:

@@ -1,7 +1,4 @@
-"""Runs a real launcher, kills what it is told to, and counts effects from outside.
-
-With KILL_ROUND_TRIP=1 the workers' database is a millisecond away, so that what dies has more on its way.
-"""
+"""Runs a real launcher, kills what it is told to, and counts effects from outside."""
 
 from __future__ import annotations
 
@@ -11,15 +8,13 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from benchmarks._child import child
 from tests.support import ROOT
 from tests.support.pids import alive, children
 from tests.support.waiting import until
@@ -27,18 +22,6 @@ from tests.support.waiting import until
 STORM_PATIENCE = 150.0  # seconds until a wait is given up as lost
 
 Event = Callable[[], Coroutine[object, object, None]]
-
-
-@asynccontextmanager
-async def away(dsn: str) -> AsyncIterator[str]:
-    """The address by which workers reach this database."""
-    if not (milliseconds := float(os.environ.get("KILL_ROUND_TRIP", "0"))):
-        yield dsn
-        return
-    async with child("benchmarks.delaying") as proxy:
-        server = int(conninfo_to_dict(dsn)["port"] or 5432)
-        port = await proxy.ask(port=server, round_trip=milliseconds / 1_000)
-        yield make_conninfo(dsn, host="127.0.0.1", port=port)
 
 
 class Mill:

@@ -20,7 +20,8 @@ from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
-from tests.kill.harness import STORM_PATIENCE, Event, Mill, away
+from tests.kill.harness import STORM_PATIENCE, Event, Mill
+from tests.support.away import away
 from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivatePostgres, PrivateRabbitMQ
 from tests.support.waiting import until
 

@@ -11,7 +11,8 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from idemconsumer.stores.migrations import migrate
-from tests.kill.harness import Mill, away
+from tests.kill.harness import Mill
+from tests.support.away import away
 from tests.support.servers.made import Server
 from tests.support.waiting import until
 

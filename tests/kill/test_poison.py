@@ -21,8 +21,8 @@ from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
-from tests.kill.harness import away
 from tests.support import ROOT
+from tests.support.away import away
 from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivateRabbitMQ
 from tests.support.waiting import until
 

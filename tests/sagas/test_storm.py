@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,7 @@ import pytest
 from idemconsumer.rules.values import State
 from tests.sagas.deployed import Ends, Order
 from tests.sagas.deployment import Deployment, Process, prepare
+from tests.support.away import away
 from tests.support.sagas import Bench
 from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
@@ -43,13 +44,12 @@ CALLS: Final[dict[Ends, list[str]]] = {
 
 
 @pytest.fixture
-def deployment(postgres18: PostgresServer, tmp_path: Path) -> Iterator[Deployment]:
-    with (
-        fresh_database(postgres18.dsn) as dsn,
-        closing(prepare(Bench(dsn))) as bench,
-        closing(Deployment(bench, tmp_path, {"SAGA_LEASE": str(LEASE)})) as deployment,
-    ):
-        yield deployment
+async def deployment(postgres18: PostgresServer, tmp_path: Path) -> AsyncIterator[Deployment]:
+    with fresh_database(postgres18.dsn) as dsn, closing(prepare(Bench(dsn))) as bench:
+        async with away(dsn) as far:
+            environment = {"SAGA_LEASE": str(LEASE), "IDEMCONSUMER_DSN": far}
+            with closing(Deployment(bench, tmp_path, environment)) as deployment:
+                yield deployment
 
 
 class Storm:

@@ -24,6 +24,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from idemconsumer.rules.values import State
 from tests.sagas.deployed import Order
 from tests.sagas.deployment import Deployment, Process, prepare
+from tests.support.away import away
 from tests.support.sagas import Bench
 from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
@@ -50,8 +51,10 @@ def deployment(postgres18: PostgresServer, tmp_path: Path) -> Iterator[Deploymen
 class Fleet:
     """Workers of both versions, each behind a proxy of its own."""
 
-    def __init__(self, deployment: Deployment, proxies: AsyncExitStack, chance: random.Random) -> None:
+    def __init__(self, deployment: Deployment, far: str, proxies: AsyncExitStack, chance: random.Random) -> None:
+        """`far`: its database as workers reach it."""
         self._deployment = deployment
+        self._far = far
         self._proxies = proxies
         self._chance = chance
         self.version: dict[int, str] = {}  # by pid
@@ -59,9 +62,8 @@ class Fleet:
         self.kills = self.stalls = 0
 
     async def add(self, version: str) -> None:
-        bench = self._deployment.bench
-        proxy = await self._proxies.enter_async_context(Proxy(int(str(conninfo_to_dict(bench.dsn)["port"]))))
-        dsn = make_conninfo(bench.dsn, host="127.0.0.1", port=proxy.port)
+        proxy = await self._proxies.enter_async_context(Proxy(int(str(conninfo_to_dict(self._far)["port"]))))
+        dsn = make_conninfo(self._far, host="127.0.0.1", port=proxy.port)
         process = self._deployment.start(IDEMCONSUMER_DSN=dsn, SAGA_VERSION=version)
         self.version[process.pid] = version
         self._alive.append((process, proxy))
@@ -113,8 +115,8 @@ async def test_a_rolling_deployment_in_a_storm_loses_no_saga_and_mixes_no_versio
     chance, bench, sagas = random.Random(seed), deployment.bench, SAGAS
     orders = [Order(f"s{n}", pause=chance.uniform(0.2, 0.4)) for n in range(sagas)]
     begun = time.monotonic()
-    async with AsyncExitStack() as proxies:
-        fleet = Fleet(deployment, proxies, chance)
+    async with away(bench.dsn) as far, AsyncExitStack() as proxies:
+        fleet = Fleet(deployment, far, proxies, chance)
         for _ in range(2):
             await fleet.add("1")
         for order in orders[: sagas // 2]:
