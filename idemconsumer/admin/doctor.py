@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -17,6 +18,7 @@ from idemconsumer.message import keys
 from idemconsumer.message.sources import retry_source
 from idemconsumer.ports.broker import Finding
 from idemconsumer.sql.queries import load
+from idemconsumer.stores import migrations
 
 LONG: Final = 300.0  # seconds that a transaction may be open
 _OVERDUE: Final = 60.0  # seconds
@@ -61,6 +63,16 @@ async def diagnose(dsn: str, schema: str, app: str | None = None, sagas: Sagas |
         *_scopes([row["name"] for row in scopes], found, app),
         *_secrets(await examine_secrets(dsn, schema) if HASHING.secrets else ()),
     ]
+
+
+async def pending(dsn: str, schema: str) -> list[Diagnosis]:
+    """Whether a schema that is there lacks migrations of this version. Raises like `diagnose`."""
+    known = await asyncio.to_thread(migrations.status, dsn, schema)
+    lacking = [str(each) for each in known if each.pending]
+    if not lacking or len(lacking) == len(known):
+        return []
+    text = f"lacks {', '.join(lacking)}; run `idemconsumer migrate up`: no worker of this version starts before"
+    return [Diagnosis(level="error", subject=f"schema {schema}", text=text)]
 
 
 def _warning(subject: str, text: str) -> Diagnosis:

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from idemconsumer.admin.doctor import Diagnosis, diagnose
+from idemconsumer.admin.doctor import Diagnosis, diagnose, pending
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.errors import ConfigurationError
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings, load
 
@@ -25,10 +26,10 @@ def doctor(target: str | None, as_json: bool, **flags: Any) -> None:
 
     Exit code 0: nothing, or notes only. 1: something is, or the database cannot be reached. 2: wrong usage.
 
-    Stale leases; sagas, queues, retries and outgoing messages that nobody takes; sagas for review; workers that are
-    lost or of different versions; paused handlers; secrets of keys that are not those of the schema, or can go; long
-    transactions, bloat, and tables that are larger than their rows. With MODULE:APP also all that `check` warns of,
-    such as brokers that keep messages longer than their records are kept. It only reads.
+    Migrations that are pending; stale leases; sagas, queues, retries and outgoing messages that nobody takes; sagas for
+    review; workers that are lost or of different versions; paused handlers; secrets of keys that are not those of the
+    schema, or can go; long transactions, bloat, and tables that are larger than their rows. With MODULE:APP also all
+    that `check` warns of, such as brokers that keep messages longer than their records are kept. It only reads.
     """
     settings = load(**flags)
     found = asyncio.run(_all(target, settings))
@@ -46,7 +47,13 @@ def doctor(target: str | None, as_json: bool, **flags: Any) -> None:
 
 async def _all(target: str | None, settings: Settings) -> list[Diagnosis]:
     if target is None:
-        return await diagnose(need_dsn(settings), settings.schema)
+        lacking = await pending(need_dsn(settings), settings.schema)
+        try:
+            return lacking + await diagnose(need_dsn(settings), settings.schema)
+        except ConfigurationError:
+            if not lacking:
+                raise
+            return lacking  # which is why
     from idemconsumer.cli.inspect import findings
     from idemconsumer.cli.target import load_app
 

@@ -23,6 +23,7 @@ from idemconsumer.cli.main import main
 from idemconsumer.cli.top import Rates
 from idemconsumer.message.keys import scope_name
 from idemconsumer.process.child import Exit
+from idemconsumer.stores.migrations import files, script
 from tests.support.servers.postgres import migrated
 from tests.support.waiting import PATIENCE
 
@@ -261,6 +262,20 @@ def test_records_of_a_handler_that_is_gone_are_a_note(site: Site) -> None:
     site.do("insert into idemconsumer.scope (name) values ('shop/-/gone')")
     result = site("doctor")
     assert (result.exit_code, "handler shop/gone: has records" in result.output) == (Exit.DONE, True)
+
+
+@pytest.mark.parametrize("known", [20, len(files()) - 1], ids=["one without workers on record", "the one before"])
+def test_the_doctor_says_that_the_schema_is_of_an_older_version(database: str, known: int) -> None:
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(script(files()[:known], "idemconsumer").encode())
+    result = CliRunner().invoke(main, ["doctor", "--json", "--dsn", database])
+    assert result.exit_code == Exit.ERROR
+    (first,) = [each for each in json.loads(result.stdout) if each["level"] == "error"]
+    assert (first["subject"], f"{files()[-1]}; run `idemconsumer migrate up`" in first["text"]) == (
+        "schema idemconsumer", True,
+    )  # fmt: skip
+    nowhere = CliRunner().invoke(main, ["doctor", "--dsn", database, "--schema", "nowhere"])
+    assert (nowhere.exit_code, "does not exist" in nowhere.stderr) == (Exit.USAGE, True)
 
 
 def test_with_an_app_the_doctor_says_what_check_warns_of(
