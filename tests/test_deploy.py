@@ -42,7 +42,7 @@ def families() -> dict[str, str]:
     found = Found(
         {"postgres:~~shop/take": one, "postgres:mails": one}, {"postgres:~~shop/take": 1, "postgres:mails": 1},
         {take_dead: one}, {("shop", "take"): one}, {take_dead: one}, {"live": 1, "lost": 0}, 1.0,
-        {"kafka:out": Outgoing(1, 2.0, 1, 1)},
+        {"kafka:out": Outgoing(1, 2.0, 1, 1)}, {("shop", "take"): one},
     )  # fmt: skip
     text = exposition(crew, found).decode()
     parsed = {each.name: each for each in text_string_to_metric_families(text)}

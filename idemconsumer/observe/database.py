@@ -52,8 +52,8 @@ class Outgoing:
 class Found:
     """`queues` by source, without what is not due yet: that is in `delayed`. `sagas` by app, handler and state, `due`
     those of them that a worker could take now. `letters` by app, handler and reason. `leases`: live ones, and lost
-    ones that still have sagas. `outbox` by destination. `pruned_at`: when a pass of pruning last
-    ended, in seconds since 1970."""
+    ones that still have sagas. `outbox` by destination. `forwards`: dead letters that are to be forwarded, by app and
+    handler. `pruned_at`: when a pass of pruning last ended, in seconds since 1970."""
 
     queues: dict[str, Number] = field(default_factory=dict)
     delayed: dict[str, int] = field(default_factory=dict)
@@ -63,6 +63,7 @@ class Found:
     leases: Mapping[str, int] = field(default_factory=dict)
     pruned_at: float | None = None
     outbox: dict[str, Outgoing] = field(default_factory=dict)
+    forwards: dict[Name, Number] = field(default_factory=dict)
 
 
 class Database:
@@ -126,6 +127,8 @@ class Database:
         for app, handler, reason, number, oldest in await self._rows("measure_letters"):
             app, _, handler = parts_of(f"{app}/-/{handler}")
             found.letters[app, handler, reason] = Number(number, oldest)
+        for app, handler, number, oldest in await self._rows("measure_forwards"):
+            found.forwards[app, handler] = Number(number, oldest)
         ((live, lost),) = await self._rows("measure_leases")
         found.leases = {"live": live, "lost": lost}
         for name, waiting, oldest, later, parked, *_ in await self._rows("status_outbox", {"most": _MOST}):

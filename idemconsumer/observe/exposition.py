@@ -182,6 +182,14 @@ def _stored(found: Found) -> Iterator[Metric]:
         ((name, of.oldest or 0.0) for name, of in found.letters.items()),
     )  # fmt: skip
     yield _gauge(
+        "unforwarded_dead_letters", "Dead letters that are not yet where `dead_letter_to` says", _HANDLER,
+        ((name, of.number) for name, of in found.forwards.items()),
+    )  # fmt: skip
+    yield _gauge(
+        "oldest_unforwarded_dead_letter_seconds", "For how long the oldest of them has been there", _HANDLER,
+        ((name, of.oldest or 0.0) for name, of in found.forwards.items()),
+    )  # fmt: skip
+    yield _gauge(
         "leases", "Leases of workers with sagas: live, or lost with sagas that nobody has taken yet", ("state",),
         (((state,), n) for state, n in found.leases.items()),
     )  # fmt: skip

@@ -143,6 +143,26 @@ def publish(dsn: str, queue: str, *ids: str, kind: str = "applied", note: str = 
             connection.execute("select idemconsumer.publish(%s, %s::jsonb)", (queue, body))
 
 
+async def test_letters_that_are_to_be_forwarded_are_measured(database: str) -> None:
+    migrate(database, "idemconsumer")
+    with psycopg.connect(database) as connection:
+        connection.execute(
+            "insert into idemconsumer.dead_letter (identity, handler, scope, source, position, reason, error, body,"
+            " headers, attempts, first_at, last_at) select sha256(n::text::bytea), 'take', 'shop/-/take', '', '', 'r',"
+            " '', '', '', 1, now(), now() - make_interval(secs => 100 - n) from generate_series(1, 3) as n"
+        )
+        connection.execute(
+            "insert into idemconsumer.forward (letter, app, handler, due_at, forwarded_at) select id, 'shop', 'take',"
+            " now(), case when id = 1 then now() end from idemconsumer.dead_letter"
+        )
+    looking = measured.Database(database, "idemconsumer")
+    found = await looking.look([])
+    await looking.close()
+    assert found is not None
+    ((name, waiting),) = found.forwards.items()
+    assert (name, waiting.number, 98 <= (waiting.oldest or 0) < 600) == (("shop", "take"), 2, True)
+
+
 @pytest.mark.slow
 @pytest.mark.kill
 def test_the_numbers_are_right_and_never_go_back_though_a_worker_is_killed(database: str, tmp_path: Path) -> None:
