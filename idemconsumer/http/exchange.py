@@ -154,6 +154,8 @@ class _Run:
         starts = message["type"] == "http.response.start"
         if starts is bool(self.held):
             raise RuntimeError(f"the application has sent {message['type']!r} where a response cannot have it")
+        if starts:  # they may be read only once
+            message = {**message, "headers": list(message.get("headers", ()))}
         self.held.append(message)
         if starts:
             if self._stream or streams(_content_type(message)):
@@ -167,7 +169,7 @@ class _Run:
 
     async def _hold(self, *, whole: bool) -> None:
         start, *parts = self.held
-        headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in start.get("headers", ()))
+        headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in start["headers"])
         body = b"".join(part.get("body", b"") for part in parts) if whole else b""
         if not self.response.done():
             self.response.set_result(Response(start["status"], headers, body, whole))
@@ -180,7 +182,7 @@ async def _called(app: Asgi, scope: Scope, run: _Run) -> None:
 
 def _marked(start: Message, marks: Headers) -> Message:
     more = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in marks]
-    return {**start, "headers": [*start.get("headers", ()), *more]} if more else start
+    return {**start, "headers": [*start["headers"], *more]} if more else start
 
 
 async def _gone() -> Message:
@@ -192,7 +194,7 @@ async def _nowhere(message: Message) -> None:
 
 
 def _content_type(start: Mapping[str, Any]) -> str:
-    types = (value for name, value in start.get("headers", ()) if name.lower() == b"content-type")
+    types = (value for name, value in start["headers"] if name.lower() == b"content-type")
     return str(next(types, b"").decode("latin-1"))
 
 

@@ -12,8 +12,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from idemconsumer.http import Route, current_tx
+from idemconsumer.http import IdempotencyMiddleware, Route, current_tx
+from idemconsumer.http.exchange import Receive, Scope, Send
 from idemconsumer.rules.http import kept_headers
+from tests.http.fake_requests import FakeRequests
 from tests.http.site import Call, MakeDoor, client, problem, replayed, service
 from tests.support.ledger import Ledger, write
 
@@ -69,6 +71,22 @@ async def test_cors_is_fresh_for_each_origin(make_door: MakeDoor) -> None:
         got = [await shop.post(headers={"Origin": f"https://{each}"}) for each in "ab"]
     assert [each.headers["access-control-allow-origin"] for each in got] == ["https://a", "https://b"]
     assert replayed(got[1])
+
+
+async def test_headers_may_be_read_only_once(make_door: MakeDoor, store: FakeRequests) -> None:
+    """ASGI says that they can be iterated over."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = (each for each in [(b"Content-Type", b"text/plain"), (b"location", b"/a")])
+        await send({"type": "http.response.start", "status": 201, "headers": headers})
+        await send({"type": "http.response.body", "body": b"placed"})
+
+    async with client(IdempotencyMiddleware(app, make_door(store=store))) as shop:
+        first, again = await shop.post(), await shop.post()
+    assert [(each.headers["content-type"], each.headers["location"]) for each in (first, again)] == [
+        ("text/plain", "/a")
+    ] * 2
+    assert replayed(again)
 
 
 async def test_bytes_are_equal_whatever_they_are(make_door: MakeDoor) -> None:
