@@ -17,7 +17,7 @@ from idemconsumer.engine.contention import Contended
 from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
-from idemconsumer.errors import ConnectionLost, Contention, RunEagerly, SagaChanged, UnknownEffect
+from idemconsumer.errors import ConnectionLost, Contention, RunEagerly, SagaChanged, SelfCancelled, UnknownEffect
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
 from idemconsumer.ports.handler import Done, NotDone
@@ -193,9 +193,9 @@ class Attempt:
             value, error = await run_isolated(run.main(handler), leave=body.left, cancelling=body.cancelled)
             if isinstance(error, Exception):
                 error = rules.sole_refusal(error, self._options.fail_on)
-            if rejected := refused(error, self._options.fail_on):
+            if refused(error, self._options.fail_on):
                 await run.siblings()
-            await run.settle(rejected=rejected)
+            await run.settle(raised=error is not None)
         except asyncio.CancelledError:
             await uninterrupted(run.settle())
             raise
@@ -209,8 +209,8 @@ class Attempt:
             return await self._endings.hold(cause.seconds)
         if isinstance(cause, RunEagerly):
             raise cause
-        if run.interruption is not None and (rules.undecided(cause) or rules.parked(cause)):
-            raise run.interruption
+        if cause is not None and cause is run.interruption and (rules.undecided(cause) or rules.parked(cause)):
+            raise cause
         if isinstance(cause, _Overdue):  # what is to follow begins with a run that knows it
             return await self._endings.release(cause, str(cause), failures=1, count=False)
         if self._saga.state is State.UNDOING:
@@ -229,9 +229,11 @@ class Attempt:
         return await self._failed(run, cause)
 
     def _cause(self, run: SagaRun, error: BaseException | None) -> BaseException | None:
-        """Why the run ended. A TaskGroup cancels the steps beside a rejection: it is still one, and those stay open."""
+        """Why the run ended. Where an error made a TaskGroup, or the end of the run, cancel the steps beside it, that
+        is why: a rejection is still one, and what was cut off stays open."""
         cut_off = isinstance(run.interruption, asyncio.CancelledError) and not from_cancellation(error)
-        return error if cut_off and refused(error, self._options.fail_on) else run.interruption or error
+        apart = isinstance(error, Exception) and not isinstance(error, SelfCancelled)
+        return error if cut_off and apart else run.interruption or error
 
     # ------------------------------------------------------------------------------------- what a failure leads to
     async def _failed(self, run: SagaRun, error: BaseException) -> Outcome:

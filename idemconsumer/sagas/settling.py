@@ -62,17 +62,18 @@ class Settling:
         name: object = self._from[1] if self._from is not None and self._from[0] is error else None
         return self.asked.get(name) if isinstance(name, str) else None  # anything else was refused as a name
 
-    async def settle(self, *, rejected: bool = False) -> None:
-        """Close the run once the handler has ended. Steps that it left in flight interrupt the run, and are cancelled
-        and awaited. Steps that never began interrupt it too, unless it was `rejected`: then they leave nothing open.
-        Steps asked for from now on are refused."""
+    async def settle(self, *, raised: bool = False) -> None:
+        """Close the run once the handler has ended. Steps that it left in flight are cancelled and awaited. That it
+        left steps, begun or not, interrupts the run, unless it `raised` an error, which says more. Steps asked for from
+        now on are refused."""
         if self._in_flight:
-            names = ", ".join(map(repr, self._in_flight))
-            self.interrupt(SagaMisused(f"the handler ended while step {names} was in flight; await every step"))
+            if not raised:
+                names = ", ".join(map(repr, self._in_flight))
+                self.interrupt(SagaMisused(f"the handler ended while step {names} was in flight; await every step"))
             for task, _ in self._in_flight.values():
                 task.cancel()
             await self._end_of_flight()
-        elif self._unfinished and not rejected:
+        elif self._unfinished and not raised:
             names = ", ".join(map(repr, self._unfinished))
             self.interrupt(
                 SagaMisused(f"the handler ended before step {names}, which it had requested; await every step")

@@ -54,6 +54,33 @@ async def test_a_refusal_between_the_steps_of_a_branch_is_one_beside_a_call_in_f
     assert len(remote.keys("card")) == 1
 
 
+@pytest.mark.parametrize(("way", "error"), [(in_a_gather, "Refused"), (in_a_group, "ExceptionGroup")])
+@pytest.mark.parametrize("beside", ["call", "wait"])
+async def test_a_failure_between_the_steps_of_a_branch_is_the_one_that_counts(
+    bench: Bench, one: Station, way: Way, error: str, beside: str
+) -> None:
+    """What came of the step beside it hid it, and no `retry_on` knew that."""
+    begun = asyncio.Event()
+
+    async def hangs(step: Step) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def fails(saga: Saga) -> None:
+        if beside == "call":
+            await begun.wait()
+        else:
+            await saga.tx("first", put, "first")
+        raise Refused("not yet")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await way(fails(saga), saga.call("hangs", hangs) if beside == "call" else saga.wait("approved"))
+
+    handler = saga(book, retry_on=(Refused, ExceptionGroup))
+    outcome = await one.deliver(handler)
+    assert (outcome.kind, outcome.error) == (OutcomeKind.RETRYING, error)
+
+
 async def test_a_time_limit_around_a_call_is_no_refusal_of_it(bench: Bench, one: Station) -> None:
     """Its outcome is unknown, whatever `fail_on` lists."""
 
