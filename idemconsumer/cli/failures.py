@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from typing import Final
 
 from idemconsumer.cli.missing import cannot_import
 from idemconsumer.errors import ConfigurationError, IdemConsumerError, LockNotGiven, Replaced
 from idemconsumer.process.child import WORKER, Exit
 from idemconsumer.redaction import error_text
+
+_CANNOT_WRITE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def failure(error: Exception) -> tuple[str, Exit] | None:
@@ -20,6 +24,8 @@ def failure(error: Exception) -> tuple[str, Exit] | None:
         return error_text(error), Exit.PENDING
     if isinstance(error, IdemConsumerError):
         return error_text(error), Exit.ERROR
+    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
+        return f"the output cannot be written: {error.strerror}", Exit.ERROR
     import psycopg
 
     return (error_text(error), Exit.ERROR) if isinstance(error, psycopg.Error) else None

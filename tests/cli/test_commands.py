@@ -122,6 +122,15 @@ def shop(empty: Shop, database: str) -> Shop:
     return empty
 
 
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "idemconsumer", "migrate", "sql", "--all"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (
+        Exit.ERROR, "error: the output cannot be written: No space left on device\n",
+    )  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------------------------- running
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_what_was_published_three_times_is_applied_once(shop: Shop, workers: str) -> None:
