@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Final
+from typing import ClassVar, Final
 
 import msgspec
 
@@ -25,28 +25,39 @@ _PUT_ASIDE: Final = (OutcomeKind.DEAD, OutcomeKind.CONFLICT)
 _kind = attrgetter("kind")
 
 
-class Histogram(msgspec.Struct):
-    """How often a value fell into each bucket, and the sum of the values."""
+class Histogram(msgspec.Struct, array_like=True):
+    """How often a value fell into each bucket, and the sum of the values. A worker says all of its own each second, of
+    each handler, so what is known or nought is left out."""
 
-    bounds: tuple[float, ...]
-    counts: list[int]
+    bounds: ClassVar[tuple[float, ...]]
+
+    counts: list[int] = msgspec.field(default_factory=list)
     sum: float = 0.0
 
-    @classmethod
-    def of(cls, bounds: tuple[float, ...]) -> Histogram:
-        return cls(bounds, [0] * (len(bounds) + 1))
+    @property
+    def buckets(self) -> list[int]:
+        return self.counts or [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float, times: int = 1) -> None:
+        self.counts = self.buckets
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def add(self, other: Histogram) -> None:
-        if other.bounds == self.bounds:  # else it is of another version
-            self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        if len(other.counts) == len(self.bounds) + 1:  # else it has none, or is of another version
+            self.counts = [mine + theirs for mine, theirs in zip(self.buckets, other.counts, strict=True)]
             self.sum += other.sum
 
 
-class HandlerCounts(msgspec.Struct):
+class Seconds(Histogram, array_like=True):
+    bounds = SECONDS
+
+
+class Messages(Histogram, array_like=True):
+    bounds = MESSAGES
+
+
+class HandlerCounts(msgspec.Struct, array_like=True):
     """Of one handler.
 
     `deliveries` by source; `outcomes` of deliveries by their kind: one that is tried again has several; `letters` are
@@ -58,9 +69,9 @@ class HandlerCounts(msgspec.Struct):
     deliveries: Counter[str] = msgspec.field(default_factory=Counter)
     outcomes: Counter[str] = msgspec.field(default_factory=Counter)
     letters: Counter[str] = msgspec.field(default_factory=Counter)
-    handling: Histogram = msgspec.field(default_factory=lambda: Histogram.of(SECONDS))
-    groups: Histogram = msgspec.field(default_factory=lambda: Histogram.of(SECONDS))
-    sizes: Histogram = msgspec.field(default_factory=lambda: Histogram.of(MESSAGES))
+    handling: Seconds = msgspec.field(default_factory=Seconds)
+    groups: Seconds = msgspec.field(default_factory=Seconds)
+    sizes: Messages = msgspec.field(default_factory=Messages)
 
     def ended(self, outcomes: Sequence[Outcome]) -> None:
         """Deliveries came to these outcomes."""

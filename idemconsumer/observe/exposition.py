@@ -252,5 +252,5 @@ def _histogram(name: str, text: str, samples: Iterable[tuple[Labels, Histogram]]
     family = HistogramMetricFamily(_PREFIX + name, text, labels=_HANDLER)
     for values, of in samples:
         bounds = [*map(str, of.bounds), "+Inf"]
-        family.add_metric(values, list(zip(bounds, accumulate(of.counts), strict=True)), of.sum)
+        family.add_metric(values, list(zip(bounds, accumulate(of.buckets), strict=True)), of.sum)
     return family

@@ -11,7 +11,7 @@ from idemconsumer.ports.broker import Lag
 from idemconsumer.rules.health import Phase
 
 
-class HandlerState(msgspec.Struct):
+class HandlerState(msgspec.Struct, array_like=True):
     """Of one handler, now. `waiting`: deliveries in its waiting room, the oldest for `oldest` seconds."""
 
     lanes: int

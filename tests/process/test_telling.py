@@ -6,7 +6,7 @@ import os
 
 from idemconsumer.observe.counts import Counts
 from idemconsumer.observe.crew import Crew
-from idemconsumer.observe.reports import Report, encoded
+from idemconsumer.observe.reports import HandlerState, Report, encoded
 from idemconsumer.ports.broker import Lag
 from idemconsumer.process.telling import MOST, Telling, pipe
 from idemconsumer.rules.health import Phase
@@ -23,6 +23,27 @@ def line(applied: int, **more: object) -> bytes:
 
 def applied(crew: Crew) -> int:
     return crew.counts.outcomes.get("applied", 0)
+
+
+def test_a_report_says_little_of_each_handler_and_nothing_is_lost() -> None:
+    counts, crew = Counts(), Crew(1)
+    for number in range(300):
+        its = counts.of(f"handler_{number}")
+        if number % 3 == 0:
+            its.ended([Outcome(OutcomeKind.APPLIED)])
+            its.handled(2, 0.5)
+            its.groups.observe(0.5)
+    states = {name: HandlerState(8, 0, 0, 0.0) for name in counts.handlers}
+    said = encoded(Report(app="shop", phase=Phase.CONSUMING, patience=5.0, counts=counts, handlers=states))
+    assert len(said) < 300 * 150
+    crew.begun(0)
+    crew.told(0, said)
+    crew.ended(0)
+    assert {name: of.groups.buckets for name, of in crew.counts.handlers.items()} == {
+        name: of.groups.buckets for name, of in counts.handlers.items()
+    }
+    assert crew.counts.of("handler_0").handling.sum == 0.5
+    assert sum(crew.counts.of("handler_1").sizes.buckets) == 0
 
 
 async def test_a_full_pipe_blocks_nobody_and_tears_no_line() -> None:
