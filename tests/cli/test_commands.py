@@ -376,7 +376,7 @@ def test_a_database_that_is_not_migrated_is_one_line_that_says_how(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("words", ["dead list", "dead redrive --all", "status", "doctor"])
+@pytest.mark.parametrize("words", ["dead list", "dead redrive --all", "status"])
 def test_a_schema_of_an_older_version_is_not_said_to_be_missing(empty: Shop, database: str, words: str) -> None:
     """One lacks a column, another one a table."""
     with psycopg.connect(database, autocommit=True) as connection:
