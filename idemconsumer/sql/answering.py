@@ -26,6 +26,7 @@ Exchange = Generator[Wait, Ready | int, RV]  # psycopg's steps of one exchange w
 
 PATIENCE: Final = 30.0  # seconds; no statement of ours may wait so long for a lock
 INTERVAL: Final = 0.1  # psycopg's own default
+_LOOK: Final = 1.0  # seconds between two looks whether somebody has less patience by now
 _LEFT: Final = 1.0  # seconds for who waits on a socket that was shut down
 
 
@@ -84,8 +85,8 @@ class AnsweringConnection(psycopg.AsyncConnection[Row]):
 
         def wait() -> None:
             nonlocal timer
-            if (left := self._since + seconds - loop.time()) > 0:
-                timer = loop.call_later(left, wait)
+            if (left := self._since + min(seconds, self.patience) - loop.time()) > 0:
+                timer = loop.call_later(min(left, _LOOK), wait)
                 return
             self.silent = True
             with suppress(psycopg.Error):  # psycopg has closed it meanwhile
@@ -99,7 +100,7 @@ class AnsweringConnection(psycopg.AsyncConnection[Row]):
             if not self.silent:
                 raise
             self.pgconn.finish()
-            raise silence(seconds) from error
+            raise silence(min(seconds, self.patience)) from error
         finally:
             if timer is not None:
                 timer.cancel()

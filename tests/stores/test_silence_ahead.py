@@ -119,3 +119,27 @@ async def test_a_slow_statement_is_waited_for_before_the_session_is_made_what_it
         await tx.send("select pg_sleep(2)")
 
     assert await run(engine, sleeps, 1, 2) == ["applied"] * 2
+
+
+async def test_a_cancellation_hurries_a_commit_that_is_not_even_written(
+    store: PostgresStore, engine: Engine, ledger: Ledger
+) -> None:
+    """What was sent before it is more than the server, which is at work, takes."""
+    store.pool.longest_answer = 600.0
+    returned = asyncio.Event()
+
+    @idempotent_handler(SOURCE, key="id")
+    async def sends(order: dict[str, Any], tx: Tx) -> None:
+        await tx.send("select pg_sleep(60)")
+        await tx.send("select length(%s)", ("x" * 25_000_000,))
+        returned.set()
+
+    running = asyncio.create_task(engine.run(works(sends, 1)))
+    await returned.wait()
+    for _ in range(5):
+        await asyncio.sleep(0)  # COMMIT is waited for
+    running.cancel()
+    await asyncio.wait([running], timeout=20)  # and not the statement_timeout of 35 s
+    assert running.done()
+    assert running.cancelled()
+    assert ledger.states == []
