@@ -5,13 +5,13 @@ from __future__ import annotations
 from idemconsumer.http.exchange import Asgi, Exchange, Message, Receive, Scope, Send
 from idemconsumer.http.guarding import seen
 from idemconsumer.http.idempotency import Idempotency, Table
-from idemconsumer.http.marked import marked_routes
+from idemconsumer.http.marked import is_litestar, marked_routes
 from idemconsumer.http.messages import Request
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem
 from idemconsumer.http.serving import serve, serve_to_its_end
 from idemconsumer.http.wire import read_body, request_of, respond
-from idemconsumer.rules.routes import SAFE
+from idemconsumer.rules.routes import SAFE, alike
 
 
 class IdempotencyMiddleware:
@@ -27,6 +27,7 @@ class IdempotencyMiddleware:
         self.app = app
         self.idempotency = idempotency
         self._table: Table | None = None
+        self._loose = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection, as ASGI has it."""
@@ -42,7 +43,9 @@ class IdempotencyMiddleware:
         """Made once: what was marked in the app is known when its first request comes."""
         if self._table is None:
             # The app of the scope may be one around this middleware.
-            marked = marked_routes(self.app) or marked_routes(scope.get("app") or scope.get("litestar_app"))
+            around = scope.get("app") or scope.get("litestar_app")
+            marked = marked_routes(self.app) or marked_routes(around)
+            self._loose = is_litestar(self.app) or is_litestar(around)
             self._table = self.idempotency.table(marked)
         return self._table
 
@@ -51,11 +54,15 @@ class IdempotencyMiddleware:
         if request.method in SAFE:
             with seen(None):
                 await self.app(scope, receive, send)
-        elif (policy := self._routes(scope).find(request.method, request.path)) is None:
+        elif (policy := self._policy(request, scope)) is None:
             await self.app(scope, receive, send)
         else:
             with seen(policy):
                 await self._covered(request, policy, scope, receive, send)
+
+    def _policy(self, request: Request, scope: Scope) -> Policy | None:
+        table = self._routes(scope)
+        return table.find(request.method, *(alike(request.path) if self._loose else (request.path,)))
 
     async def _covered(self, request: Request, policy: Policy, scope: Scope, receive: Receive, send: Send) -> None:
         admitted = await self.idempotency.admit(request, policy)

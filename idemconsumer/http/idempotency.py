@@ -68,11 +68,12 @@ class Table:
             self._routes.setdefault(each.pattern.method, []).append(each)
         self._default = default
 
-    def find(self, method: str, path: str, rule: object = None) -> Policy | None:
-        """None: this request is none of ours. `rule`: what the app's router says, if it was asked."""
+    def find(self, method: str, *spellings: str, rule: object = None) -> Policy | None:
+        """None: this request is none of ours. `spellings` of its path. `rule`: what the app's router says, if it was
+        asked."""
         for each in self._routes.get(method, ()):
             asked = rule is not None and not each.named
-            if each.rule is rule if asked else each.pattern.matches(method, path):
+            if each.rule is rule if asked else each.pattern.matches(method, *spellings):
                 return each.policy or self._default.get(method)
         return self._default.get(method)
 

@@ -24,21 +24,20 @@ _EFFECTS: Final = ("DELETE", "PATCH", "POST", "PUT")
 class Marked:
     """A route of an app: `POST /orders/{id}`, what it was marked with, if it was, and whether it asks for Tx.
 
-    `types` has the expressions of its typed parameters, where the app has its own. `loose`: the app takes no notice of
-    slashes that are doubled or last. `rule`: what the app's router says of a request for it, if that can be asked.
+    `types` has the expressions of its typed parameters, where the app has its own. `rule`: what the app's router says
+    of a request for it, if that can be asked.
     """
 
     name: str
     route: Route | None
     tx: bool
     types: Mapping[str, str] = field(default_factory=dict)
-    loose: bool = False
     rule: object = None
 
     @property
     def pattern(self) -> Pattern:
         """Raises ValueError, as `rules.routes.pattern`."""
-        return pattern(self.name, self.types, loose=self.loose)
+        return pattern(self.name, self.types)
 
 
 def mark(endpoint: Any, route: Route) -> Any:
@@ -80,9 +79,13 @@ def mark_of(endpoint: Any) -> Route | None:
 
 def marked_routes(app: object) -> list[Marked]:
     """Those of an app, or of what is inside of its middleware. None of an app that has no routes."""
-    app = _inside(app)
-    found = list(_walk(getattr(app, "routes", None) or (), "", {}))
-    return static_first(found) if hasattr(app, "route_handler_method_map") else found  # Litestar, in whatever order
+    found = list(_walk(getattr(_inside(app), "routes", None) or (), "", {}))
+    return static_first(found) if is_litestar(app) else found  # Litestar, in whatever order
+
+
+def is_litestar(app: object) -> bool:
+    """Or what is inside of its middleware is."""
+    return hasattr(_inside(app), "route_handler_method_map")
 
 
 def static_first(routes: list[Marked]) -> list[Marked]:
@@ -108,7 +111,7 @@ def _walk(routes: Iterable[Any], prefix: str, known: Mapping[str, str]) -> Itera
             for handler in route.route_handlers:
                 methods = getattr(handler, "http_methods", ())
                 for name, its, _ in _endpoint(getattr(handler, "fn", None), methods, path, None):
-                    yield Marked(name, its, tx=False, loose=True)
+                    yield Marked(name, its, tx=False)
         elif inner := getattr(route, "routes", None) or getattr(_inside(getattr(route, "app", None)), "routes", None):
             yield from _walk(inner, path, types_)  # a mount
         elif (endpoint := getattr(route, "endpoint", None)) is not None and hasattr(route, "methods"):

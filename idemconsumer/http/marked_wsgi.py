@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from idemconsumer.http.marked import Marked, mark_of, static_first
-from idemconsumer.rules.routes import SAFE
+from idemconsumer.rules.routes import SAFE, alike
 
 _CONVERTER: Final = re.compile(r"<(?:(\w+)(?:\(.*?\))?:)?(\w+)>", re.ASCII)
 
@@ -31,7 +31,7 @@ class FlaskRoutes:
             found += [Marked(f"{each} {path}", _mark(view, each), tx=False, rule=rule) for each in methods]
         return static_first(found)
 
-    def rule(self, environ: Mapping[str, Any]) -> object:
+    def rule(self, environ: Mapping[str, Any]) -> Any:
         """Which one its router takes, whose converters may refuse a value. None, if it is none."""
         if self._flask is None:
             return None
@@ -40,6 +40,10 @@ class FlaskRoutes:
             return self._flask.create_url_adapter(request).match(return_rule=True)[0]
         except Exception:  # noqa: BLE001 - the app will meet it too, and says it
             return None
+
+    def spellings(self, path: str, rule: Any) -> tuple[str, ...]:
+        """Of a path, as it came and as its rule has it: Flask may take no notice of slashes that are first or last."""
+        return (path,) if rule is None else (path, *alike(_CONVERTER.sub(_placeholder, rule.rule)))
 
 
 def _flask(app: Any) -> Any:

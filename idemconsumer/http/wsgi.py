@@ -97,7 +97,8 @@ class IdempotencyMiddleware:
         if self._table is None or self._flask is None:
             self._flask = FlaskRoutes(self.app)
             self._table = self.idempotency.table(self._flask.marked())
-        return self._table.find(request.method, request.path, self._flask.rule(environ))
+        rule = self._flask.rule(environ)
+        return self._table.find(request.method, *self._flask.spellings(request.path, rule), rule=rule)
 
 
 class AcceptLaterMiddleware:

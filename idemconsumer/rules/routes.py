@@ -36,14 +36,20 @@ class Pattern:
         """The path as OpenAPI has it."""
         return _SEGMENT.sub(r"{\1}", self.path)
 
-    def matches(self, method: str, path: str) -> bool:
-        return method == self.method and self.expression.fullmatch(path) is not None
+    def matches(self, method: str, *spellings: str) -> bool:
+        """Whether it is one for any spelling of a path."""
+        return method == self.method and any(map(self.expression.fullmatch, spellings))
 
 
-def pattern(text: str, types: Mapping[str, str] | None = None, *, loose: bool = False) -> Pattern:
-    """`types`: expressions of typed parameters, where they are known; else `{x:int}` is as good as `{x}`. `loose`:
-    slashes may be doubled, and follow. Raises ValueError, saying what to write, for what names no route with an
-    effect."""
+def alike(path: str) -> tuple[str, ...]:
+    """The spellings of a path, for an app that takes no notice of slashes that are doubled or last."""
+    bare = re.sub("/+", "/", path).rstrip("/")
+    return path, bare or "/", f"{bare}/"
+
+
+def pattern(text: str, types: Mapping[str, str] | None = None) -> Pattern:
+    """`types`: expressions of typed parameters, where they are known; else `{x:int}` is as good as `{x}`. Raises
+    ValueError, saying what to write, for what names no route with an effect."""
     method, _, path = text.partition(" ")
     if not _METHOD.fullmatch(method) or not path.startswith("/"):
         raise ValueError(f'{text!r} names no route; write a method and a path, such as "POST /orders/{{id}}"')
@@ -56,7 +62,7 @@ def pattern(text: str, types: Mapping[str, str] | None = None, *, loose: bool = 
             f"{text!r}: {foreign[0]!r} means nothing here, so no request would be taken for this route; write {{id}} "
             "for one segment, or {rest:path} for all that follows"
         )
-    return Pattern(method, path, re.compile(_expression(text, path, types or {}, loose), re.DOTALL))
+    return Pattern(method, path, re.compile(_expression(text, path, types or {}), re.DOTALL))
 
 
 def types(path: str) -> dict[str, str]:
@@ -64,16 +70,13 @@ def types(path: str) -> dict[str, str]:
     return {found[1]: found[2] for found in _SEGMENT.finditer(path) if found[2]}
 
 
-def _expression(text: str, path: str, types: Mapping[str, str], loose: bool) -> str:
+def _expression(text: str, path: str, types: Mapping[str, str]) -> str:
     parts, at = [], 0
     for found in _SEGMENT.finditer(path):
         parts += [re.escape(path[at : found.start()]), _segment(text, found[2], types)]
         at = found.end()
-    parts.append(re.escape(path[at:]))
-    if loose:
-        return "".join(part.replace("/", "/+") if not index % 2 else part for index, part in enumerate(parts)) + "/*"
     # Starlette's own expressions end with `$`, which a newline may follow.
-    return "".join(parts) + r"\n?"
+    return "".join([*parts, re.escape(path[at:]), r"\n?"])
 
 
 def _segment(text: str, type_: str | None, types: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from werkzeug.middleware.proxy_fix import ProxyFix
 from werkzeug.routing import BaseConverter
 
 from idemconsumer import App
-from idemconsumer.http import Idempotency
+from idemconsumer.http import Idempotency, Route
 from idemconsumer.http.wsgi import IdempotencyMiddleware
 from tests.http.fake_requests import FakeRequests
 from tests.http.site import by_header
@@ -128,3 +128,13 @@ def test_an_app_that_is_mounted_out_of_sight_is_refused(shop: Shop) -> None:
 def test_a_get_of_a_marked_view_passes(shop: Shop) -> None:
     shop.add("/orders")
     assert ask(IdempotencyMiddleware(shop.flask.wsgi_app, shop.door), None, method="GET").status[:3] == "201"
+
+
+@pytest.mark.parametrize("path", ["/orders/7", "//orders/7", "/orders/7/"])
+def test_what_is_written_down_is_found_however_flask_reads_the_path(store: FakeRequests, path: str) -> None:
+    shop = Shop(store)
+    shop.flask.url_map.strict_slashes = False
+    shop.add("/orders/<int:number>", mark=False)
+    routes = {"POST /orders/{id}": Route(required=True)}
+    shop.door = Idempotency(App("shop"), tenant=by_header, default=None, routes=routes, store=store)
+    shop.is_kept(path)

@@ -133,9 +133,13 @@ async def test_an_app_that_is_mounted_behind_its_middleware(door: Idempotency, r
 
 @pytest.mark.parametrize("path", ["/orders/7", "/orders/7/", "/orders//7/"])
 @pytest.mark.parametrize("threaded", [True, False])
+@pytest.mark.parametrize("named", ["/orders/{id}", "/orders/{id}/", None])
 async def test_litestar_takes_no_notice_of_slashes(
-    door: Idempotency, runs: list[str], path: str, *, threaded: bool
+    runs: list[str], store: FakeRequests, path: str, named: str | None, *, threaded: bool
 ) -> None:
+    routes = {f"POST {named}": Route(required=True)} if named else None
+    door = Idempotency(App("shop"), tenant=by_header, default=None, routes=routes, store=store)
+
     async def place(number: int) -> str:
         runs.append(str(number))
         return "placed"
@@ -144,7 +148,8 @@ async def test_litestar_takes_no_notice_of_slashes(
         runs.append(str(number))
         return "placed"
 
-    its: Any = door.route(required=True)(place_threaded if threaded else place)
+    its: Any = place_threaded if threaded else place
+    its = its if named else door.route(required=True)(its)
     handler = litestar_post("/orders/{number:int}", sync_to_thread=True if threaded else None)(its)
     await is_kept(IdempotencyMiddleware(Litestar([handler]), door), runs, path)
 
