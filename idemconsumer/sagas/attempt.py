@@ -230,10 +230,14 @@ class Attempt:
 
     def _cause(self, run: SagaRun, error: BaseException | None) -> BaseException | None:
         """Why the run ended. Where an error made a TaskGroup, or the end of the run, cancel the steps beside it, that
-        is why: a rejection is still one, and what was cut off stays open."""
-        cut_off = isinstance(run.interruption, asyncio.CancelledError) and not from_cancellation(error)
-        apart = isinstance(error, Exception) and not isinstance(error, SelfCancelled)
-        return error if cut_off and apart else run.interruption or error
+        is why: a rejection is still one, and what was cut off stays open. So is one beside which a step fails then."""
+        interruption = run.interruption
+        if isinstance(interruption, asyncio.CancelledError):
+            apart = isinstance(error, Exception) and not isinstance(error, SelfCancelled)
+            hidden = apart and not from_cancellation(error)
+        else:
+            hidden = run.refused and _is_failure(interruption)
+        return error if hidden else interruption or error
 
     # ------------------------------------------------------------------------------------- what a failure leads to
     async def _failed(self, run: SagaRun, error: BaseException) -> Outcome:
@@ -423,6 +427,12 @@ class Attempt:
     async def _both_lists(self) -> str:
         """What a person compares to decide about a changed handler."""
         return both_lists(await self._leases.steps(self._saga.key), self.run)
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    """Whether another attempt is all that it leads to."""
+    decides = rules.undecided(error) or rules.parked(error) or isinstance(error, _Overdue)
+    return isinstance(error, Exception) and not decides
 
 
 def both_lists(rows: Sequence[StepRow], run: SagaRun | None) -> str:

@@ -42,6 +42,7 @@ class Settling:
         self._wake = asyncio.Event()  # a step is requested, or none will be
         self.asked: dict[str, StepSpec] = {}
         self.interruption: BaseException | None = None
+        self.refused = False  # its handler was, before anything had interrupted the run
         self._from: tuple[BaseException, str] | None = None  # an error, and the step that it came from
 
     def interrupt(self, error: BaseException, step: str | None = None) -> None:
@@ -82,8 +83,9 @@ class Settling:
         self.body.close()
 
     async def siblings(self) -> None:
-        """The handler raised Reject: let the steps still in flight finish (L7). None begins any more (L26), but
+        """The handler is refused: let the steps still in flight finish (L7). None begins any more (L26), but
         recorded ones are still asked for, and with them their undos (L25)."""
+        self.refused = self.interruption is None
         await self._end_of_flight()
         await self._await_asked(replay.asked_by_branches(self._rows.values(), None, in_branch=False))
 

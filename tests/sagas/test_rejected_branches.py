@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -79,6 +80,37 @@ async def test_a_failure_between_the_steps_of_a_branch_is_the_one_that_counts(
     handler = saga(book, retry_on=(Refused, ExceptionGroup))
     outcome = await one.deliver(handler)
     assert (outcome.kind, outcome.error) == (OutcomeKind.RETRYING, error)
+
+
+@pytest.mark.parametrize("kind", ["tx", "call"])
+async def test_a_refusal_stands_though_the_step_beside_it_fails_then(
+    bench: Bench, one: Station, remote: Remote, kind: str
+) -> None:
+    """A dead letter lay there for a saga that was refused, since a step beside that kept failing."""
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def fails(given: Any, name: str) -> str:
+        begun.set()
+        await go.wait()
+        if kind == "tx" or not remote.calls:
+            remote.calls.append((name, uuid4() if kind == "tx" else given.key))
+            raise ValueError("not now")
+        return await remote.charge(given, name)
+
+    async def refuses() -> None:
+        await begun.wait()
+        raise Reject("no")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        beside = saga.tx("beside", fails, "card") if kind == "tx" else saga.call("beside", fails, "card")
+        try:
+            await asyncio.gather(refuses(), beside)
+        finally:
+            go.set()
+
+    outcome = await one.deliver(saga(book, max_attempts=1))
+    assert (outcome.kind, outcome.result) == (OutcomeKind.FAILED, b'{"code":"no","body":null}')
+    assert (len(remote.keys("card")), bench.letters) == (1, [])
 
 
 async def test_a_time_limit_around_a_call_is_no_refusal_of_it(bench: Bench, one: Station) -> None:
