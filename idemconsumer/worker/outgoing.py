@@ -20,6 +20,7 @@ from idemconsumer.redaction import error_text
 from idemconsumer.rules.outbox import holdable, next_look, next_try, together
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import Queries
+from idemconsumer.stores.literals import clean
 from idemconsumer.worker.relay_connections import Connection, Connections
 
 MOST: Final = 2_000  # messages in one transaction
@@ -184,7 +185,7 @@ class Lane:
         refused = [(row, answer) for row in rows if (answer := answers[row.id]) is not None and answer.final]
         if refused:
             afters = [next_try(row.tries + 1) if holdable(self._destination, row.order) else None for row, _ in refused]
-            texts = [answer.text for _, answer in refused]
+            texts = [clean(answer.text) for _, answer in refused]  # a broker's words may quote the message
             held = {"ids": [row.id for row, _ in refused], "errors": texts, "afters": afters}
             await self._rows(connection, "hold_outgoing", held)
             for (row, answer), after in zip(refused, afters, strict=True):

@@ -19,6 +19,7 @@ class Taking:
     def __init__(self) -> None:
         self.sent: list[tuple[str, Outgoing]] = []
         self.refused = set[bytes]()
+        self.reason = "it is not to my taste"
         self.away = set[str]()
         self.held = asyncio.Event()
         self.held.set()
@@ -42,7 +43,7 @@ class Taking:
             answers: list[Unsent | None] = []
             for message in wave:
                 if message.body in self.refused:
-                    answers.append(Unsent("it is not to my taste", final=True))
+                    answers.append(Unsent(self.reason, final=True))
                 else:
                     self.sent.append((name, message))
                     answers.append(None)

@@ -276,6 +276,21 @@ async def test_a_refused_message_under_a_key_that_no_index_holds_is_parked_at_on
     assert (parked.tries, parked.error) == (1, "it is not to my taste")
 
 
+async def test_a_refusal_that_no_column_holds_marks_what_was_sent(
+    bench: Bench, taking: Taking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker's error may quote the message that it refuses."""
+    monkeypatch.setattr("idemconsumer.worker.outgoing.next_try", lambda tries: None)
+    taking.refused, taking.reason = {b"poison"}, "not a\0b\ud800"
+    publish(bench, "poison", key="a")
+    publish(bench, "b1", key="b")
+    async with bench.running(quiet(), kafka=KAFKA) as running:
+        await running.until(lambda: left(bench) == [b"poison"])
+    assert taking.bodies == [b"b1"]
+    (parked,) = await Outbox(bench.dsn, SCHEMA).messages(Which(parked=True))
+    assert parked.error == "not a�b?"
+
+
 async def test_a_destination_that_is_away_delays_its_own_messages_and_is_said_once(
     bench: Bench, taking: Taking, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
