@@ -167,7 +167,10 @@ class PostgresTx:
             assert sent.result is not None
             habits.ran(query)
             return read(sent.result)
-        if ahead.pushed:
+        if ahead.full:  # else the server may be left with a part of it, and counts no idle time then (J11)
+            await connection.answered()
+            self.check()
+        elif ahead.pushed:
             await sleep(0)  # else a large group would stop the loop
         else:
             self._loop.call_soon(ahead.push)  # once the handler waits for something else

@@ -555,6 +555,24 @@ async def test_a_worker_that_freezes_between_two_statements_is_cut_off(ledger: L
     await store.close()
 
 
+async def test_a_worker_that_freezes_behind_a_statement_of_which_the_server_has_a_part_is_cut_off(
+    ledger: Ledger,
+) -> None:
+    """It counts no idle time in the midst of one, so none is left there."""
+    store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=4, longest_run=-4.0)  # 1 s, by the server
+    (given,) = works(writes, "a")
+    assert given.call is not None
+    async with store.transaction(group=1) as frozen:
+        await frozen.claim([given.call.claim])
+        tx = frozen.tx(habits.Habits())
+        await tx.send("select pg_sleep(0.2)")  # meanwhile the server reads nothing
+        await tx.send("select length(%s)", ("x" * 25_000_000,))
+        async with asyncio.timeout(PATIENCE):
+            assert (await Engine(store).process(given)).kind == "applied"
+    assert written(ledger) == ["a"]
+    await store.close()
+
+
 # ------------------------------------------------------------------------------------------------------ random handlers
 @dataclass(frozen=True)
 class Op:
