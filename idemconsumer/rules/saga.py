@@ -18,6 +18,7 @@ from idemconsumer.errors import (
     Fenced,
     Interrupted,
     Reject,
+    Retry,
     SagaParked,
     SelfCancelled,
     StoreUnavailable,
@@ -155,11 +156,14 @@ def refusal(error: Exception, fail_on: tuple[type[Exception], ...]) -> Reject | 
     return final
 
 
-def sole_refusal(error: Exception, fail_on: tuple[type[Exception], ...]) -> Exception:
-    """The first error of a TaskGroup if all that left it are refusals; else `error` as it is."""
-    if not isinstance(error, ExceptionGroup) or error.split(lambda each: _refusal_itself(each, fail_on))[1] is not None:
+def out_of_group(error: Exception, fail_on: tuple[type[Exception], ...]) -> Exception:
+    """What left a TaskGroup: the Retry, if there is one (B1); the first error if all are refusals; else the group."""
+    if not isinstance(error, ExceptionGroup):
         return error
-    return sole_refusal(error.exceptions[0], fail_on)
+    again = error.subgroup(Retry)
+    if again is None and error.split(lambda each: _refusal_itself(each, fail_on))[1] is not None:
+        return error
+    return out_of_group((again or error).exceptions[0], fail_on)
 
 
 def _refusal_itself(error: BaseException, fail_on: tuple[type[Exception], ...]) -> bool:

@@ -192,7 +192,7 @@ class Attempt:
             body = run.body
             value, error = await run_isolated(run.main(handler), leave=body.left, cancelling=body.cancelled)
             if isinstance(error, Exception):
-                error = rules.sole_refusal(error, self._options.fail_on)
+                error = rules.out_of_group(error, self._options.fail_on)
             if refused(error, self._options.fail_on):
                 await run.siblings()
             await run.settle(raised=error is not None)

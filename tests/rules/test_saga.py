@@ -23,8 +23,8 @@ from idemconsumer.rules.saga import (
     attempts_of_step,
     attempts_of_undo,
     may_try_again,
+    out_of_group,
     refusal,
-    sole_refusal,
     start,
     to_undo,
 )
@@ -174,24 +174,24 @@ def test_what_tells_nothing_of_the_step_is_never_a_refusal(error: Exception) -> 
 def test_a_group_of_refusals_alone_is_its_first_one() -> None:
     first = Reject("first")
     inner = ExceptionGroup("inner", [first, Declined()])
-    assert sole_refusal(ExceptionGroup("outer", [inner, Reject("other")]), (Declined,)) is first
+    assert out_of_group(ExceptionGroup("outer", [inner, Reject("other")]), (Declined,)) is first
 
 
 def test_a_group_with_another_error_in_it_stays_that_group() -> None:
     group = ExceptionGroup("outer", [Reject("first"), ExceptionGroup("inner", [ValueError()])])
-    assert sole_refusal(group, ()) is group
+    assert out_of_group(group, ()) is group
 
 
 def test_a_retry_is_no_refusal_whatever_fail_on_names() -> None:
-    group = ExceptionGroup("outer", [Declined(), Retry()])
-    assert refusal(Retry(), (Exception,)) is None
+    group = ExceptionGroup("outer", [Declined(), again := Retry()])
+    assert refusal(again, (Exception,)) is None
     assert refusal(group, (Exception,)) is None
-    assert sole_refusal(group, (Exception,)) is group
+    assert out_of_group(group, (Exception,)) is again
 
 
 def test_an_error_of_its_own_stays_as_it_is() -> None:
     error = ValueError()
-    assert sole_refusal(error, ()) is error
+    assert out_of_group(error, ()) is error
 
 
 # ---- a step's own limits

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from idemconsumer import OutcomeKind, Reject, Saga, Step
+from idemconsumer import OutcomeKind, Reject, Retry, Saga, Step
 from idemconsumer.rules.values import State
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
 from tests.support.waiting import PATIENCE
@@ -80,6 +80,21 @@ async def test_a_failure_between_the_steps_of_a_branch_is_the_one_that_counts(
     handler = saga(book, retry_on=(Refused, ExceptionGroup))
     outcome = await one.deliver(handler)
     assert (outcome.kind, outcome.error) == (OutcomeKind.RETRYING, error)
+
+
+async def test_a_retry_that_leaves_a_task_group_is_one_after_its_delay(bench: Bench, one: Station) -> None:
+    """`retry_on` did not know the group, so that it was a dead letter."""
+
+    async def again(error: Exception) -> None:
+        raise error
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as group:
+            outer.create_task(again(Refused()))
+            group.create_task(again(Retry(after="1h")))
+
+    outcome = await one.deliver(saga(book, retry_on=(OSError,), fail_on=(Refused,)))
+    assert (outcome.kind, outcome.error, outcome.due) == (OutcomeKind.RETRYING, "Retry", 3600.0)
 
 
 @pytest.mark.parametrize("kind", ["tx", "call"])
