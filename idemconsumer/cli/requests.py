@@ -12,7 +12,7 @@ import click
 from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import time_of
-from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import as_json, database, deciding, need_dsn, print_json, printable
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.http.lost import LostRequests
 from idemconsumer.http.messages import Response
@@ -72,7 +72,7 @@ def requests_list(app: str | None, limit: int, as_json: bool, **flags: Any) -> N
 @click.option("--body", default="", metavar="TEXT", help="Its body; @FILE is what a file has.")
 @click.option("--content-type", default="application/json", show_default=True, help="Of the body.")
 @click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="A further header; can be repeated.")
-@click.option("--by", metavar="NAME", help="Who decides, for the log.  [default: user@host]")
+@deciding
 @_of_a_store
 def requests_settle(
     key: str,
@@ -98,7 +98,7 @@ def requests_settle(
 
 @requests.command("release")
 @click.argument("key")
-@click.option("--by", metavar="NAME", help="Who decides, for the log.  [default: user@host]")
+@deciding
 @_of_a_store
 def requests_release(key: str, by: str | None, as_json: bool, **flags: Any) -> None:
     """Make the key of a request new that was not done: it runs when it is sent again.

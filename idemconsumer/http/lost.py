@@ -20,7 +20,7 @@ _GRACE: Final = 5.0  # seconds for a `reconcile` that was cancelled: its key is 
 
 
 class LostRequests:
-    """Those of one store, of one app or of all. `by`: who decides, for the log."""
+    """Those of one store, of one app or of all. `by`: who decides, for the log and the audit."""
 
     def __init__(self, store: RequestStore, *, app: str | None = None, by: str) -> None:
         self._store = store
@@ -33,12 +33,12 @@ class LostRequests:
 
     async def settle(self, lost: LostRequest, response: Response) -> bool:
         """Store the answer. See `RequestStore.settle_lost`."""
-        settled = await self._store.settle_lost(lost, given(response), failed=response.status >= 400)
+        settled = await self._store.settle_lost(lost, given(response), by=self._by, failed=response.status >= 400)
         return self._decided("a lost request was settled", lost, settled, status=response.status)
 
     async def release(self, lost: LostRequest) -> bool:
         """See `RequestStore.release_lost`."""
-        return self._decided("a lost request was released", lost, await self._store.release_lost(lost))
+        return self._decided("a lost request was released", lost, await self._store.release_lost(lost, by=self._by))
 
     def _decided(self, what: str, lost: LostRequest, done: bool, **more: object) -> bool:
         if done:

@@ -96,12 +96,13 @@ class RequestStore(Protocol):
         """Requests whose owner was lost and that nobody has taken since, the oldest first. Raises StoreUnavailable."""
         ...
 
-    async def settle_lost(self, lost: LostRequest, result: StoredResult, *, failed: bool = False) -> bool:
+    async def settle_lost(self, lost: LostRequest, result: StoredResult, *, by: str, failed: bool = False) -> bool:
         """Store the response of a lost request, as `complete`, and raises as that. False: it is not lost any more, and
-        nothing was stored. Can be repeated: True if exactly this response is what is stored."""
+        nothing was stored. Can be repeated: True if exactly this response is what is stored. `by`: who decides, for the
+        audit, where the store has one."""
         ...
 
-    async def release_lost(self, lost: LostRequest) -> bool:
+    async def release_lost(self, lost: LostRequest, *, by: str) -> bool:
         """It did nothing that counts: the next claim of the key is new. False: it is not lost any more, and nothing was
         changed. Raises StoreUnavailable and CommitUnknown."""
         ...

@@ -38,10 +38,10 @@ where s.key = seen.key and s.token = seen.token and (%(again)s or s.worker = %(w
   and exists (select from {schema}.worker as w where w.id = %(worker)s and w.until > clock_timestamp())
 returning s.token, s.again, (extract(epoch from seen.started_at) * 1000000)::bigint
 
--- name: complete_request
+-- fragment: completed
 -- H21: the row is locked by its token first, so a former owner finds none, and writes nothing. When it expires is moved
 -- along by a trigger (R37). With `lost` only while nobody has a good lease for it (H36).
-with fenced as materialized (
+fenced as materialized (
     select s.key from {schema}.request as s
     where s.key = %(key)s and s.token = %(token)s and not (%(lost)s and {held}) for update
 ), ended as (
@@ -50,6 +50,17 @@ with fenced as materialized (
 ), stored as (
     insert into {schema}.result (key, body, content_type, status, headers)
     select key, %(result)s::bytea, %(content_type)s::text, %(status)s::smallint, %(sent)s::bytea from fenced
+)
+
+-- name: complete_request
+with {completed}
+delete from {schema}.request where key = (select key from fenced) returning key
+
+-- name: settle_lost_request
+-- H36, O16.
+with {completed}, noted as (
+    insert into {schema}.audit (at, by, role, what, target)
+    select clock_timestamp(), %(by)s, session_user, 'settle', 'request ' || left(encode(key, 'hex'), 12) from fenced
 )
 delete from {schema}.request where key = (select key from fenced) returning key
 
@@ -86,5 +97,8 @@ where not {held} order by s.started_at
 -- H36. Behind `lock_key`. By the token that was seen: one that was taken since, and lost again, is another one.
 with gone as (
     delete from {schema}.request as s where s.key = %(key)s and s.token = %(token)s and not {held} returning s.key
+), noted as (
+    insert into {schema}.audit (at, by, role, what, target)
+    select clock_timestamp(), %(by)s, session_user, 'release', 'request ' || left(encode(key, 'hex'), 12) from gone
 )
 delete from {schema}.record where key in (select key from gone) and state = {PROCESSING} returning key

@@ -75,11 +75,11 @@ class HybridRequests:
     async def lost(self) -> list[LostRequest]:
         return await self._requests.lost()
 
-    async def settle_lost(self, lost: LostRequest, result: StoredResult, *, failed: bool = False) -> bool:
-        return await self._requests.settle_lost(lost, result, failed=failed)
+    async def settle_lost(self, lost: LostRequest, result: StoredResult, *, by: str, failed: bool = False) -> bool:
+        return await self._requests.settle_lost(lost, result, by=by, failed=failed)
 
-    async def release_lost(self, lost: LostRequest) -> bool:
-        return await self._requests.release_lost(lost)
+    async def release_lost(self, lost: LostRequest, *, by: str) -> bool:
+        return await self._requests.release_lost(lost, by=by)
 
     async def close(self) -> None:
         await self._requests.close()

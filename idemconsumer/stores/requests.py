@@ -222,11 +222,13 @@ class PostgresRequests:
         return bool(await self._ended(held, complete))
 
     async def _completed(
-        self, key: bytes, token: int, result: StoredResult, state: State, *, lost: bool = False
+        self, key: bytes, token: int, result: StoredResult, state: State, *, lost_by: str | None = None
     ) -> bool:
-        given = {"key": key, "token": token, "state": int(state), "lost": lost}
+        """`lost_by`: only if it was lost, and who has decided about it."""
+        given: dict[str, Any] = {"key": key, "token": token, "state": int(state), "lost": lost_by is not None}
         given |= stored_row(result)
-        if await self._commit(("complete_request", given)):
+        statement = "complete_request" if lost_by is None else "settle_lost_request"
+        if await self._commit((statement, given | ({} if lost_by is None else {"by": lost_by}))):
             return True
         # Another owner has it; or this is a repetition, after a COMMIT whose answer was lost.
         record = await self.peek(key)
@@ -283,13 +285,13 @@ class PostgresRequests:
         rows = await self._pool.alone("lost_requests", {})
         return [LostRequest(key.hex(), *parts_of(scope), moment(since), token) for key, scope, since, token in rows]
 
-    async def settle_lost(self, lost: LostRequest, result: StoredResult, *, failed: bool = False) -> bool:
+    async def settle_lost(self, lost: LostRequest, result: StoredResult, *, by: str, failed: bool = False) -> bool:
         state = State.FAILED if failed else State.COMPLETED
-        return await self._completed(bytes.fromhex(lost.key), lost.token, result, state, lost=True)
+        return await self._completed(bytes.fromhex(lost.key), lost.token, result, state, lost_by=by)
 
-    async def release_lost(self, lost: LostRequest) -> bool:
+    async def release_lost(self, lost: LostRequest, *, by: str) -> bool:
         key = bytes.fromhex(lost.key)
-        given = {"key": key, "token": lost.token}
+        given = {"key": key, "token": lost.token, "by": by}
         return bool(await self._commit(("lock_key", {"key": key}), ("release_lost_request", given)))
 
     # --------------------------------------------------------------------------------------------------------- the rest

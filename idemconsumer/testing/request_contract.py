@@ -234,8 +234,8 @@ class RequestStoreContract:
         held = await hold(one.store, A)
         assert await two.store.lost() == []
         running = LostRequest(A.key.hex(), *parts_of(A.scope), began, held.token)
-        assert not await two.store.settle_lost(running, CREATED)
-        assert not await two.store.release_lost(running)
+        assert not await two.store.settle_lost(running, CREATED, by="ann")
+        assert not await two.store.release_lost(running, by="ann")
         assert await two.store.peek(A.key) == Record(State.PROCESSING, A.fingerprint)
         await one.expire()
         (lost,) = await two.store.lost()
@@ -247,9 +247,9 @@ class RequestStoreContract:
         await one.expire()
         (lost,) = await two.store.lost()
         for _ in range(2):
-            assert await two.store.settle_lost(lost, REFUSED, failed=True)
-        assert not await two.store.settle_lost(lost, OTHER)
-        assert not await two.store.release_lost(lost)
+            assert await two.store.settle_lost(lost, REFUSED, by="ann", failed=True)
+        assert not await two.store.settle_lost(lost, OTHER, by="ann")
+        assert not await two.store.release_lost(lost, by="ann")
         assert not await one.store.complete(late, OTHER)
         assert await two.store.claim(A, never) == Record(State.FAILED, A.fingerprint, REFUSED)
         assert await two.store.lost() == []
@@ -258,10 +258,10 @@ class RequestStoreContract:
         late = await hold(one.store, A)
         await one.expire()
         (lost,) = await two.store.lost()
-        assert await two.store.release_lost(lost)
+        assert await two.store.release_lost(lost, by="ann")
         assert await two.store.peek(A.key) is None
-        assert not await two.store.release_lost(lost)
-        assert not await two.store.settle_lost(lost, CREATED)
+        assert not await two.store.release_lost(lost, by="ann")
+        assert not await two.store.settle_lost(lost, CREATED, by="ann")
         held = await hold(two.store, replace_claim(A, fingerprint=b"g" * 32))
         assert (held.again, held.since) == (False, None)
         assert not await one.store.complete(late, OTHER)
@@ -280,14 +280,14 @@ class RequestStoreContract:
         taken = await hold(two.store, A)
         assert taken.since == lost.since
         for _ in range(2):  # while it runs; and once it is lost again, when the second run is to be asked about
-            assert not await two.store.settle_lost(lost, CREATED)
-            assert not await two.store.release_lost(lost)
+            assert not await two.store.settle_lost(lost, CREATED, by="ann")
+            assert not await two.store.release_lost(lost, by="ann")
             assert await one.store.peek(A.key) == Record(State.PROCESSING, A.fingerprint)
             await two.expire()
         (again,) = await one.store.lost()
         assert again.token == taken.token
         assert again.since > lost.since
-        assert await one.store.settle_lost(again, CREATED)
+        assert await one.store.settle_lost(again, CREATED, by="ann")
 
     # ----------------------------------------------------------------------------------------------------------- ends
     async def test_a_completion_can_be_repeated_and_not_changed(self, one: RequestProcess, two: RequestProcess) -> None:

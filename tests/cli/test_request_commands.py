@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+import psycopg
 import pytest
 from click.testing import CliRunner, Result
 
@@ -52,6 +53,13 @@ class Place:
                 assert isinstance(await store.claim(claim, never), Held)
 
         asyncio.run(self._with(lose))
+
+    def audit(self) -> list[tuple[str, str, str]]:
+        """The oldest first. Redis has none: who decides is in the log."""
+        if self.kind == "redis":
+            return []
+        with psycopg.connect(self._address) as connection:
+            return connection.execute("select by, what, target from idemconsumer.audit order by id").fetchall()
 
     def record(self, key: bytes) -> Record | None:
         return asyncio.run(self._with(lambda store: store.peek(key)))
@@ -105,6 +113,11 @@ def test_what_was_lost_is_listed_settled_and_released(place: Place, tmp_path: Pa
     assert json.loads(place("release", B.key.hex(), "--json").stdout) == {"key": B.key.hex(), "released": True}
     assert place.record(B.key) is None
     assert place("list").stdout == "no lost requests\n"
+    assert [(what, target) for _, what, target in place.audit()] == (
+        []
+        if place.kind == "redis"
+        else [(what, f"request {claim.key.hex()[:12]}") for what, claim in (("settle", A), ("release", B))]
+    )
 
 
 def test_a_mistake_says_what_to_write(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

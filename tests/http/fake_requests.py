@@ -60,10 +60,10 @@ class FakeRequests:
     async def lost(self) -> list[LostRequest]:
         return []
 
-    async def settle_lost(self, lost: LostRequest, result: StoredResult, *, failed: bool = False) -> bool:
+    async def settle_lost(self, lost: LostRequest, result: StoredResult, *, by: str, failed: bool = False) -> bool:
         return False
 
-    async def release_lost(self, lost: LostRequest) -> bool:
+    async def release_lost(self, lost: LostRequest, *, by: str) -> bool:
         return False
 
     async def peek(self, key: bytes) -> Record | None:

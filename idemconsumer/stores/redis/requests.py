@@ -197,13 +197,13 @@ class RedisRequests:
                     found.append(LostRequest(key.hex(), *parts_of(scope.decode()), _time(since), token))
         return sorted(found, key=lambda each: each.since)
 
-    async def settle_lost(self, lost: LostRequest, result: StoredResult, *, failed: bool = False) -> bool:
+    async def settle_lost(self, lost: LostRequest, result: StoredResult, *, by: str, failed: bool = False) -> bool:
         """The response is kept for as long as one whose handler says nothing else."""
         state = State.FAILED if failed else State.COMPLETED
         given = (lost.token, int(state), encode_response(result), max(1, int(1000 * self._keep)), 1)
         return bool(await self._scripts.run(COMPLETE, bytes.fromhex(lost.key), *given, writes=True))
 
-    async def release_lost(self, lost: LostRequest) -> bool:
+    async def release_lost(self, lost: LostRequest, *, by: str) -> bool:
         return bool(await self._scripts.run(RELEASE_LOST, bytes.fromhex(lost.key), lost.token, writes=True))
 
     async def peek(self, key: bytes) -> Record | None:
