@@ -289,9 +289,11 @@ def _detail(row: Mapping[str, Any]) -> DeadLetterDetail:
 Readers = Publishers[AnsweringConnection[dict[str, Any]]]
 
 
-def readers(dsn: str) -> Readers:
+def readers(dsn: str, patience: float | None = None) -> Readers:
     """For any number of callers (L57)."""
-    return Publishers(lambda: connect_async(dsn, row_factory=dict_row, connect_timeout=_CONNECT_SECONDS))
+    # The limit of the role is meant for workers, and for their handlers.
+    settings = {} if patience is None else {"statement_timeout": f"{patience:g}s"}
+    return Publishers(lambda: connect_async(dsn, settings, row_factory=dict_row, connect_timeout=_CONNECT_SECONDS))
 
 
 @asynccontextmanager
@@ -301,7 +303,7 @@ async def connected(
     """A new connection, or one of those that are `shared`: autocommit, rows as dicts. `patience`: of a new one, seconds
     for each statement. Raises like `Admin`."""
     try:
-        async with (shared or readers(dsn)).one() as connection:
+        async with (shared or readers(dsn, patience)).one() as connection:
             if patience is not None:
                 connection.patience = patience
             yield connection
@@ -310,4 +312,5 @@ async def connected(
             raise cause from error
         if not isinstance(error, psycopg.OperationalError):
             raise
-        raise StoreUnavailable(f"the database cannot be reached: {error_text(error)}") from error
+        what = "cannot be reached" if error.sqlstate is None else "has not done it"
+        raise StoreUnavailable(f"the database {what}: {error_text(error)}") from error

@@ -225,6 +225,7 @@ class Keys:
             await claims.send("note_decision", {"by": by, "what": "forget", "target": target})
             await claims.complete([], [])
         async with connected(self._dsn, self._schema, patience=PATIENCE) as connection, connection.transaction():
+            await connection.execute(f"set local statement_timeout = '{PATIENCE:g}s'".encode())  # behind a pooler too
             await connection.execute(self._queries["forget_deliveries"], {"first": first_bytes(key)})
         return int(letters)
 

@@ -78,3 +78,16 @@ def test_a_standby_is_looked_at_and_says_that_it_takes_no_writes(standby: str) -
         assert refused.exit_code == Exit.ERROR, refused.output
         assert "takes no writes" in refused.stderr
         assert "if this is a standby, give the primary's address" in refused.stderr
+
+
+def test_a_statement_that_was_ended_is_no_database_that_is_away(database: str) -> None:
+    migrated(database, "idemconsumer")
+    with psycopg.connect(database) as holder:
+        holder.execute("lock table idemconsumer.control")
+        with psycopg.connect(database, autocommit=True) as connection:
+            name = psycopg.conninfo.conninfo_to_dict(database)["dbname"]
+            connection.execute(f'alter database "{name}" set lock_timeout = 1'.encode())
+        told = run(database, "pause", "take", "--app", "shop")
+    assert (told.exit_code, told.stderr) == (
+        Exit.ERROR, "error: the database has not done it: canceling statement due to lock timeout (55P03)\n",
+    )  # fmt: skip

@@ -17,6 +17,7 @@ from idemconsumer.ports.store import LoggedDeliveries
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.retention import prune_once
 from tests.support.logs import LogCapture, times
+from tests.support.servers.made import PrivatePgBouncer
 from tests.support.workers import SCHEMA, Bench, Item, note
 
 UNWRITTEN = "the delivery log cannot be written, messages run without it"
@@ -223,6 +224,27 @@ async def test_a_key_is_forgotten_in_the_log_and_its_neighbours_are_not(bench: B
     assert (await told(bench, "a"), await told(bench, "b")) == ([], ["applied"])
     left = "select string_agg(positions, e'\\n' order by until) from idemconsumer.delivery_log"
     assert bench.do(left)[0][0].split("\n") == ["", "q#2", ""]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+async def test_a_key_is_forgotten_there_whatever_limit_the_role_has(
+    bench: Bench, private_pgbouncer: PrivatePgBouncer, pooled: bool
+) -> None:
+    """The whole log is read for it, and the limit of the role is meant for workers."""
+    await bench.publish("q", Item("a"))
+    await bench.until_empty(Service(group_size=8).app)
+    bench.do("create table seen (its text)")
+    bench.do(
+        "create function see() returns trigger language plpgsql as $$ begin"
+        " insert into seen values (current_setting('statement_timeout')); return new; end $$"
+    )
+    bench.do("create trigger see before update on idemconsumer.delivery_log for each row execute function see()")
+    for setting in ("statement_timeout = 35000", "idle_in_transaction_session_timeout = 30000", "lock_timeout = 10000",
+                    "client_connection_check_interval = 5000", "default_transaction_read_only = on"):  # fmt: skip
+        bench.do(f"do $$ begin execute format('alter database %I set {setting}', current_database()); end $$")
+    known = Keys(private_pgbouncer(bench.dsn, "transaction").dsn if pooled else bench.dsn, SCHEMA)
+    await known.forget(await known.find(handler="take", key="a"), by="ann")
+    assert bench.do("select its from seen") == [("10min",)]
 
 
 async def test_rows_go_when_their_time_is_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
