@@ -78,7 +78,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run(["openssl", *words], check=True, capture_output=True, cwd=folder)
 
     made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
-    openssl(*made, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
+    usage = ("-addext", "keyUsage=critical,keyCertSign")  # from Python 3.13 on an authority has to say so
+    openssl(*made, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca", *usage)
     for name in ("server", "client"):
         signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=critical,CA:FALSE")
         names = ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1")
