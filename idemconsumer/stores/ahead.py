@@ -114,7 +114,7 @@ class Ahead:
             self._unsynced += 1
         self.push()
         while pgconn.flush():
-            while not (ready := (yield Wait.RW)):  # None: the wait was cut off, and this is read to its end
+            while not (ready := (yield Wait.RW)):  # once in a while, and where the wait is cut off
                 pass
             if ready & Ready.R:
                 pgconn.consume_input()

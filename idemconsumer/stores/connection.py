@@ -309,7 +309,7 @@ def _taken(answer: Exchange[Any], state: Wait, heard: Callable[[], None]) -> Exc
         elif ready:
             heard()
         try:
-            state = answer.send(ready)
+            state = answer.send(ready or 0)  # psycopg's compiled one takes no None
         except StopIteration as end:
             return True, end.value
     return False, state

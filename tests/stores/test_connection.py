@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import os
 import select
+import signal
 import socket
 import struct
 import threading
@@ -75,6 +76,30 @@ def test_a_cancelled_statement_ends_on_the_server_and_the_connection_goes_on(
         sleeping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sleeping
+        async with asyncio.timeout(30):
+            assert await one(connection, "select 1") == 1
+        await connection.close()
+
+    run(loops, main())
+
+
+def test_a_statement_is_cut_off_while_it_is_written(
+    database: str, loops: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def main() -> None:
+        connection = await connected(database)
+        pid = await one(connection, "select pg_backend_pid()")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            writing = asyncio.create_task(connection.execute("select length(%s)", ["x" * 25_000_000]))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            writing.cancel()
+        finally:
+            asyncio.get_running_loop().call_later(0.2, os.kill, pid, signal.SIGCONT)
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        assert not connection.silent
         async with asyncio.timeout(30):
             assert await one(connection, "select 1") == 1
         await connection.close()
