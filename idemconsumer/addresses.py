@@ -95,7 +95,7 @@ def read_url(text: str, label: str, schemes: Collection[str], example: str) -> S
     """
     try:
         parts = urlsplit(text)
-        readable = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
+        readable = parts.scheme in schemes and _is_name(parts.hostname or "") and parts.port != 0
     except ValueError:
         readable = False
     if not readable or "@" in parts.path + parts.query + parts.fragment:
@@ -111,13 +111,15 @@ def check_dsn(dsn: str, label: str = "the database address") -> None:
     instead = f"write postgresql://user:password@host:5432/database, {_ENCODED}"
     try:
         parts = conninfo_to_dict(dsn)
-    except psycopg.Error:
+    except (psycopg.Error, UnicodeError):
         raise ConfigurationError(f"{label} cannot be parsed; {instead}") from None
     # libpq takes part of a password with such characters for host, port or database, and would quote it when it cannot
     # connect.
     ports = str(parts.get("port") or "").split(",")
+    hosts = str(parts.get("host") or "").split(",")
     path = dsn.partition("://")[2].partition("?")[0].partition("/")[2]
-    if "@" in str(parts.get("host") or "") or not all(port.isdecimal() or not port for port in ports) or "@" in path:
+    readable = all(not host or host.startswith("/") or ("@" not in host and _is_name(host)) for host in hosts)
+    if not readable or not all(port.isdecimal() or not port for port in ports) or "@" in path:
         raise ConfigurationError(f"{label} has an invalid host, port or database; {instead}")
     if problem := _refused_by_libpq(parts):
         raise ConfigurationError(f"{label}: {problem}; {instead}")
@@ -159,4 +161,13 @@ def _host(address: str) -> str:
         plain = parts.netloc == address and "@" not in address and parts.port != 0
     except ValueError:
         return ""
-    return parts.hostname or "" if plain else ""
+    host = parts.hostname or ""
+    return host if plain and _is_name(host) else ""
+
+
+def _is_name(host: str) -> bool:
+    """Whether a resolver can be asked for it: for other names it raises what no client expects."""
+    try:
+        return bool(host.encode("idna")) and host.isprintable() and " " not in host
+    except UnicodeError:
+        return False

@@ -38,7 +38,11 @@ _OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT
 _LEAST: Final = {
     "workers": 1, "concurrency": 1, "room": 1, "max_uncommitted": 1, "max_message_bytes": 1,
     "max_bytes_in_hand": 1, "max_restarts": 0, "redis_replicas": 0, "kafka_fetch_max_bytes": 1,
-    "kafka_max_partition_fetch_bytes": 1,
+    "kafka_max_partition_fetch_bytes": 1, "rabbitmq_consumer_priority": -(2**31),
+}  # fmt: skip
+_MOST: Final = {  # of the numbers in Kafka's and RabbitMQ's protocols, where times are milliseconds
+    "kafka_fetch_max_bytes": 2**31 - 1, "kafka_max_partition_fetch_bytes": 2**31 - 1,
+    "kafka_session_timeout": 1_000_000, "drain_timeout": 1_000_000, "rabbitmq_consumer_priority": 2**31 - 1,
 }  # fmt: skip
 _ABOVE_ZERO: Final = ("drain_timeout", "prune_every", "kafka_session_timeout")
 _CHOICES: Final = {
@@ -237,6 +241,7 @@ def _check(label: str, name: str, value: Any) -> None:
         _ADDRESSES[name](value, label)
     if (
         (name in _LEAST and value < _LEAST[name])
+        or (name in _MOST and value > _MOST[name])
         or (name in _ABOVE_ZERO and not 0 < value < math.inf)
         or (name in _CHOICES and value not in _CHOICES[name])
     ):
@@ -244,14 +249,15 @@ def _check(label: str, name: str, value: Any) -> None:
 
 
 def _allowed(name: str) -> str:
+    most = f", at most {_MOST[name]}" if name in _MOST else ""
     if name in _LEAST:
-        return f"a whole number of at least {_LEAST[name]}"
+        return f"a whole number of at least {_LEAST[name]}{most}"
     if name in _ABOVE_ZERO:
-        return "a number of seconds above 0"
+        return f"a number of seconds above 0{most}"
     if name in _CHOICES:
         return f"one of {', '.join(_CHOICES[name])}"
     if _KINDS[name] is int:
-        return "a whole number"
+        return f"a whole number{most}"
     return "yes or no (true, false, on, off, 1, 0)" if _KINDS[name] is bool else "a string"
 
 

@@ -91,6 +91,9 @@ def test_kafka_takes_hosts_and_no_credentials(servers: str) -> None:
         ("kafka", "h:99999"), ("kafka", "h:abc"), ("kafka", "u:s3cret@h"), ("rabbitmq", "amqp://u:s3#cret@h"),
         ("rabbitmq", "amqp://u:s3cret@h:99999"), ("rabbitmq", "amqp://u:s3cret@h:abc"), ("sqs", "http://h:abc"),
         ("rabbitmq_management", "http://u:s3#cret@h"), ("dsn", "postgresql://u:s3cret@h:99999x/d"),
+        ("kafka", "h..i:9092"), ("kafka", f"{'h' * 64}:9092"), ("kafka", "h i:9092"), ("rabbitmq", "amqp://u:s3cret@h..i"),
+        ("rabbitmq", f"amqp://g,{'h' * 64}"), ("sqs", "http://h..i"), ("redis", "redis://u:s3cret@h..i"),
+        ("dsn", "postgresql://u:s3cret@h..i/d"), ("dsn", f"host=g,{'h' * 64}"), ("dsn", "postgresql://u:s3cret@%FF/d"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("verb", ["run", "check"])
@@ -105,6 +108,18 @@ def test_a_wrong_address_ends_every_verb_with_one_line(
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"error: {variable} ")
     assert "s3" not in done.stderr.removeprefix(f"error: {variable} ")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "queue"), [("http://h_i", "q"), ("http://-h", "q"), (None, "http://-h/0/q"), (None, "http://h..i/q")]
+)
+async def test_an_endpoint_that_the_client_of_sqs_refuses_is_no_outage(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str | None, queue: str
+) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    broker = connect("sqs", Settings(sqs=endpoint))
+    with pytest.raises(ConfigurationError, match=r"Invalid endpoint: .*; write http\(s\)://host:port"):
+        await broker.check_destination(queue)
 
 
 def test_every_form_of_an_address_is_taken() -> None:

@@ -64,6 +64,8 @@ class _Root(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if (odd := next((each for each in args if not _is_utf8(each)), None)) is not None:
             raise click.UsageError(f"{os.fsencode(odd)!r} is not UTF-8; `publish --file -` takes any bytes")
+        if (odd := next((each for each in args if "\0" in each), None)) is not None:
+            raise click.UsageError(f"{odd!r} has a NUL, which no name has; leave it out")
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

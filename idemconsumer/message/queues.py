@@ -34,7 +34,12 @@ def queue_address(given: str) -> QueueAddress | None:
     if arn := _ARN.fullmatch(given):
         return QueueAddress(given, arn["name"], arn["account"], arn["region"])
     if url := _URL.fullmatch(given):
-        parts = urlsplit(given)
+        try:
+            parts = urlsplit(given)
+            if parts.port == 0:
+                return None
+        except ValueError:
+            return None
         if aws := _AWS.fullmatch(parts.hostname or ""):
             return QueueAddress(given, url["name"], region=aws[1] or aws[2], url=given)
         return QueueAddress(given, url["name"], url=given, endpoint=f"{parts.scheme}://{parts.netloc}")

@@ -315,6 +315,17 @@ def test_an_argument_that_is_not_utf8_is_wrong_usage() -> None:
         assert (result.exit_code, "is not UTF-8; `publish --file -`" in result.stderr) == (Exit.USAGE, True)
 
 
+def test_an_argument_with_a_nul_is_wrong_usage() -> None:
+    """Postgres stores none, and no name in Kafka has one."""
+    for words in (
+        ["dead", "list", "--handler", "a\0b"],
+        ["skip", "kafka:t\0/0@1"],
+        ["sagas", "list", "--handler", "\0"],
+    ):
+        result = CliRunner().invoke(main, words)
+        assert (result.exit_code, "has a NUL" in result.stderr) == (Exit.USAGE, True)
+
+
 def test_a_setting_that_makes_no_sense_names_itself(empty: Shop) -> None:
     assert "--workers" in empty("run", "shop:app", "--workers", "0", code=Exit.USAGE)
     assert "IDEMCONSUMER_CONCURRENCY" in empty("run", "shop:app", code=Exit.USAGE, IDEMCONSUMER_CONCURRENCY="many")

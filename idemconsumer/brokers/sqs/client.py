@@ -115,6 +115,11 @@ class Link:
             ).__aenter__()
         except NoRegionError as error:
             raise ConfigurationError(f"{self.where}: no region is given; set AWS_DEFAULT_REGION=eu-west-1") from error
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{self.where}: {error_text(error)}; write http(s)://host:port, with a host of letters, digits, "
+                "'.' and '-', and a region as eu-west-1"
+            ) from None
         except LOSS as error:
             raise self.unavailable("no client can be made", error) from error
         return client
