@@ -16,7 +16,7 @@ from idemconsumer.http import Idempotency, Route
 from idemconsumer.http.wsgi import IdempotencyMiddleware
 from tests.http.fake_requests import FakeRequests
 from tests.http.site import by_header
-from tests.http.test_wsgi import ask
+from tests.http.wsgi_client import ask
 
 
 class Shop:
