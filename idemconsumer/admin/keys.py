@@ -103,19 +103,28 @@ class Keys:
         self._deciding = Deciding(dsn, schema)
 
     async def find(
-        self, *, prefix: str | None = None, handler: str = "", key: str = "", tenant: str | None = None
+        self,
+        *,
+        prefix: str | None = None,
+        handler: str = "",
+        key: str = "",
+        tenant: str | None = None,
+        unknown: bool = False,
     ) -> bytes:
         """The one stored key that begins with `prefix` (hex) and of which something is known, or that `handler` stores
-        for the text `key`."""
+        for the text `key`. `unknown`: also a whole one of which nothing is known, but that a log may have."""
         if prefix is not None:
-            found, what = await self._known(*key_range(prefix)), f"{prefix!r}"
+            low, high = key_range(prefix)
+            found, what = await self._known(low, high), f"{prefix!r}"
+            if unknown and low == high:
+                found = [low]
         else:
             what = f"handler {handler!r} and this key"
             stored = await self._letters.stored_keys(handler, key, tenant=tenant)
             found = stored if len(stored) == 1 else [each for each in stored if await self._known(each, each)]
         if not found:
-            unknown = None if prefix is not None else await unknown_handler(self._dsn, self._schema, handler)
-            raise ConfigurationError(unknown or f"nothing is known of {what}; `idemconsumer keys list` shows what is")
+            why = None if prefix is not None else await unknown_handler(self._dsn, self._schema, handler)
+            raise ConfigurationError(why or f"nothing is known of {what}; `idemconsumer keys list` shows what is")
         if len(found) > 1:
             several = ", ".join(each.hex()[:16] for each in found)
             raise ConfigurationError(f"{what} matches several keys: {several}…; write more digits, or --tenant")

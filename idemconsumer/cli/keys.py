@@ -41,11 +41,11 @@ def _keys(flags: dict[str, Any]) -> Keys:
     return Keys(need_dsn(settings), settings.schema)
 
 
-async def _find(known: Keys, given: dict[str, Any]) -> bytes:
+async def _find(known: Keys, given: dict[str, Any], *, unknown: bool = False) -> bytes:
     prefix, handler, key, tenant = (given.pop(name) for name in ("prefix", "handler", "key", "tenant"))
     if (prefix is None) == (handler is None and key is None) or (handler is None) != (key is None):
         raise click.UsageError("give KEY (the first digits, as `keys list` shows them) or --handler NAME --key TEXT")
-    return await known.find(prefix=prefix, handler=handler or "", key=key or "", tenant=tenant)
+    return await known.find(prefix=prefix, handler=handler or "", key=key or "", tenant=tenant, unknown=unknown)
 
 
 async def _forget_copy(known: Keys, key: bytes) -> None:
@@ -184,11 +184,12 @@ def keys_forget(record: bool, yes: bool, by: str | None, as_json: bool, **flags:
     is not found by one: `dead list`, `dead discard`.
     """
     known = _keys(flags)
-    found = asyncio.run(_find(known, flags))
+    found = asyncio.run(_find(known, flags, unknown=True))
     short = found.hex()[:_SHORT]
     if not yes:
         what = "and its record, so that its message would run again" if record else "but its record"
         click.confirm(f"forget all of {short}, {what}?", abort=True, err=True)
+    click.echo(f"forgetting {found.hex()}; after an interruption, repeat this with all of these digits", err=True)
 
     async def forget_it() -> int:
         letters = await known.forget(found, by=by or user(), record=record)

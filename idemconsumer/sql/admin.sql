@@ -276,10 +276,10 @@ update {schema}.saga set cancel = %(undo)s where key = %(key)s
 delete from {schema}.dead_letter where key = %(key)s
 
 -- name: known_keys
--- Keys of which something is known, in a range of the indexes.
-select key from {schema}.record where key between %(low)s and %(high)s
-union select key from {schema}.attempt where key between %(low)s and %(high)s
-union select key from {schema}.dead_letter where key between %(low)s and %(high)s
+-- The first keys of which something is known, in a range of the indexes; of each no more are read.
+(select key from {schema}.record where key between %(low)s and %(high)s order by key limit %(limit)s)
+union (select key from {schema}.attempt where key between %(low)s and %(high)s order by key limit %(limit)s)
+union (select distinct key from {schema}.dead_letter where key between %(low)s and %(high)s order by key limit %(limit)s)
 order by key limit %(limit)s
 
 -- name: key_list

@@ -121,3 +121,14 @@ def test_keys_are_found_by_their_text_under_a_secret_that_is_rotated(dsn: str, m
         begin()
         assert "set IDEMCONSUMER_KEY_SECRETS to it" in run(dsn, "keys", "show", *by_text, code=2).stderr
         assert "key_secrets" not in run(dsn, "doctor").stdout  # who only watches needs none
+
+
+def test_what_was_interrupted_behind_the_record_is_repeated_with_the_whole_key(dsn: str) -> None:
+    """Its delivery log is searched last, and by then nothing else is known of the key."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("alter table idemconsumer.delivery_log rename to away")
+        interrupted = run(dsn, "keys", "forget", SHORT, "--record", "--yes", code=2).stderr
+        connection.execute("alter table idemconsumer.away rename to delivery_log")
+    assert f"forgetting {KEY.hex()}; after an interruption, repeat this" in interrupted
+    assert "nothing is known of" in run(dsn, "keys", "forget", SHORT, "--record", "--yes", code=2).stderr
+    assert run(dsn, "keys", "forget", KEY.hex(), "--record", "--yes").stdout.startswith(f"forgotten: {SHORT}")

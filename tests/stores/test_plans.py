@@ -396,6 +396,25 @@ def test_who_counts_letters_for_metrics_reads_none(database: str) -> None:
         assert "Index Only Scan using dead_letter_open" in plan, plan
 
 
+def test_who_gives_few_digits_of_a_key_reads_few_keys(any_database: str) -> None:
+    migrate(any_database, SCHEMA)
+    with psycopg.connect(any_database, autocommit=True) as connection:
+        connection.execute(
+            "insert into idemconsumer.attempt (key, scope_id, count, changed_at)"
+            " select sha256(n::text::bytea), 1, 1, now() from generate_series(1, 5000) n"
+        )
+        connection.execute("vacuum analyze idemconsumer.attempt")
+        given = {"low": bytes(32), "high": b"\xff" * 32, "limit": 5}
+        query = b"explain (analyze, format json) " + load(SCHEMA)["known_keys"]
+        (((plan,),),) = connection.execute(query, given).fetchall()
+
+    def read(node: Mapping[str, Any]) -> float:
+        its = node["Actual Rows"] * node["Actual Loops"] if "Relation Name" in node else 0
+        return float(its + sum(map(read, node.get("Plans", []))))
+
+    assert read(plan["Plan"]) == 5
+
+
 def ordered(query: bytes, values: Mapping[str, Any]) -> list[Any]:
     """The values in the order in which psycopg numbers the parameters: that of their first appearance."""
     return [values[name] for name in sorted(values, key=lambda name: query.index(b"%%(%s)s" % name.encode()))]
