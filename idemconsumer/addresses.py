@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import psycopg
 from psycopg import pq
@@ -16,14 +16,55 @@ from idemconsumer.errors import ConfigurationError
 
 _REFUSED: Final = ("invalid ", "could not match ", "weak sslmode")  # libpq gives nothing but its text
 _LISTENING: Final = re.compile(r"(?:(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):)?(?P<port>[0-9]{1,5})")
+_OF_RABBITMQ: Final[Mapping[str, tuple[str, Callable[[str], object]]]] = {  # parameters that its client obeys
+    "heartbeat": (
+        "a number of seconds below 65535",
+        lambda text: re.fullmatch("[0-9]{1,5}", text) and int(text) < 65_535,
+    ),
+    "auth": ("plain or external", lambda text: text.lower() in ("plain", "external")),
+    "no_verify_ssl": ("0 or 1", lambda text: text in ("0", "1")),
+    **dict.fromkeys(("cafile", "certfile", "keyfile"), ("a path", bool)),
+}
 _ENCODED: Final = "with @ : / ? # in a user or password percent-encoded, as %40 %3A %2F %3F %23"
 
 
 def rabbitmq_urls(text: str, label: str = "settings: `rabbitmq`") -> list[SplitResult]:
     """One URL for each host of `amqp://user:password@host:5672[,host:5672]/vhost`. Raises as `read_url` does."""
-    return _each_host(
+    urls = _each_host(
         text, label, ("amqp", "amqps"), "amqp://user:password@host:5672[,host:5672]/vhost, or amqps:// for TLS"
     )
+    _check_vhost(urls[0], label)
+    _check_parameters(urls[0], label)
+    return urls
+
+
+def rabbitmq_parameters(url: SplitResult) -> dict[str, str]:
+    """Those of one of `rabbitmq_urls`."""
+    return dict(parse_qsl(url.query))
+
+
+def _check_vhost(url: SplitResult, label: str) -> None:
+    path = url.path[1:]
+    try:
+        usable = len(unquote(path, errors="strict").encode()) <= 255
+    except UnicodeError:
+        usable = False
+    if not usable or re.search("%(?![0-9A-Fa-f]{2})", path) or url.fragment:
+        instead = "write a name of at most 255 bytes, with % / ? # percent-encoded, as %25 %2F %3F %23"
+        raise ConfigurationError(f"{label}: the vhost is not one; {instead}")
+
+
+def _check_parameters(url: SplitResult, label: str) -> None:
+    """The client takes a value that it cannot read for another one, and passes over what it does not know."""
+    given = parse_qsl(url.query, keep_blank_values=True)
+    names = [name for name, _ in given]
+    for name, value in given:
+        if name not in _OF_RABBITMQ:
+            known = ", ".join(_OF_RABBITMQ)
+            raise ConfigurationError(f"{label}: there is no parameter {name!r}; write one of {known}, or none")
+        what, fits = _OF_RABBITMQ[name]
+        if not fits(value) or names.count(name) > 1:
+            raise ConfigurationError(f"{label}: the parameter `{name}` cannot be used; write {what}, once")
 
 
 def _each_host(text: str, label: str, schemes: Collection[str], example: str) -> list[SplitResult]:

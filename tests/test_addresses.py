@@ -122,11 +122,36 @@ async def test_an_endpoint_that_the_client_of_sqs_refuses_is_no_outage(
         await broker.check_destination(queue)
 
 
+@pytest.mark.parametrize(
+    ("rest", "says"),
+    [
+        ("v?heartbeat=s3", "`heartbeat` cannot be used; write a number of seconds"),
+        ("v?heartbeat=65535", "`heartbeat` cannot be used"), ("v?heartbeat=", "`heartbeat` cannot be used"),
+        ("v?heartbeat=5&heartbeat=9", "`heartbeat` cannot be used; write .*, once"),
+        ("v?auth=s3", "`auth` cannot be used; write plain or external"), ("v?cafile=", "`cafile` cannot be used"),
+        ("v?no_verify_ssl=false", "`no_verify_ssl` cannot be used; write 0 or 1"),
+        ("v?verify=s3", "no parameter 'verify'"), ("v?connection_timeout=s3", "no parameter 'connection_timeout'"),
+        ("v%zz", "the vhost is not one"), ("v%f", "the vhost is not one"), ("v%FF", "the vhost is not one"),
+        ("v#w", "the vhost is not one"), ("%C3%A4" * 128, "the vhost is not one"),
+    ],
+)  # fmt: skip
+def test_a_url_of_rabbitmq_has_a_vhost_and_parameters_that_the_client_obeys(
+    tmp_path: Path, rest: str, says: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        load({f"{PREFIX}RABBITMQ": f"amqp://u:s3cret@g,h/{rest}"}, tmp_path)
+    assert str(caught.value).startswith(f"{PREFIX}RABBITMQ: ")
+    assert "; write " in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "s3" not in str(caught.value)
+
+
 def test_every_form_of_an_address_is_taken() -> None:
     assert kafka_hosts("a:1, b-c.d:2,[::1]:3,::1,10.0.0.1,e") == [
         "a", "b-c.d", "::1", "::1", "10.0.0.1", "e",
     ]  # fmt: skip
-    for url in ("amqp://h", "amqps://u:p%2F%40@[::1]:5/v%2Fw?heartbeat=5", "amqp://h/%2F"):
+    parameters = "heartbeat=5&auth=EXTERNAL&no_verify_ssl=1"
+    for url in ("amqp://h", f"amqps://u:p%2F%40@[::1]:5/v%2Fw?{parameters}", "amqp://h/%2F", f"amqp://h/{'v' * 255}"):
         assert rabbitmq_urls(url)[0].hostname in ("h", "::1")
 
 

@@ -782,6 +782,16 @@ async def test_tls_with_a_client_certificate(node: Node) -> None:
         await broker.close()
 
 
+@pytest.mark.parametrize("authority", ["cafile={authority}", "no_verify_ssl=1"])
+async def test_tls_with_what_its_address_names(node: Node, authority: str) -> None:
+    made = node.certificates
+    named = f"{authority.format(authority=made.authority)}&certfile={made.certificate}&keyfile={made.key}"
+    broker = RabbitmqBroker(Settings(rabbitmq=f"{node.tls_address}?{named}"))
+    async with consuming(broker, await node.queue()):
+        pass
+    await broker.close()
+
+
 async def test_tls_refuses_a_server_that_nobody_vouches_for(node: Node) -> None:
     with pytest.raises(BrokerUnavailable, match=r"certificate of .* is not accepted"):
         await RabbitmqBroker(Settings(rabbitmq=node.tls_address)).open([subscribed("any")], WIDE)
@@ -805,6 +815,10 @@ async def test_a_wrong_password_is_unavailable_and_the_password_is_not_said(node
     [
         (Settings(), "IDEMCONSUMER_RABBITMQ=amqp://"),
         (Settings(rabbitmq="amqps://h/", rabbitmq_ca_file="/no/such.pem"), "/no/such.pem"),
+        (Settings(rabbitmq="amqps://h/?cafile=/no/such.pem"), "/no/such.pem"),
+        (Settings(rabbitmq="amqps://h/?certfile=/no/such.pem"), "/no/such.pem"),
+        (Settings(rabbitmq="amqps://h/?keyfile=/no/such.pem"), "a key needs its certificate; .*/no/such.pem"),
+        (Settings(rabbitmq="amqps://h/", rabbitmq_key_file="/no/such.pem"), "a key needs its certificate"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(settings: Settings, text: str) -> None:

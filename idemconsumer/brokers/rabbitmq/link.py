@@ -8,16 +8,16 @@ import logging
 import random
 import shlex
 import ssl
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Protocol, TypeVar
-from urllib.parse import SplitResult, parse_qs, unquote
+from urllib.parse import SplitResult, unquote
 
 import aio_pika
 import aiormq
 from aio_pika.abc import AbstractConnection
 from aio_pika.exceptions import CONNECTION_EXCEPTIONS
 
-from idemconsumer.addresses import is_local, rabbitmq_urls
+from idemconsumer.addresses import is_local, rabbitmq_parameters, rabbitmq_urls
 from idemconsumer.brokers.rabbitmq.decoding import read_everything
 from idemconsumer.brokers.rabbitmq.tap import TappedConnection
 from idemconsumer.brokers.reaching import speaks_tls, unreached
@@ -71,10 +71,11 @@ class Link:
         self._hosts = [_Host(parts) for parts in hosts]
         self.where = ",".join(host.at for host in self._hosts)
         self.vhost = unquote(hosts[0].path[1:]) or "/"
-        self.tls = _tls(settings)
+        parameters = rabbitmq_parameters(hosts[0])
+        self.tls = _tls(settings, parameters)
         self.exposed = not all(host.encrypted or is_local(host.name) for host in self._hosts)
         self._guest = hosts[0].username == "guest"
-        self._heartbeat = None if "heartbeat" in parse_qs(hosts[0].query) else HEARTBEAT
+        self._heartbeat = None if "heartbeat" in parameters else HEARTBEAT
         for name in ("aio_pika", "aiormq"):
             # Both log every loss several times, as errors; the feed that reconnects logs once that a session ended.
             if (logger := logging.getLogger(name)).level == logging.NOTSET:
@@ -184,18 +185,26 @@ async def farewell(*resources: _Closable) -> None:
             await answered(resource.close(), FAREWELL)
 
 
-def _tls(settings: Settings) -> ssl.SSLContext | None:
-    """None leaves the choice to the address (plain, or TLS with the system's authorities)."""
-    ca, cert, key = settings.rabbitmq_ca_file, settings.rabbitmq_cert_file, settings.rabbitmq_key_file
-    if ca is None and cert is None:
+def _tls(settings: Settings, parameters: Mapping[str, str]) -> ssl.SSLContext | None:
+    """None leaves the choice to the address (plain, or TLS with the system's authorities). A file of the settings comes
+    before one that the address names."""
+    ca = settings.rabbitmq_ca_file or parameters.get("cafile")
+    cert = settings.rabbitmq_cert_file or parameters.get("certfile")
+    key = settings.rabbitmq_key_file or parameters.get("keyfile")
+    trusting = parameters.get("no_verify_ssl") == "1"
+    if not (ca or cert or key or trusting):
         return None
     try:
         context = ssl.create_default_context(cafile=ca)
         if cert is not None:
             context.load_cert_chain(cert, key)
+        elif key is not None:
+            raise ValueError("a key needs its certificate")
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"settings: TLS for RabbitMQ: {error}; rabbitmq_ca_file={ca}, rabbitmq_cert_file={cert} and "
-            f"rabbitmq_key_file={key} must name readable PEM files"
+            f"rabbitmq_key_file={key}, or cafile, certfile and keyfile in the address, must name readable PEM files"
         ) from error
+    if trusting:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
