@@ -43,8 +43,7 @@ def seen(policy: Policy | None) -> Iterator[None]:
 
 
 def guarded(endpoint: Callable[..., Any], given: Route) -> Callable[..., Any]:
-    """The endpoint, which raises ConfigurationError where it would run unprotected. Of the same kind, since frameworks
-    ask for that."""
+    """The endpoint, which raises ConfigurationError where it would run unprotected."""
 
     def check() -> None:
         _check(getattr(endpoint, "__qualname__", repr(endpoint)), given)
@@ -57,26 +56,14 @@ def guarded(endpoint: Callable[..., Any], given: Route) -> Callable[..., Any]:
 
 
 def _guard(endpoint: Callable[..., Any], check: Callable[[], None]) -> FunctionType:
-    """Uses no global names, see `guarded`."""
+    """Uses no global names, see `guarded`. A coroutine function stays one, since frameworks ask for that. A generator
+    may be begun when its request is over, so it is asked for as it is made."""
     made: Any
     if inspect.iscoroutinefunction(endpoint):
 
         async def made(*args: Any, **named: Any) -> Any:
             check()
             return await endpoint(*args, **named)
-
-    elif inspect.isasyncgenfunction(endpoint):
-
-        async def made(*args: Any, **named: Any) -> Any:
-            check()
-            async for each in endpoint(*args, **named):
-                yield each
-
-    elif inspect.isgeneratorfunction(endpoint):
-
-        def made(*args: Any, **named: Any) -> Any:
-            check()
-            return (yield from endpoint(*args, **named))
 
     else:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -128,6 +129,20 @@ def test_an_app_that_is_mounted_out_of_sight_is_refused(shop: Shop) -> None:
 def test_a_get_of_a_marked_view_passes(shop: Shop) -> None:
     shop.add("/orders")
     assert ask(IdempotencyMiddleware(shop.flask.wsgi_app, shop.door), None, method="GET").status[:3] == "201"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_view_that_is_a_generator_runs_when_its_response_is_sent(shop: Shop, *, stream: bool) -> None:
+    """Which is after the front door has let it go, if nothing is kept."""
+
+    def parts() -> Iterator[str]:
+        yield "a"
+        yield "b"
+
+    shop.flask.add_url_rule("/parts", view_func=shop.door.route(stream=stream)(parts), methods=["GET", "POST"])
+    app = IdempotencyMiddleware(shop.flask.wsgi_app, shop.door)
+    for key, method in ((None, "GET"), (None, "POST"), ("k", "POST")):
+        assert ask(app, key, method=method, PATH_INFO="/parts").body == b"ab"
 
 
 @pytest.mark.parametrize("path", ["/orders/7", "//orders/7", "/orders/7/"])
