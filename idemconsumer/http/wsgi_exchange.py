@@ -169,10 +169,13 @@ class Run:
     def live(self, start_response: StartResponse, answer: Answer) -> Iterable[bytes]:
         """Send what was held back, with the marks of the answer as more headers, then everything as it comes."""
         self._server = start_response
-        self._write = start_response(self.status, [*self.headers, *answer.marks])
-        if self._ended:
-            return [b"".join(self._held)]  # of one part a server knows the length
-        return _Live(self._held, self._rest, self.close, answer.open)
+        live = _Live(self._held, self._rest, self.close, answer.open)
+        try:
+            self._write = start_response(self.status, [*self.headers, *answer.marks])
+        except BaseException:
+            live.close()
+            raise
+        return [b"".join(self._held)] if self._ended else live  # of one part a server knows the length
 
     def close(self) -> None:
         """Once, as the server would."""
@@ -205,7 +208,7 @@ class Run:
 
 
 class _Live:
-    """What a server iterates over, and closes."""
+    """What a server iterates over, and closes; its key is given back even if nobody does."""
 
     def __init__(
         self, held: list[bytes], rest: Iterator[bytes], close: Callable[[], None], under_key: Open | None
@@ -219,14 +222,23 @@ class _Live:
         yield from self._held
         while (part := self._next()) is not None:
             yield part
+        self.close()
 
     def close(self) -> None:
         try:
             self._close()
         finally:
-            ended, self._under_key = self._under_key, None
-            if ended is not None:
-                asyncio.run_coroutine_threadsafe(ended.end(), ended.lost.get_loop()).result()
+            if (ending := self._end()) is not None:
+                ending.result()
+
+    def __del__(self) -> None:
+        """Nobody has closed it. In whatever thread, the loop's too: it waits for nothing."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._end()
+
+    def _end(self) -> Future[None] | None:
+        ended, self._under_key = self._under_key, None
+        return None if ended is None else asyncio.run_coroutine_threadsafe(ended.end(), ended.lost.get_loop())
 
     def _next(self) -> bytes | None:
         """Nothing more is asked of an application that has lost its key."""

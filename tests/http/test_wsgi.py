@@ -527,3 +527,40 @@ def test_a_stream_that_is_not_kept_holds_its_key_until_it_is_closed(make: Make, 
         assert list(sent) == [b"b", b"c"]
     parts.close()
     assert (body.closed, store.released, store.held) == (1, int(not lost), {})
+
+
+def never_sent(parts: Callable[[Any], Iterable[bytes]]) -> None:
+    def start(*given: object) -> Any:
+        raise ValueError("a header that the server does not take")
+
+    with pytest.raises(ValueError, match="does not take"):
+        parts(start)
+
+
+def never_begun(parts: Callable[[Any], Iterable[bytes]]) -> None:
+    parts(Answer().start)
+
+
+def left_early(parts: Callable[[Any], Iterable[bytes]]) -> None:
+    assert next(iter(parts(Answer().start))) == b"a"
+
+
+def sent_and_not_closed(parts: Callable[[Any], Iterable[bytes]]) -> None:
+    assert b"".join(parts(Answer().start)) == b"ab"
+
+
+@pytest.mark.parametrize("how", [never_sent, never_begun, left_early, sent_and_not_closed])
+def test_a_stream_that_nobody_closes_gives_its_key_back(make: Make, how: Callable[..., None]) -> None:
+    """H6: a server that fails, or middleware around the door that hands on the parts and forgets `close`."""
+    store = FakeRequests()
+
+    def app(environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        start_response("503 Later", [("Content-Type", "text/event-stream")])
+        return Body(b"a", b"b")
+
+    door = make(app, store=store)
+    environ: Environ = {"PATH_INFO": "/orders", "HTTP_X_TENANT": "acme", "HTTP_IDEMPOTENCY_KEY": "k"}
+    environ |= {"REQUEST_METHOD": "POST", "CONTENT_LENGTH": "2", "wsgi.input": BytesIO(b"{}")}
+    setup_testing_defaults(environ)
+    how(lambda start: door(environ, start))
+    eventually(lambda: (store.released, store.held) == (1, {}), "its key is held")
