@@ -20,6 +20,8 @@ from idemconsumer.ports.handler import NotDone, Unknown
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.requests import Held, RequestStore, Running
 from idemconsumer.ports.store import Claim
+from idemconsumer.redaction import error_text
+from idemconsumer.rules.http import kept_by_default
 from idemconsumer.rules.values import Record
 from idemconsumer.stores.unfinished import PASSING
 from idemconsumer.user_code.call import mark
@@ -94,7 +96,7 @@ class Leased:
         try:
             # What is unclaimed is stored nowhere, so nobody but its client can get the response.
             response = await self._ran(policy.name, run, None if held.unclaimed else policy.timeout, lost)
-            result = kept_result(response, policy) if response is not None and policy.kept(response) else None
+            result = kept_result(response, policy) if response is not None and _kept(response, policy) else None
         except asyncio.CancelledError:  # H13
             raise
         except BaseException as error:
@@ -201,3 +203,12 @@ class Leased:
             await self._store.release(held, ran=ran)
         except PASSING:  # its lease ends by itself
             log.warning("the key of a request could not be given back", key=held.claim.key)
+
+
+def _kept(response: Response, policy: Policy) -> bool:
+    """What has happened is not to happen again since a `store` could not judge it: then its status does."""
+    try:
+        return policy.kept(response)
+    except Exception as error:  # noqa: BLE001 - it is of the user
+        log.error("`store` of a route has failed; its status decides", route=policy.name, error=error_text(error))
+        return kept_by_default(response.status)

@@ -11,6 +11,7 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import MAX_RUN, parse_duration
 from idemconsumer.http.fingerprints import Take, compile_fingerprint
 from idemconsumer.http.messages import Response
+from idemconsumer.message.functions import is_async, takes
 from idemconsumer.ports.handler import Done, Duration, NotDone, Unknown
 from idemconsumer.ports.requests import LostRequest
 from idemconsumer.rules.http import keepable, kept_by_default
@@ -143,7 +144,9 @@ def compile_route(name: str, route: Route, *, by_path: bool = False, named: bool
         raise refuse(
             "`on_stale` and `reconcile` are for routes without `tx`, whose effects are elsewhere; leave them out"
         )
-    judge = route.store
+    given: object = route.store
+    if given is not None and (not callable(given) or is_async(given) or not takes(given, 1)):
+        raise refuse(f"`store` is {given!r}; write a plain function of a Response that says whether it is kept")
     return Policy(
         name=name,
         named=named,
@@ -151,7 +154,7 @@ def compile_route(name: str, route: Route, *, by_path: bool = False, named: bool
         tx=route.tx,
         required=route.required,
         take=compile_fingerprint(name, route.fingerprint),
-        kept=judge if judge is not None else _kept_by_default,
+        kept=_kept_by_default if route.store is None else route.store,
         keep_headers=keep,
         wait=seconds("wait", route.wait),
         timeout=_TX_SECONDS if timeout is None and route.tx else timeout,

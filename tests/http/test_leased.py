@@ -114,6 +114,16 @@ async def test_an_error_gives_the_key_back(make_door: MakeDoor, store: FakeReque
     assert endpoint.runs == 2
 
 
+async def test_a_store_that_fails_gives_back_no_key(make_door: MakeDoor, store: FakeRequests) -> None:
+    def fails(response: object) -> bool:
+        raise LookupError("no such header")
+
+    endpoint = Counting(201)
+    async with client(service(make_door(store=store, default=Route(store=fails)), endpoint.__call__)) as shop:
+        first, again = await shop.post(), await shop.post()
+    assert (first.status_code, again.status_code, replayed(again), endpoint.runs) == (201, 201, True, 1)
+
+
 async def test_without_a_key_or_a_need_for_one_it_passes_untouched(
     make_door: MakeDoor, store: FakeRequests, endpoint: Counting
 ) -> None:

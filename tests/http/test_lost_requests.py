@@ -244,6 +244,7 @@ async def test_those_of_another_app_are_not_listed(lose: Lose, redis_server: Red
     [
         ({"on_stale": "resume"}, 'write "run" or "review"'),
         ({"reconcile": lambda lost: None}, "write an async function"),
+        ({"store": asyncio.sleep}, "write a plain function of a Response"),
         ({"tx": True, "on_stale": "review"}, "leave them out"),
     ],
 )
