@@ -341,12 +341,14 @@ class Feed:
 
     async def close(self) -> None:
         """For good. It may have a session, be about to open or to close one, or wait until it tries again."""
-        if self._late is not None:
-            await end(self._late)
-        if self._session is not None:
-            await self._close_session()
-        elif self.task is not None:
-            self.task.cancel()
+        try:
+            if self._late is not None:
+                await end(self._late)
+        finally:
+            if self._session is not None:
+                await self._close_session()
+            elif self.task is not None:
+                self.task.cancel()
 
 
 async def _not_opened(opening: asyncio.Task[Session]) -> None:

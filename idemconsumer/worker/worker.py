@@ -320,14 +320,15 @@ class Worker:
             raise _first(errors) from None
         finally:
             PULSE.end()
-            await end(*upkeep, *sending)
-            for feed in feeds:  # for an abort: a member that does not leave would hold up its whole group
-                await feed.close()
-            for broker in self._brokers.values():
-                await broker.close()
-            engine.endings.telling.close()
-            await engine.deliveries.close()
-            log.info("worker stopped", **self.counts)
+            async with AsyncExitStack() as closing:  # the last one first, and all of them whatever one of them raises
+                closing.callback(lambda: log.info("worker stopped", **self.counts))
+                closing.push_async_callback(engine.deliveries.close)
+                closing.callback(engine.endings.telling.close)
+                for broker in self._brokers.values():
+                    closing.push_async_callback(broker.close)
+                for feed in feeds:  # for an abort: a member that does not leave would hold up its whole group
+                    closing.push_async_callback(feed.close)
+                await end(*upkeep, *sending)
 
     def _forwarders(self, store: PostgresStore) -> list[Forwarder]:
         by_destination: defaultdict[str, list[BoundHandler]] = defaultdict(list)

@@ -217,3 +217,61 @@ async def test_a_drain_that_is_aborted_while_it_closes_a_session_closes_it_to_it
         broker.lost.set()
         await asyncio.wait([task])
     assert broker.closed.is_set()
+
+
+class Broken(Lasting):
+    """The first session that is closed raises, and so does the broker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetching: set[str] = set()
+        self.closed: list[str] = []
+
+    async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> MemorySession:
+        (subscription,) = subscriptions
+        return BrokenSession(self, subscription.name, self._queue(subscription.name), bounds)
+
+    async def close(self) -> None:
+        self.closed.append("broker")
+        raise RuntimeError("its broker does not close")
+
+
+class BrokenSession(MemorySession):
+    def __init__(self, broker: Broken, name: str, *args: object) -> None:
+        super().__init__(name, *args)  # type: ignore[arg-type]
+        self._broken, self._of = broker, name
+
+    async def fetch(self) -> Sequence[Delivery]:
+        self._broken.fetching.add(self._of)
+        return await super().fetch()
+
+    async def close(self) -> None:
+        await super().close()
+        self._broken.closed.append(self._of)
+        if len(self._broken.closed) == 1:
+            raise RuntimeError("its session does not close")
+
+
+@pytest.mark.parametrize("leave", ["drain", "abort"])
+async def test_what_does_not_close_leaves_nothing_else_open(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, leave: str
+) -> None:
+    made = App("closing")
+    for name in "abc":
+
+        @made.idempotent_handler(f"memory:{name}", name=name, key="id")
+        async def handle(item: Item, tx: Tx) -> None:
+            await note(tx, item)
+
+    broken = Broken()
+    connected(Bench(bench.dsn, broken), monkeypatch, memory=broken)
+    worker = made.worker(bench.settings())
+    task = asyncio.create_task(worker.run())
+    async with asyncio.timeout(PATIENCE):
+        while broken.fetching != set("abc"):
+            await asyncio.sleep(0.01)
+        worker.drain() if leave == "drain" else worker.abort()
+        await asyncio.wait([task])
+    assert sorted(broken.closed) == ["a", "b", "broker", "c"]
+    with pytest.raises(RuntimeError, match="does not close"):
+        task.result()
