@@ -6,6 +6,7 @@ from typing import Any
 
 from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.queries import load
+from idemconsumer.stores.claims import PostgresClaims
 
 
 class Trace:
@@ -25,6 +26,12 @@ class Trace:
         given = self._given | {"id": self._id, "target": target}
         (row,) = await (await connection.execute(self._queries[name], given)).fetchall()
         self._id = row["id"]
+
+
+async def note_saga(claims: PostgresClaims, key: bytes, by: str, what: str, detail: str | None) -> None:
+    """In the transaction that decides."""
+    target = f"saga {key.hex()[:12]}{'' if detail is None else f', {detail}'}"
+    await claims.send("note_decision", {"by": by, "what": what, "target": target})
 
 
 def counted(count: int, things: str, **chosen: str | None) -> str:

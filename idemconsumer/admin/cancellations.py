@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from idemconsumer.admin.audit import note_saga
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
@@ -27,8 +28,8 @@ class Cancellation(msgspec.Struct, frozen=True, kw_only=True):
     undo: bool = False
 
 
-async def request_cancel(claims: PostgresClaims, key: bytes, *, undo: bool) -> Cancellation:
-    """In a transaction that has begun, and that the caller completes.
+async def request_cancel(claims: PostgresClaims, key: bytes, *, undo: bool, by: str | None) -> Cancellation:
+    """In a transaction that has begun, and that the caller completes. `by`: the person who decides, if one does.
 
     The saga's row is locked first, as by a completion, so that one of the two comes first. Raises ConfigurationError
     while a worker of an earlier version lives.
@@ -48,8 +49,11 @@ async def request_cancel(claims: PostgresClaims, key: bytes, *, undo: bool) -> C
             f"saga {key.hex()[:12]} is not cancelled: worker {earlier} is of an earlier version that knows no "
             "cancellation; repeat this once the deployment is over, or stop that worker"
         )
+    undone = undo if requested is None else requested
+    detail = "to be undone" if undone else "as it is"
+    if by is not None and (requested is None or not held):
+        await note_saga(claims, key, by, "cancel", detail)
     if requested is None:
-        detail = "to be undone" if undo else "as it is"
         await claims.send("note", {"key": key, "what": "to be cancelled", "detail": detail})
         await claims.send("request_cancel", {"key": key, "undo": undo})
     if not held:  # also one that was put aside since: any worker that can is to go on with it
@@ -57,7 +61,7 @@ async def request_cancel(claims: PostgresClaims, key: bytes, *, undo: bool) -> C
         params = {"key": key, "state": int(State.PROCESSING), "version": None, "rejection": None}
         await claims.send("resume_saga", params)
         await claims.send("set_record", {"key": key, "state": int(State.PROCESSING)})
-    return Cancellation(accepted=True, state=state, undo=undo if requested is None else requested)
+    return Cancellation(accepted=True, state=state, undo=undone)
 
 
 async def _ended(claims: PostgresClaims, key: bytes) -> Cancellation:

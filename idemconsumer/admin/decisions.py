@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from idemconsumer.admin.audit import note_saga
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import codecs
 from idemconsumer.ports.handler import Done, NotDone
@@ -19,11 +20,11 @@ _STATEMENTS: Final = {
 
 
 async def decide(
-    claims: PostgresClaims, key: bytes, step: str, answer: Done[Any] | NotDone, attempt: int | None = None
+    claims: PostgresClaims, key: bytes, step: str, answer: Done[Any] | NotDone, attempt: int | None, by: str | None
 ) -> None:
     """In a transaction that holds the saga's row, and that the caller completes. `answer` is about the undo, if that is
     what was begun. Raises ConfigurationError when that step has no call of unknown outcome, or another `attempt` of it
-    is open, and TypeError when the result is not JSON."""
+    is open, and TypeError when the result is not JSON. `by`: the person who decides, if one does."""
     rows = await claims.send("open_calls", {"key": key})
     open_calls = {name: (StepState(state), begun) for name, state, begun in rows}
     state, begun = open_calls.get(step, (None, 0))
@@ -44,4 +45,6 @@ async def decide(
     statement, word = _STATEMENTS[state, done is not None]
     body, content_type = (None, None) if output is None else (output.body, output.content_type)
     await claims.send("note", {"key": key, "what": "decided", "detail": f"step {step}: {word}"})
+    if by is not None:
+        await note_saga(claims, key, by, "decide", f"step {step}: {word}")
     await claims.send(statement, {"key": key, "name": step, "output": body, "content_type": content_type})

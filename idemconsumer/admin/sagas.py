@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 import psycopg
 
+from idemconsumer.admin.audit import Trace, note_saga
 from idemconsumer.admin.cancellations import Cancellation, request_cancel
 from idemconsumer.admin.dead_letters import connected, readers, unknown_handler
 from idemconsumer.admin.deciding import Deciding
@@ -141,22 +142,26 @@ class SagaAdmin:
         return await (await connection.execute(self._queries[name], params)).fetchall()
 
     # ------------------------------------------------------------------------------------------------------ decisions
-    async def resume(self, key: bytes, *, accept_version: bool = False) -> None:
+    async def resume(self, key: bytes, *, by: str, accept_version: bool = False) -> None:
         """Make it due now, with all its attempts again: any worker continues it, or its undo.
 
         `accept_version`: with the steps and the version that its handler has now. Refused while a worker runs it.
         """
         async with self._deciding(key) as (claims, state, _):
-            await _note(claims, key, "resumed", "with the present handler" if accept_version else None)
+            detail = "with the present handler" if accept_version else None
+            await _note(claims, key, "resumed", detail)
+            await note_saga(claims, key, by, "resume", detail)
             await _set_free(claims, key, state, version=ANY_VERSION if accept_version else None)
             await claims.complete([], [])
 
-    async def abandon(self, key: bytes, *, undo: bool) -> None:
+    async def abandon(self, key: bytes, *, undo: bool, by: str) -> None:
         """The saga ends FAILED, with the rejection `abandoned`: at once, or after a worker has undone its finished
         steps. A call with an unknown outcome is not undone. Refused while a worker runs it."""
         abandoned = codecs.encode_rejection(ABANDONED, None)
         async with self._deciding(key) as (claims, _, rejection):
-            await _note(claims, key, "abandoned", "to be undone" if undo else "as it is")
+            detail = "to be undone" if undo else "as it is"
+            await _note(claims, key, "abandoned", detail)
+            await note_saga(claims, key, by, "abandon", detail)
             results = []
             if undo:  # the undos come from a replay of the handler as it is now; without them it is parked again
                 await _set_free(claims, key, State.UNDOING, version=ANY_VERSION, rejection=abandoned.body)
@@ -166,25 +171,30 @@ class SagaAdmin:
                 results = [(key, StoredResult(rejection or abandoned.body, abandoned.content_type))]
             await claims.complete(results, [])
 
-    async def decide(self, key: bytes, step: str, answer: Done[Any] | NotDone, *, attempt: int | None = None) -> None:
+    async def decide(
+        self, key: bytes, step: str, answer: Done[Any] | NotDone, *, by: str | None, attempt: int | None = None
+    ) -> None:
         """Say how a call of unknown outcome ended, or its undo if that was begun; the saga is due now, with all its
-        attempts again (L52). Refused while a worker runs it, and when another `attempt` of the step is open."""
+        attempts again (L52). Refused while a worker runs it, and when another `attempt` of the step is open. `by` is
+        None where code decides: the audit is about people."""
         async with self._deciding(key) as (claims, state, _):
-            await decide(claims, key, step, answer, attempt)
+            await decide(claims, key, step, answer, attempt, by)
             await _set_free(claims, key, state, version=None)
             await claims.complete([], [])
 
-    async def signal(self, key: bytes, name: str, payload: object) -> Signalled:
+    async def signal(self, key: bytes, name: str, payload: object, *, by: str) -> Signalled:
         """Send a signal to the saga under this stored key."""
-        async with connected(self._dsn, self._schema) as connection:
+        async with connected(self._dsn, self._schema) as connection, connection.transaction():
             records = await self._rows(connection, "saga_record", {"key": key})
             if not records:
                 raise ConfigurationError(f"there is no record {key.hex()[:12]}")
             signal = Signal(key, records[0]["scope"], name, codecs.encode(payload, "payload", "give"))
             ((answer,),) = [row.values() for row in await self._rows(connection, "send_signal", signal.params)]
+            if answer != Signalled.ENDED:
+                await Trace(self._schema, by, "signal").write(connection, f"saga {key.hex()[:12]}, {name}")
         return Signalled(answer)
 
-    async def move(self, source: tuple[str, str], to: tuple[str, str]) -> tuple[int, int]:
+    async def move(self, source: tuple[str, str], to: tuple[str, str], *, by: str) -> tuple[int, int]:
         """Give the sagas of one handler to another one; both are app and handler. Returns how many were moved, and how
         many were not, since live workers hold them (L31).
 
@@ -201,6 +211,8 @@ class SagaAdmin:
             }
         async with connected(self._dsn, self._schema) as connection, connection.transaction():
             (row,) = await self._rows(connection, "move_sagas", params)
+            if row["moved"]:
+                await Trace(self._schema, by, "move").write(connection, f"{row['moved']} sagas, {params['detail']}")
         return row["moved"], row["held"]
 
     async def handlers(self) -> list[str]:
@@ -209,12 +221,13 @@ class SagaAdmin:
             rows = await self._rows(connection, "moveable_sagas", {})
         return [f"{unquote(row['app'])}/{row['handler']}" for row in rows]
 
-    async def cancel(self, key: bytes, *, undo: bool) -> Cancellation:
-        """Cancel it, wherever it is (L50). Waits for a step that is a transaction to end, for a minute at most."""
+    async def cancel(self, key: bytes, *, undo: bool, by: str | None) -> Cancellation:
+        """Cancel it, wherever it is (L50). Waits for a step that is a transaction to end, for a minute at most. `by` is
+        None where code decides."""
         for attempt in range(_CANCEL_TRIES):
             try:
                 async with self._deciding_in.transaction() as claims:
-                    answer = await request_cancel(claims, key, undo=undo)
+                    answer = await request_cancel(claims, key, undo=undo, by=by)
                     await claims.complete([], [])
                     return answer
             except StoreUnavailable as error:

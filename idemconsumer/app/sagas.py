@@ -144,7 +144,7 @@ class SagaCalls(ABC):
         it is not a saga of this app, or a worker of an earlier version runs it.
         """
         admin, digest = await self._saga_of(handler, tenant, key, "only a saga can be cancelled")
-        return await admin.cancel(digest, undo=undo)
+        return await admin.cancel(digest, undo=undo, by=None)
 
     async def decide(
         self,
@@ -167,7 +167,7 @@ class SagaCalls(ABC):
         or a worker runs the saga.
         """
         admin, digest = await self._saga_of(handler, tenant, key, "only a saga has steps")
-        await admin.decide(digest, step, answer, attempt=attempt)
+        await admin.decide(digest, step, answer, by=None, attempt=attempt)
 
     async def _saga_of(
         self, handler: Handler[..., Any], tenant: str | None, key: str, why: str
@@ -214,4 +214,4 @@ class AppStarter:
         await self.app.start(handler, payload, key=key, tenant=tenant, tx=tx)
 
     async def cancel(self, key: bytes, *, undo: bool) -> Cancellation:
-        return await self.app._admin().cancel(key, undo=undo)
+        return await self.app._admin().cancel(key, undo=undo, by=None)

@@ -145,8 +145,8 @@ def audit(limit: int, as_json: bool, **flags: Any) -> None:
     """List who decided what, and why; the newest first.
 
     Handlers paused and resumed, workers drained and reloaded, dead letters redriven and discarded, outgoing messages
-    tried again and discarded, keys forgotten and released, lost requests settled and released, places in Kafka skipped.
-    What becomes of a saga is in `sagas show`.
+    tried again and discarded, keys forgotten and released, lost requests settled and released, places in Kafka skipped,
+    sagas resumed, abandoned, decided about, cancelled, signalled and moved. What code did to a saga is in `sagas show`.
 
     BY is what people said themselves, ROLE the database's user.
     """

@@ -16,8 +16,9 @@ from idemconsumer.admin.histories import histories
 from idemconsumer.admin.saga_views import SagaDetail, SagaLine, StepLine
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.admin.timeline import Event
+from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
-from idemconsumer.cli.options import ID, as_json, database, need_dsn, print_json, printable
+from idemconsumer.cli.options import ID, as_json, database, deciding, need_dsn, print_json, printable
 from idemconsumer.cli.unknown import say_unknown
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.ports.handler import Done, NotDone
@@ -170,16 +171,23 @@ def saga_export(
 
 @sagas.command("resume")
 @click.option("--accept-version", is_flag=True, help="Resume even if the handler's version or steps have changed.")
+@deciding
 @_which
 def saga_resume(
-    prefix: str | None, handler: str | None, key: str | None, accept_version: bool, as_json: bool, **flags: Any
+    prefix: str | None,
+    handler: str | None,
+    key: str | None,
+    accept_version: bool,
+    by: str | None,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Resume a waiting saga now, on any worker, with its full number of attempts."""
     admin = _admin(flags)
 
     async def resume() -> SagaDetail:
         found = await _find(admin, prefix, handler, key)
-        await admin.resume(found, accept_version=accept_version)
+        await admin.resume(found, by=by or user(), accept_version=accept_version)
         return await admin.saga(found)
 
     _say(asyncio.run(resume()), "resumed", as_json=as_json)
@@ -187,9 +195,16 @@ def saga_resume(
 
 @sagas.command("abandon")
 @click.option("--undo/--no-undo", default=None, help="Undo its finished steps first, or leave them.  [default: ask]")
+@deciding
 @_which
 def saga_abandon(
-    prefix: str | None, handler: str | None, key: str | None, undo: bool | None, as_json: bool, **flags: Any
+    prefix: str | None,
+    handler: str | None,
+    key: str | None,
+    undo: bool | None,
+    by: str | None,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """End a waiting saga: it becomes failed, with the rejection `abandoned`."""
     admin = _admin(flags)
@@ -206,7 +221,7 @@ def saga_abandon(
         undo = click.confirm(f"undo its finished steps ({', '.join(done) or 'none has an undo'})?", err=True)
 
     async def abandon() -> SagaDetail:
-        await admin.abandon(found, undo=undo)
+        await admin.abandon(found, undo=undo, by=by or user())
         return await admin.saga(found)
 
     _say(asyncio.run(abandon()), "abandoned, to be undone by a worker" if undo else "abandoned", as_json=as_json)
@@ -218,10 +233,18 @@ def saga_abandon(
 @click.option("--done", metavar="JSON", help="It was done, with this output: what its function returns, or null.")
 @click.option("--not-done", is_flag=True, help="It was not done, and is called again.")
 @click.option("--attempt", type=ID, help="Refuse the answer if another attempt of the step is open by now.")
+@deciding
 @database
 @as_json
 def saga_decide(
-    prefix: str, step: str, done: str | None, not_done: bool, attempt: int | None, as_json: bool, **flags: Any
+    prefix: str,
+    step: str,
+    done: str | None,
+    not_done: bool,
+    attempt: int | None,
+    by: str | None,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Say how a call ended, or the undo of one, whose outcome nobody knew. Then the saga goes on.
 
@@ -234,7 +257,7 @@ def saga_decide(
 
     async def decide() -> SagaDetail:
         found = await admin.find(prefix=prefix)
-        await admin.decide(found, step, answer, attempt=attempt)
+        await admin.decide(found, step, answer, by=by or user(), attempt=attempt)
         return await admin.saga(found)
 
     _say(asyncio.run(decide()), "decided", as_json=as_json)
@@ -242,9 +265,16 @@ def saga_decide(
 
 @sagas.command("cancel")
 @click.option("--undo", is_flag=True, help="Undo its finished steps.  [default: their effects stand]")
+@deciding
 @_which
 def saga_cancel(
-    prefix: str | None, handler: str | None, key: str | None, undo: bool, as_json: bool, **flags: Any
+    prefix: str | None,
+    handler: str | None,
+    key: str | None,
+    undo: bool,
+    by: str | None,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Cancel a saga that has not ended, also one that a worker runs: it becomes failed, with the rejection `cancelled`.
 
@@ -254,7 +284,7 @@ def saga_cancel(
 
     async def cancel() -> tuple[bytes, Cancellation]:
         found = await _find(admin, prefix, handler, key)
-        return found, await admin.cancel(found, undo=undo)
+        return found, await admin.cancel(found, undo=undo, by=by or user())
 
     found, answer = asyncio.run(cancel())
     state = "unknown" if answer.state is None else answer.state.name.lower()
@@ -272,6 +302,7 @@ def saga_cancel(
 @sagas.command("signal")
 @click.option("--name", required=True, help="The signal's name, as in saga.wait(NAME).")
 @click.option("--payload", metavar="JSON", help="Its payload.  [default: none]")
+@deciding
 @_which
 def saga_signal(
     name: str,
@@ -279,6 +310,7 @@ def saga_signal(
     prefix: str | None,
     handler: str | None,
     key: str | None,
+    by: str | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -291,7 +323,7 @@ def saga_signal(
 
     async def send() -> tuple[bytes, Signalled]:
         found = await _find(admin, prefix, handler, key)
-        return found, await admin.signal(found, name, given)
+        return found, await admin.signal(found, name, given, by=by or user())
 
     found, answer = asyncio.run(send())
     if as_json:
@@ -306,16 +338,17 @@ def saga_signal(
 @sagas.command("move")
 @click.argument("source", metavar="APP/HANDLER")
 @click.argument("to", metavar="APP/HANDLER")
+@deciding
 @database
 @as_json
-def saga_move(source: str, to: str, as_json: bool, **flags: Any) -> None:
+def saga_move(source: str, to: str, by: str | None, as_json: bool, **flags: Any) -> None:
     """Give the sagas of a handler that was renamed, or of an app, to another handler.
 
     They keep their keys, their steps and their version. Those that a live worker holds are left as they are. If there
     is none, it says of which handlers there are some.
     """
     admin = _admin(flags)
-    moved, held = asyncio.run(admin.move(_app_and_handler(source), _app_and_handler(to)))
+    moved, held = asyncio.run(admin.move(_app_and_handler(source), _app_and_handler(to), by=by or user()))
     if as_json:
         print_json({"moved": moved, "held": held})
     else:

@@ -394,7 +394,7 @@ def test_without_tables_the_error_says_how_to_make_them(database: str) -> None:
     assert result.exit_code == Exit.USAGE
     assert "run `idemconsumer migrate up` first" in result.stderr
     with pytest.raises(ConfigurationError, match="run `idemconsumer migrate up` first"):
-        asyncio.run(SagaAdmin(database, "idemconsumer").resume(key_of("a")))
+        asyncio.run(SagaAdmin(database, "idemconsumer").resume(key_of("a"), by="ann"))
 
 
 @pytest.mark.parametrize("undo", [True, False])

@@ -357,7 +357,7 @@ async def test_a_cancelled_saga_learns_first_how_the_calls_of_its_branches_ended
 
     assert (await one.deliver(saga(book))).kind is OutcomeKind.RETRYING
     ((key,),) = bench.run("select key from idemconsumer.saga")
-    await SagaAdmin(bench.dsn, SCHEMA).cancel(key, undo=True)
+    await SagaAdmin(bench.dsn, SCHEMA).cancel(key, undo=True, by="ann")
     assert (await two.resume(saga(book, timeout="20s"))).kind is OutcomeKind.FAILED
     assert remote.effects == ["0", "1", "refund:1:charged:1", "refund:0:charged:0"]
 

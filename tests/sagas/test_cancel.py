@@ -36,7 +36,7 @@ CANCELLED = '{"code":"cancelled","body":null}'
 
 async def cancel(bench: Bench, *, undo: bool = True) -> Cancellation:
     ((key,),) = bench.run("select key from idemconsumer.record")
-    return await SagaAdmin(bench.dsn, SCHEMA).cancel(key, undo=undo)
+    return await SagaAdmin(bench.dsn, SCHEMA).cancel(key, undo=undo, by="ann")
 
 
 def result(bench: Bench) -> str:
@@ -288,7 +288,9 @@ async def test_what_ended_undone_or_never_began_is_not_cancelled(bench: Bench, o
     async def broken(tx: Any, output: str, name: str) -> None:
         raise ValueError("not now")
 
-    assert await SagaAdmin(bench.dsn, SCHEMA).cancel(b"?" * 32, undo=True) == Cancellation(accepted=False, state=None)
+    assert await SagaAdmin(bench.dsn, SCHEMA).cancel(b"?" * 32, undo=True, by="ann") == Cancellation(
+        accepted=False, state=None
+    )
     await one.deliver(saga(book, max_attempts=2, backoff="1ms, 1ms"))
     assert await cancel(bench) == Cancellation(accepted=False, state=State.UNDOING, undo=True)
     await one.resume(saga(book, max_attempts=2))

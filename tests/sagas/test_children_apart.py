@@ -42,7 +42,7 @@ async def test_a_parent_that_was_put_aside_when_its_child_ended_goes_on_with_tha
     assert (await family.deliver()).kind is OutcomeKind.APPLIED
     family.book = book
     assert (await family.station.leases.look("shop", ["book"])).due == {}
-    await SagaAdmin(bench.dsn, SCHEMA).resume(keys.digest("shop", None, "book", "k"))
+    await SagaAdmin(bench.dsn, SCHEMA).resume(keys.digest("shop", None, "book", "k"), by="ann")
     assert (await family.resume()).result == b'"with Ann"'
 
 
@@ -51,7 +51,7 @@ async def test_a_child_ends_whatever_became_of_its_abandoned_parent(family: Fami
     await family.begin(book := simple(family))
     await expire(bench, family)
     family.book = book
-    await SagaAdmin(bench.dsn, SCHEMA).abandon(keys.digest("shop", None, "book", "k"), undo=undo)
+    await SagaAdmin(bench.dsn, SCHEMA).abandon(keys.digest("shop", None, "book", "k"), undo=undo, by="ann")
     assert (await family.deliver()).kind is OutcomeKind.APPLIED
     if undo:
         assert (await family.resume()).kind is OutcomeKind.FAILED
@@ -70,7 +70,7 @@ async def test_a_parent_and_its_child_find_each_other_after_a_move(family: Famil
     handler = other.app.idempotent_handler("memory:moved", key="id", name="moved", backoff="1ms, 1ms")(
         simple(family, "r") if moved == "book" else nap
     )
-    assert await SagaAdmin(bench.dsn, SCHEMA).move(("shop", moved), ("fleet", "moved")) == (1, 0)
+    assert await SagaAdmin(bench.dsn, SCHEMA).move(("shop", moved), ("fleet", "moved"), by="ann") == (1, 0)
     other.bound = {handler.name: other.app.bound_handlers(Settings(dsn=bench.dsn))[0]}
     bench.script(
         "begin; update idemconsumer.saga set due = clock_timestamp() where signals is null;"
@@ -97,7 +97,7 @@ async def test_a_child_that_was_moved_is_cancelled_with_its_parent(family: Famil
 
     await family.begin(undone(family, undo=compensate, key="r"))
     await family.deliver()
-    await SagaAdmin(bench.dsn, SCHEMA).move(("shop", "ride"), ("shop", "moved"))
+    await SagaAdmin(bench.dsn, SCHEMA).move(("shop", "ride"), ("shop", "moved"), by="ann")
     family.handler = moved
     family.bound = {each.name: each for each in family.app.bound_handlers(Settings(dsn=bench.dsn))}
     assert (await undo_of(family, bench)).kind is OutcomeKind.BUSY

@@ -16,7 +16,7 @@ from tests.support.sagas import SCHEMA, Bench, Remote, Station, put, saga
 
 async def decide(bench: Bench, step: str, answer: Done[Any] | NotDone) -> None:
     ((key,),) = bench.run("select key from idemconsumer.record")
-    await SagaAdmin(bench.dsn, SCHEMA).decide(key, step, answer)
+    await SagaAdmin(bench.dsn, SCHEMA).decide(key, step, answer, by="ann")
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ async def test_nothing_else_is_decided(bench: Bench, one: Station, two: Station,
         with pytest.raises(ConfigurationError, match=f"step '{name}' is no call of unknown outcome; such are: 'b'"):
             await decide(bench, name, Done(None))
     assert bench.letters == ["unknown_effect"]
-    await SagaAdmin(bench.dsn, SCHEMA).resume(bench.run("select key from idemconsumer.saga")[0][0])
+    await SagaAdmin(bench.dsn, SCHEMA).resume(bench.run("select key from idemconsumer.saga")[0][0], by="ann")
     assert await two.take(booking) is not None
     with pytest.raises(ConfigurationError, match="is being run by test; wait for it to end"):
         await decide(bench, "b", NotDone())
@@ -178,9 +178,9 @@ async def test_an_answer_about_another_attempt_is_refused(
     admin = SagaAdmin(bench.dsn, SCHEMA)
     assert [step.attempts for step in (await admin.saga(key)).steps] == [2]
     with pytest.raises(ConfigurationError, match="of step 'b' attempt 2 is open, and not 1: the answer is out of date"):
-        await admin.decide(key, "b", answer, attempt=1)
+        await admin.decide(key, "b", answer, attempt=1, by="ann")
     assert bench.letters == ["unknown_effect"]
-    await admin.decide(key, "b", answer, attempt=2)
+    await admin.decide(key, "b", answer, attempt=2, by="ann")
     assert (await two.resume(handler)).kind is OutcomeKind.APPLIED
 
 

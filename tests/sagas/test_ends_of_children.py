@@ -82,7 +82,7 @@ async def test_a_parent_waits_while_its_child_waits_for_a_person(family: Family,
     detail = await admin.look_up(bytes.fromhex(parent.key))
     assert detail is not None
     assert any(event.what == f"step ride_done waits for child {child.hex()[:12]}" for event in detail.timeline)
-    await admin.abandon(child, undo=False)
+    await admin.abandon(child, undo=False, by="ann")
     assert b'"code":"abandoned"' in ((await family.resume()).result or b"")
 
 

@@ -213,8 +213,8 @@ async def test_what_a_person_decides_is_told(bench: Bench, one: Station, two: St
     assert outcome.reason == "attempts_exhausted"
     ((key,),) = bench.run("select key from idemconsumer.record")
     admin = SagaAdmin(bench.dsn, SCHEMA)
-    await admin.resume(key, accept_version=True)
-    await admin.abandon(key, undo=True)
+    await admin.resume(key, accept_version=True, by="ann")
+    await admin.abandon(key, undo=True, by="ann")
     assert [(what, detail) for what, *_, detail in history(bench)][-2:] == [
         ("resumed", "with the present handler"),
         ("abandoned", "to be undone"),

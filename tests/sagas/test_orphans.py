@@ -91,7 +91,7 @@ async def test_a_moved_saga_goes_on_with_its_keys(
     renamed = idempotent_handler("memory:orders", key="id", name="journey")(book).plan.bind(app)
     await one.deliver(saga(book))
     assert await two.take(renamed) is None
-    assert await SagaAdmin(bench.dsn, SCHEMA).move(("shop", "book"), (app, "journey")) == (1, 0)
+    assert await SagaAdmin(bench.dsn, SCHEMA).move(("shop", "book"), (app, "journey"), by="ann") == (1, 0)
     assert await one.take(saga(book)) is None
     outcome = await two.resume(renamed)
     assert (outcome.kind, outcome.result, bench.effects) == (OutcomeKind.APPLIED, b'"charged:b"', ["a"])
@@ -107,12 +107,12 @@ async def test_a_moved_saga_is_told_under_the_name_that_it_began_under(
         return [await saga.wait("first"), await saga.wait("second")]
 
     await one.deliver(saga(book))
-    await SagaAdmin(bench.dsn, SCHEMA).move(("shop", "book"), ("shop", "journey"))
+    await SagaAdmin(bench.dsn, SCHEMA).move(("shop", "book"), ("shop", "journey"), by="ann")
     query = "select idemconsumer.signal('shop', %s, 'k', 'first', '\"a\"')"
     assert bench.run(query, ("journey",)) == [("early",)]
     assert bench.run(query, ("book",)) == [("stored",)]
     key = keys.digest("shop", None, "book", "k")
-    assert await SagaAdmin(bench.dsn, SCHEMA).signal(key, "second", "b") is Signalled.STORED
+    assert await SagaAdmin(bench.dsn, SCHEMA).signal(key, "second", "b", by="ann") is Signalled.STORED
     renamed = idempotent_handler("memory:orders", key="id", name="journey")(book).plan.bind("shop")
     assert (await two.resume(renamed)).result == b'["a","b"]'
 
@@ -124,7 +124,7 @@ async def test_a_saga_that_was_begun_from_code_is_still_that_when_it_was_moved(
     renamed = idempotent_handler("memory:orders", key="id", name="journey")(put_a).plan.bind("shop")
     await one.deliver(saga(failing))
     bench.run("update idemconsumer.saga set source = 'postgres:~shop/book', message_id = 'k', body = '{}'")
-    await SagaAdmin(bench.dsn, SCHEMA).move(("shop", "book"), ("shop", "journey"))
+    await SagaAdmin(bench.dsn, SCHEMA).move(("shop", "book"), ("shop", "journey"), by="ann")
     assert (await two.resume(renamed)).kind is OutcomeKind.APPLIED
 
 
@@ -136,9 +136,9 @@ async def test_a_saga_that_a_live_worker_holds_is_not_moved(bench: Bench, one: S
     await one.deliver(saga(failing))
     assert await one.take(saga(failing)) is not None
     admin = SagaAdmin(bench.dsn, SCHEMA)
-    assert await admin.move(("shop", "book"), ("shop", "journey")) == (0, 1)
+    assert await admin.move(("shop", "book"), ("shop", "journey"), by="ann") == (0, 1)
     bench.expire(one)
     token = bench.token
-    assert await admin.move(("shop", "book"), ("shop", "journey")) == (1, 0)
+    assert await admin.move(("shop", "book"), ("shop", "journey"), by="ann") == (1, 0)
     assert bench.token > token
     assert bench.run("select handler, app, worker, stale from idemconsumer.saga") == [("journey", "shop", None, True)]

@@ -154,7 +154,7 @@ async def test_a_taker_that_saw_the_saga_stale_gets_it_the_next_time_when_it_was
 
 # --------------------------------------------------------------------------------------------------- a person decides
 def decide(bench: Bench, saga: LeasedSaga) -> asyncio.Task[None]:
-    return asyncio.create_task(SagaAdmin(bench.dsn, SCHEMA).resume(saga.key))
+    return asyncio.create_task(SagaAdmin(bench.dsn, SCHEMA).resume(saga.key, by="ann"))
 
 
 async def test_nobody_decides_upon_a_saga_that_a_worker_took_while_the_decision_waited(

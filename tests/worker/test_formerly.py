@@ -164,7 +164,7 @@ async def test_what_began_under_a_name_that_is_not_the_first_is_found_and_run_as
             await old.app.start(old.book, Item(key), key=key)
             await asleep(running, bench, sagas)
         if key == "moved":
-            assert await SagaAdmin(bench.dsn, SCHEMA).move(("shop", "book"), ("shop", "book_now")) == (1, 0)
+            assert await SagaAdmin(bench.dsn, SCHEMA).move(("shop", "book"), ("shop", "book_now"), by="ann") == (1, 0)
     async with bench.running(since.app) as running:
         bench.enqueue("pays", Item("a"))
         await since.app.start(since.book, Item("new"), key="new")

@@ -225,7 +225,7 @@ async def test_one_that_is_abandoned_later_was_rejected(bench: Bench, *, undo: b
     rides = Rides()
     (letter,) = await put_aside(bench, rides, Item("a"))
     await redrive(bench)
-    await SagaAdmin(bench.dsn, SCHEMA).abandon(letter.key or b"", undo=undo)
+    await SagaAdmin(bench.dsn, SCHEMA).abandon(letter.key or b"", undo=undo, by="ann")
     async with until_all(bench, rides.app, State.FAILED):
         pass
     assert bench.do("select outcome from idemconsumer.redrive") == [("rejected",)]
