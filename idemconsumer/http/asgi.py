@@ -34,7 +34,7 @@ class IdempotencyMiddleware:
         if scope["type"] == "http":
             await self._http(scope, receive, send)
         elif scope["type"] == "lifespan":
-            self._routes(scope)
+            self._made(scope)  # what cannot be is said at the start; but the app may add routes as it starts
             await self.app(scope, receive, self._closing(send))
         else:
             await self.app(scope, receive, send)
@@ -42,12 +42,15 @@ class IdempotencyMiddleware:
     def _routes(self, scope: Scope) -> Table:
         """Made once: what was marked in the app is known when its first request comes."""
         if self._table is None:
-            # The app of the scope may be one around this middleware.
-            around = scope.get("app") or scope.get("litestar_app")
-            marked = marked_routes(self.app) or marked_routes(around)
-            self._loose = is_litestar(self.app) or is_litestar(around)
-            self._table = self.idempotency.table(marked)
+            self._table = self._made(scope)
         return self._table
+
+    def _made(self, scope: Scope) -> Table:
+        # The app of the scope may be one around this middleware.
+        around = scope.get("app") or scope.get("litestar_app")
+        marked = marked_routes(self.app) or marked_routes(around)
+        self._loose = is_litestar(self.app) or is_litestar(around)
+        return self.idempotency.table(marked)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = request_of(scope)

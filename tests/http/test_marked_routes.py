@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -23,6 +24,7 @@ from starlette.websockets import WebSocket
 from idemconsumer import App
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.http import Idempotency, IdempotencyMiddleware, Route
+from idemconsumer.http.fastapi import RequestTx
 from tests.http.fake_requests import FakeRequests
 from tests.http.site import by_header, client, problem, replayed
 
@@ -152,6 +154,29 @@ async def test_litestar_takes_no_notice_of_slashes(
     its = its if named else door.route(required=True)(its)
     handler = litestar_post("/orders/{number:int}", sync_to_thread=True if threaded else None)(its)
     await is_kept(IdempotencyMiddleware(Litestar([handler]), door), runs, path)
+
+
+async def test_a_route_that_the_app_adds_as_it_starts(door: Idempotency, runs: list[str]) -> None:
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        app.router.routes.append(post("/orders", marked(door, runs)))
+        yield
+
+    app = Starlette(lifespan=lifespan, middleware=[Middleware(IdempotencyMiddleware, idempotency=door)])
+    with TestClient(app):
+        await is_kept(app, runs, "/orders")
+
+
+def test_what_cannot_be_is_said_before_that(door: Idempotency) -> None:
+    api = FastAPI()
+    api.add_middleware(IdempotencyMiddleware, idempotency=door)
+
+    @api.post("/orders")
+    @door.route(on_stale="review")
+    async def place(tx: RequestTx) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="`on_stale`"), TestClient(api):
+        pass
 
 
 # ------------------------------------------------------------------------------------------------- or it is refused
