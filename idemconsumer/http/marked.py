@@ -5,6 +5,7 @@ Starlette, FastAPI and Litestar are known by what their routes have, and by thei
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ def mark(endpoint: Any, route: Route) -> Any:
     if hasattr(endpoint, "_fn"):  # a handler of Litestar has its function
         endpoint._fn = mark(endpoint.fn, route)
         return endpoint
-    if not inspect.isroutine(endpoint):
+    if not (inspect.isroutine(endpoint) or isinstance(endpoint, functools.partial)):
         raise _unmarkable(endpoint)
     made = guarded(endpoint, route)
     setattr(made, MARK, route)

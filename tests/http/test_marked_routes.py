@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -251,6 +252,18 @@ def test_a_function_stays_what_its_framework_asks_for(door: Idempotency) -> None
     kinds = [door.route()(each) for each in ours]
     assert [iscoroutinefunction(each) for each in kinds] == [False, True]
     assert all(each.__globals__ is globals() for each in kinds)
+
+
+async def test_a_partial_is_marked_as_its_function(door: Idempotency, runs: list[str]) -> None:
+    """Django's `method_decorator` makes one of each method."""
+
+    async def run(request: StarletteRequest, *, status: int) -> Response:
+        runs.append(request.url.path)
+        return PlainTextResponse("ran", status)
+
+    partly = door.route(required=True)(partial(run, status=201))
+    await is_refused(Starlette(routes=[post("/orders", partly)]), runs)
+    await is_kept(around(door, post("/orders", partly)), runs, "/orders")
 
 
 @pytest.mark.parametrize("threaded", [True, False])
