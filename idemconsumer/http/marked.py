@@ -123,8 +123,8 @@ def _walk(routes: Iterable[Any], prefix: str, known: Mapping[str, str]) -> Itera
 
 def _types(route: Any) -> dict[str, str]:
     """The expressions of Starlette's convertors, which may be an app's own, by the type that its path names."""
-    convertors = getattr(route, "param_convertors", None) or {}
-    return {type_: convertors[name].regex for name, type_ in types(route.path).items() if name in convertors}
+    convertors, path = getattr(route, "param_convertors", None) or {}, getattr(route, "path", None) or ""
+    return {type_: convertors[name].regex for name, type_ in types(path).items() if name in convertors}
 
 
 def _methods(endpoint: Any) -> list[str]:

@@ -17,7 +17,7 @@ from starlette.convertors import CONVERTOR_TYPES, StringConvertor
 from starlette.middleware import Middleware
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import BaseRoute, Mount, WebSocketRoute
+from starlette.routing import BaseRoute, Host, Mount, Router, WebSocketRoute
 from starlette.routing import Route as StarletteRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket
@@ -155,6 +155,11 @@ async def test_litestar_takes_no_notice_of_slashes(
     its = its if named else door.route(required=True)(its)
     handler = litestar_post("/orders/{number:int}", sync_to_thread=True if threaded else None)(its)
     await is_kept(IdempotencyMiddleware(Litestar([handler]), door), runs, path)
+
+
+async def test_a_route_of_one_host(door: Idempotency, runs: list[str]) -> None:
+    app = around(door, Host("{name:str}", Router([post("/orders", marked(door, runs))])))
+    await is_kept(app, runs, "/orders")
 
 
 async def test_a_route_that_the_app_adds_as_it_starts(door: Idempotency, runs: list[str]) -> None:
