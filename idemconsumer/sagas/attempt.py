@@ -193,7 +193,7 @@ class Attempt:
             value, error = await run_isolated(run.main(handler), leave=body.left, cancelling=body.cancelled)
             if isinstance(error, Exception):
                 error = rules.out_of_group(error, self._options.fail_on)
-            if refused(error, self._options.fail_on):
+            if error is self._cause(run, error) and refused(error, self._options.fail_on):
                 await run.siblings()
             await run.settle(raised=error is not None)
         except asyncio.CancelledError:

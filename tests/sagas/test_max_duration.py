@@ -11,6 +11,7 @@ from idemconsumer import OutcomeKind, Retry, Saga, Step
 from idemconsumer.rules.saga import overdue_in
 from idemconsumer.rules.values import State
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
+from tests.support.waiting import PATIENCE
 
 
 def age(bench: Bench) -> None:
@@ -118,3 +119,17 @@ async def test_a_wait_without_an_end_lasts_no_longer(bench: Bench, one: Station)
     bench.run("update idemconsumer.saga set due = clock_timestamp()")
     assert (await one.resume(handler)).kind is OutcomeKind.DEAD
     assert bench.letters == ["max_duration"]
+
+
+async def test_it_cuts_off_a_step_of_a_task_whatever_counts_as_a_refusal(bench: Bench, one: Station) -> None:
+    """The end of the handler's task counted as one, and the step was waited for."""
+
+    async def hangs(step: Step) -> None:
+        await asyncio.Event().wait()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await asyncio.wait([asyncio.create_task(saga.call("hangs", hangs))])
+
+    async with asyncio.timeout(PATIENCE):
+        outcome = await one.deliver(saga(book, fail_on=(Exception,), max_duration="0.2s", timeout="10m"))
+    assert (outcome.kind, outcome.error) == (OutcomeKind.RETRYING, "_Overdue")
