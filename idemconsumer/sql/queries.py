@@ -118,9 +118,10 @@ def takes_no_writes(error: psycopg.Error) -> StoreUnavailable | None:
 def check_schema(schema: str) -> None:
     """Refuse a name that quoting alone cannot make safe.
 
-    The name also appears inside function bodies ($$), string literals (') and statements with parameters (%).
+    The name also appears inside function bodies ($$), string literals ('), statements with parameters (%) and lines of
+    text.
     """
-    wrong = next((repr(character) for character in "'$%\0" if character in schema), None)
+    wrong = next((repr(each) for each in schema if each in "'$%" or not each.isprintable()), None)
     if wrong is None and not schema:
         wrong = "nothing"
     if wrong is not None:

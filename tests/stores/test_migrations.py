@@ -247,7 +247,10 @@ async def test_a_version_that_the_schema_has_outgrown_is_refused(database: str) 
         await check_database(database, "idemconsumer")
 
 
-@pytest.mark.parametrize("name", ["", "o'clock", "a$$b", "50%", "nul\0", "x" * 64, "pg_mine"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "o'clock", "a$$b", "50%", "nul\0", "two\nlines", "bell\a", "half\udcff", "x" * 64, "pg_mine"],
+)
 def test_a_schema_that_quoting_cannot_make_safe_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="write"):
         check_schema(name)
