@@ -166,12 +166,20 @@ class Controls:
         """A launcher was told to start its workers again (O17)."""
         await self._write("note_decision", {"by": by, "what": "reload", "target": target})
 
+    async def known(self) -> set[Name]:
+        """App and name of each handler that a worker on record has, or that has records."""
+        scopes = [keys.parts_of(row["name"]) for row in await self._rows("scopes", {})]
+        return {(app, name) for app, _, name in scopes} | {
+            name
+            for line in await self.workers()
+            for each, its in line.handlers.items()
+            for name in ((line.app, each), *its.names)
+        }
+
     async def app_of(self, handler: str) -> str:
         """The one app that has a handler of this name, as far as the database knows. Raises ConfigurationError."""
-        apps = {line.app for line in await self.workers() if handler in line.handlers}
+        apps = {app for app, name in await self.known() if name == handler}
         apps |= {each.app for each in await self.paused() if each.handler == handler}
-        scopes = [keys.parts_of(row["name"]) for row in await self._rows("scopes", {})]
-        apps |= {app for app, _, name in scopes if name == handler}
         if len(apps) == 1 or (apps and {(each, handler) for each in apps} <= {*await self._names(min(apps), handler)}):
             return min(apps)
         if apps:

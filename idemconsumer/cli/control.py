@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from idemconsumer.admin.control import UNRECORDED, Controls
+from idemconsumer.admin.control import UNRECORDED, Controls, Name
 from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import ID, as_json, database, deciding, need_dsn, print_json, printable
@@ -19,6 +19,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 NOT_REACHED = (
     "{} workers are not on record, since they are of an earlier version or begin this moment: an earlier version does "
     "not obey"
+)
+UNKNOWN = (
+    "nobody knows a handler {0!r} of app {1!r}, which has: {2}; should it ever run, it begins nothing until "
+    "`idemconsumer resume {0} --app {1}`"
 )
 
 
@@ -70,22 +74,26 @@ def _decide(
     by, reason = flags.pop("by") or user(), flags.pop("reason")
     controls = _controls(flags)
 
-    async def decide() -> tuple[str, bool, int, int]:
+    async def decide() -> tuple[str, bool, int, int, set[Name]]:
         its = app or await controls.app_of(handler)
         changed = await act(controls, its, handler, by=by, reason=reason)
         running = await controls.running(its, handler)
         earlier = sum(line.state == UNRECORDED for line in running)
-        return its, changed, sum(line.live for line in running), earlier
+        return its, changed, sum(line.live for line in running), earlier, await controls.known()
 
-    its, changed, workers, earlier = asyncio.run(decide())
+    its, changed, workers, earlier, known = asyncio.run(decide())
+    is_known = (its, handler) in known
     if as_json:
-        print_json(
-            {"app": its, "handler": handler, "changed": changed, "workers": workers, "unrecorded_workers": earlier}
-        )
+        said = {"app": its, "handler": handler, "known": is_known, "changed": changed, "workers": workers}
+        print_json(said | {"unrecorded_workers": earlier})
         return
     click.echo(printable(f"{its}/{handler} {words[0] if changed else words[1]}; {workers} workers run it"))
     if earlier:
         click.echo(f"warning: {NOT_REACHED.format(earlier)}", err=True)
+    if act is Controls.pause and not is_known:
+        others = ", ".join(sorted(name for app, name in known if app == its)) or "none"
+        text = UNKNOWN.format(handler, its, others)
+        click.echo(printable(f"warning: {text}"), err=True)
 
 
 @click.command()

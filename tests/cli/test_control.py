@@ -62,7 +62,7 @@ def test_each_decision_is_in_the_audit_and_what_changes_nothing_is_not(dsn: str)
     assert said.output == "shop/take_order paused; 0 workers run it\n"
     assert "is paused already" in run(dsn, "pause", "take_order", "--by", "bob").output
     assert answer(dsn, "resume", "take_order") == {
-        "app": "shop", "handler": "take_order", "changed": True, "workers": 0, "unrecorded_workers": 0,
+        "app": "shop", "handler": "take_order", "known": True, "changed": True, "workers": 0, "unrecorded_workers": 0,
     }  # fmt: skip
     assert "is not paused" in run(dsn, "resume", "take_order", "--app", "shop").output
     resumed, paused = answer(dsn, "audit")
@@ -81,6 +81,20 @@ def test_a_name_must_mean_one_handler(dsn: str) -> None:
     assert (several.exit_code, "several apps have a handler 'take_order': north, shop" in several.output) == (2, True)
     assert run(dsn, "pause", "take_order", "--app", "north").exit_code == 0
     assert run(dsn, "drain", "7").exit_code == Exit.USAGE
+
+
+def test_whoever_pauses_what_nobody_knows_is_warned(dsn: str) -> None:
+    known(dsn, "shop/-/take_order", "shop/-/bill", "north/-/take_ordr")
+    assert run(dsn, "pause", "take_order", "--app", "shop").stderr == ""
+    for said in ("paused", "is paused already"):
+        result = run(dsn, "pause", "take_ordr", "--app", "shop")
+        assert result.stdout == f"shop/take_ordr {said}; 0 workers run it\n"
+        assert result.stderr == (
+            "warning: nobody knows a handler 'take_ordr' of app 'shop', which has: bill, take_order; should it ever "
+            "run, it begins nothing until `idemconsumer resume take_ordr --app shop`\n"
+        )
+    assert answer(dsn, "pause", "x", "--app", "fleet")["known"] is False
+    assert run(dsn, "resume", "take_ordr", "--app", "shop").stderr == ""
 
 
 @pytest.fixture
