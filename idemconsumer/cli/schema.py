@@ -45,11 +45,16 @@ def up(wait: float | None, as_json: bool, **flags: Any) -> None:
       5  a lock was not given in time; what was applied before stays, and `up` can be run again
     """
     settings = load(**flags)
-    done = []
-    for each in migrations.apply(need_dsn(settings), settings.schema, wait=wait, say=_say):
-        done.append(each)
-        if not as_json:
-            click.echo(f"applied {each}")
+    done: list[Migration] = []
+    try:
+        for each in migrations.apply(need_dsn(settings), settings.schema, wait=wait, say=_say):
+            done.append(each)
+            if not as_json:
+                click.echo(f"applied {each}")
+    except Exception:
+        if as_json and done:  # they stay
+            print_json([_row(each) for each in done])
+        raise
     if as_json:
         print_json([_row(each) for each in done])
     elif not done:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from dataclasses import replace
 
 import psycopg
 import pytest
+from click.testing import CliRunner
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
+from idemconsumer.cli.main import main
 from idemconsumer.errors import ConfigurationError, LockNotGiven, StoreUnavailable
+from idemconsumer.process.child import Exit
 from idemconsumer.sql.queries import check_schema
 from idemconsumer.stores import migrations, waiting_for_locks
 from idemconsumer.stores.checks import check_database
@@ -93,11 +97,16 @@ def test_two_schemas_in_one_database_do_not_meet(database: str) -> None:
     assert len(migrate(database, "two")) == len(files())
 
 
-def test_a_failing_migration_leaves_nothing_of_itself(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_migration_leaves_nothing_of_itself_and_those_before_it_are_said(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = replace(files()[-1], version=9000, name="broken", text="create table {schema}.half (); select 1/0")
     extended = (*files(), broken)
     monkeypatch.setattr(migrations, "files", lambda: extended)
 
+    result = CliRunner().invoke(main, ["migrate", "up", "--dsn", database, "--json"])
+    assert (result.exit_code, "division by zero" in result.stderr) == (Exit.ERROR, True)
+    assert [each["version"] for each in json.loads(result.stdout)] == [each.version for each in files()]
     with pytest.raises(psycopg.errors.DivisionByZero):
         migrate(database, "idemconsumer")
 
