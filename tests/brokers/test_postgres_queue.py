@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -353,3 +355,17 @@ async def test_what_cannot_be_published_leaves_nothing_of_its_batch(ledger: Ledg
     missing = PostgresBroker(Settings(dsn=ledger.dsn, schema="missing"))
     with pytest.raises(ConfigurationError, match="migrate up"):
         await missing.publish("emails", [Outgoing(b"1")])
+
+
+async def test_a_message_arrives_in_the_room_of_its_bytes(
+    broker: PostgresBroker, opened: Opens, tmp_path: Path
+) -> None:
+    session = await opened()
+    with (tmp_path / "trace").open("w+") as traced:
+        session._connection.pgconn.trace(traced.fileno())
+        await publish(broker, b"\xff" * 10_000)
+        (delivery,) = await taken(session)
+        session._connection.pgconn.untrace()
+        rows = re.findall(r"\tB\t(\d+)\tDataRow", (tmp_path / "trace").read_text(errors="replace"))
+    assert len(delivery.message.body) == 10_000
+    assert 10_000 < max(map(int, rows)) < 11_000, "as text it has twice as many"
