@@ -23,6 +23,8 @@ class IdempotencyMiddleware:
     is shut down, if that is told to it.
     """
 
+    __idempotent_door__ = True
+
     def __init__(self, app: Asgi, idempotency: Idempotency) -> None:
         self.app = app
         self.idempotency = idempotency

@@ -18,6 +18,7 @@ from idemconsumer.http.policy import Route
 from idemconsumer.rules.routes import SAFE, Pattern, pattern, types
 
 MARK: Final = "__idempotent_route__"
+DOOR: Final = "__idempotent_door__"
 _EFFECTS: Final = ("DELETE", "PATCH", "POST", "PUT")
 
 
@@ -114,11 +115,22 @@ def _walk(routes: Iterable[Any], prefix: str, known: Mapping[str, str]) -> Itera
                 for name, its, _ in _endpoint(getattr(handler, "fn", None), methods, path, None):
                     yield Marked(name, its, tx=False)
         elif inner := getattr(route, "routes", None) or getattr(_inside(getattr(route, "app", None)), "routes", None):
-            yield from _walk(inner, path, types_)  # a mount
+            if not _has_door(getattr(route, "app", None)):
+                yield from _walk(inner, path, types_)  # a mount
         elif (endpoint := getattr(route, "endpoint", None)) is not None and hasattr(route, "methods"):
             methods, dependant = route.methods or _methods(endpoint), getattr(route, "dependant", None)
             for found in _endpoint(endpoint, methods, path, dependant):
                 yield Marked(*found, types_)
+
+
+def _has_door(app: Any) -> bool:
+    """Whether what is mounted has a front door of its own, which finds its marks itself."""
+    while app is not None:
+        added = (getattr(each, "cls", None) for each in getattr(app, "user_middleware", ()))
+        if any(hasattr(each, DOOR) for each in (app, *added)):
+            return True
+        app = getattr(app, "app", None)
+    return False
 
 
 def _types(route: Any) -> dict[str, str]:

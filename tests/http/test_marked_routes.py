@@ -185,6 +185,26 @@ def test_what_cannot_be_is_said_before_that(door: Idempotency) -> None:
         pass
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+async def test_an_app_with_a_door_of_its_own_is_left_to_it(
+    door: Idempotency, runs: list[str], *, wrapped: bool
+) -> None:
+    """Each has its tenants, and its store."""
+    its = Idempotency(App("bank"), tenant=lambda request: "bank", default=None, store=FakeRequests())
+    routes = post("/payments", its.route(required=True)(endpoint(runs)))
+    inner = IdempotencyMiddleware(Starlette(routes=[routes]), its) if wrapped else around(its, routes)
+    app = around(door, Mount("/bank", inner), post("/orders", marked(door, runs)))
+    await is_kept(app, runs, "/bank/payments")
+    runs.clear()
+    await is_kept(app, runs, "/orders")
+
+
+async def test_a_door_of_one_route(door: Idempotency, runs: list[str]) -> None:
+    its = [Middleware(IdempotencyMiddleware, idempotency=door)]
+    route = StarletteRoute("/orders", marked(door, runs), methods=["POST"], middleware=its)
+    await is_kept(Starlette(routes=[route]), runs, "/orders")
+
+
 # ------------------------------------------------------------------------------------------------- or it is refused
 @pytest.mark.parametrize("method", ["POST", "GET"])
 async def test_without_the_front_door_nothing_runs(door: Idempotency, runs: list[str], method: str) -> None:
