@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from idemconsumer.http.exchange import Asgi, Exchange, Message, Receive, Scope, Send
-from idemconsumer.http.guarding import seen
+from idemconsumer.http.guarding import seen, unseen
 from idemconsumer.http.idempotency import Idempotency, Table
 from idemconsumer.http.marked import is_litestar, marked_routes
-from idemconsumer.http.messages import Request
+from idemconsumer.http.messages import COVERED, Request
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem
 from idemconsumer.http.serving import serve, serve_to_its_end
@@ -60,7 +62,8 @@ class IdempotencyMiddleware:
             with seen(None):
                 await self.app(scope, receive, send)
         elif (policy := self._policy(request, scope)) is None:
-            await self.app(scope, receive, send)
+            with nullcontext() if COVERED in scope else unseen():  # else a door around this one has seen it
+                await self.app(scope, receive, send)
         else:
             with seen(policy):
                 await self._covered(request, policy, scope, receive, send)

@@ -42,6 +42,16 @@ def seen(policy: Policy | None) -> Iterator[None]:
         _SEEN.reset(token)
 
 
+@contextmanager
+def unseen() -> Iterator[None]:
+    """For a request that none of ours is, and that may be begun in the context of another one."""
+    token = _SEEN.set(None)
+    try:
+        yield
+    finally:
+        _SEEN.reset(token)
+
+
 def guarded(endpoint: Callable[..., Any], given: Route) -> Callable[..., Any]:
     """The endpoint, which raises ConfigurationError where it would run unprotected."""
 

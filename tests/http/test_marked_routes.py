@@ -26,6 +26,7 @@ from idemconsumer import App
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.http import Idempotency, IdempotencyMiddleware, Route
 from idemconsumer.http.fastapi import RequestTx
+from idemconsumer.http.guarding import seen
 from tests.http.fake_requests import FakeRequests
 from tests.http.site import by_header, client, problem, replayed
 
@@ -215,6 +216,13 @@ async def test_without_the_front_door_nothing_runs(door: Idempotency, runs: list
 async def test_a_request_that_was_changed_behind_the_door_is_refused(door: Idempotency, runs: list[str]) -> None:
     app = Starlette(routes=[post("/orders", marked(door, runs)), post("/others", endpoint(runs))])
     await is_refused(IdempotencyMiddleware(Changing(app, path="/orders"), door), runs, "/others")
+
+
+async def test_a_request_in_the_context_of_another_one_is_refused(door: Idempotency, runs: list[str]) -> None:
+    """As uvicorn begins one that came in the same packet as the one before."""
+    app = IdempotencyMiddleware(Changing(Starlette(routes=[post("/orders", marked(door, runs))]), path="/orders"), door)
+    with seen(None):
+        await is_refused(app, runs, "/others")
 
 
 async def test_a_request_that_got_a_weaker_policy_is_refused(runs: list[str], store: FakeRequests) -> None:
