@@ -315,7 +315,8 @@ class Attempt:
     async def _undo(self, run: SagaRun, cause: BaseException | None, *, fresh: bool = False) -> Outcome:
         """Undo what is to be undone, then FAILED. `cause` ended the run with the undos; `fresh`: it ran forward."""
         saga, endings = self._saga, self._endings
-        replayed = cause is None or isinstance(cause, Replayed) or refused(cause, self._options.fail_on)
+        ended = cause is None or isinstance(cause, Replayed) or refused(cause, self._options.fail_on)
+        replayed = ended and not isinstance(run.interruption, asyncio.CancelledError)  # else branches may be cut off
         try:
             undo = Undo(self._leases, saga, self._functions, self._probes, endings.at)
             await undo.run(run.asked, replayed=replayed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -171,3 +172,47 @@ async def test_a_rejection_waits_for_the_steps_in_flight_and_not_for_what_their_
     assert remote.effects == ["card", "refund:card:charged:card"]
     assert not tasks[0].done()
     tasks[0].cancel()
+
+
+async def test_a_refusal_of_a_run_that_was_cut_off_leaves_its_undo_to_a_replay(
+    bench: Bench, one: Station, remote: Remote
+) -> None:
+    """It was put aside as changed: a branch had not asked again for what has to be undone."""
+    runs, ended = 0, asyncio.Event()
+
+    async def charge(step: Step, name: str) -> str:
+        if runs == 2 and not remote.calls:
+            remote.calls.append((name, step.key))
+            await asyncio.Event().wait()
+        return await remote.charge(step, name)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        nonlocal runs
+        runs += 1
+        cut_off, booked = asyncio.Event(), asyncio.Event()
+
+        async def late() -> None:
+            if runs == 2:
+                await ended.wait()
+            await saga.tx("booked", put, "booked", undo=take_back)
+            booked.set()
+
+        async def cut() -> None:
+            if runs > 1:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await saga.call("charged", charge, "card", undo=remote.refund)
+            cut_off.set()
+
+        async def refuses() -> None:
+            await (cut_off if runs == 2 else booked).wait()
+            raise Retry if runs == 1 else Reject("no")
+
+        await asyncio.gather(late(), cut(), refuses())
+
+    handler = saga(book)
+    outcomes = await one.to_the_end(handler, await one.deliver(handler))
+    ended.set()
+    assert (outcomes[-1].kind, bench.letters) == (OutcomeKind.FAILED, [])
+    assert bench.effects == ["booked", "undo:booked:out:booked"]
+    assert (remote.effects, runs) == (["card", "refund:card:charged:card"], 3)
