@@ -24,7 +24,7 @@ from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.stores.migrations import migrate
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 120.0  # seconds
+PATIENCE = 120.0  # seconds without any progress
 MESSAGES = 62_500  # 50,000 of them before anybody looks
 BAD = 100  # every so many messages one has no rate, or a note that is too long
 DURING = 0.2  # the share of the messages that arrives while letters are redriven
@@ -85,10 +85,12 @@ class Company:
             return int(row[0]) if row else 0
 
     def until(self, count: str, reached: int) -> None:
-        deadline = time.monotonic() + PATIENCE
+        most, deadline = 0, 0.0
         while (seen := self.count(count)) < reached:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{seen} of {reached} after {PATIENCE:g} s: {count}")
+            if seen > most or not deadline:
+                most, deadline = seen, time.monotonic() + PATIENCE
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"{seen} of {reached}, and no more for {PATIENCE:g} s: {count}")
             time.sleep(0.1)
 
 
