@@ -61,9 +61,10 @@ async def post(http: Client, key: str, **more: Any) -> Any:
 
 
 async def all_done(http: Client, *keys: str) -> bool:
+    """Those that a worker has done before it was killed have the answer of its handler, 200."""
     answers = [await http.http.get(f"/pays/{key}", headers={"X-Tenant": "t"}) for key in keys]
-    assert all(answer.status_code in (201, 202) for answer in answers)
-    return all(answer.status_code == 201 for answer in answers)
+    assert all(answer.status_code in (200, 201, 202) for answer in answers)
+    return all(answer.status_code != 202 for answer in answers)
 
 
 async def on_the_topic(server: str, topic: str) -> list[bytes]:

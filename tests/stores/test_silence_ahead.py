@@ -124,15 +124,15 @@ async def test_a_slow_statement_is_waited_for_before_the_session_is_made_what_it
 async def test_a_cancellation_hurries_a_commit_that_is_not_even_written(
     store: PostgresStore, engine: Engine, ledger: Ledger
 ) -> None:
-    """What was sent before it is more than the server, which is at work, takes."""
+    """What is stored before it is more than the server, which is at work, takes."""
     store.pool.longest_answer = 600.0
     returned = asyncio.Event()
 
     @idempotent_handler(SOURCE, key="id")
-    async def sends(order: dict[str, Any], tx: Tx) -> None:
+    async def sends(order: dict[str, Any], tx: Tx) -> str:
         await tx.send("select pg_sleep(60)")
-        await tx.send("select length(%s)", ("x" * 25_000_000,))
         returned.set()
+        return "x" * 25_000_000
 
     running = asyncio.create_task(engine.run(works(sends, 1)))
     await returned.wait()
