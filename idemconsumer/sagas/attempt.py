@@ -317,6 +317,9 @@ class Attempt:
         saga, endings = self._saga, self._endings
         ended = cause is None or isinstance(cause, Replayed) or refused(cause, self._options.fail_on)
         replayed = ended and not isinstance(run.interruption, asyncio.CancelledError)  # else branches may be cut off
+        if fresh and not replayed and not run.asked_for_all:  # what it has an undo for now is not known (L25)
+            assert cause is not None
+            return await endings.release(cause, describe(cause), failures=1, count=False)
         try:
             undo = Undo(self._leases, saga, self._functions, self._probes, endings.at)
             await undo.run(run.asked, replayed=replayed)
@@ -324,8 +327,6 @@ class Attempt:
             return await endings.hold(held.seconds)
         except NotAskedFor as missing:
             assert cause is not None
-            if fresh:
-                return await endings.release(cause, describe(cause), failures=1, count=False)
             return await self._not_undone(f"the handler, before step {missing.name!r}", cause)
         except ChildRuns as runs:
             return await endings.pause_undo(runs.child)

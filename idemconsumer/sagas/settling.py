@@ -99,6 +99,11 @@ class Settling:
         """The steps that the handler has an undo for now."""
         return [name for name, spec in self.asked.items() if spec.has_undo]
 
+    @property
+    def asked_for_all(self) -> bool:
+        """Whether the handler has asked for all that was recorded before this run."""
+        return not self._unasked
+
     def undos_added(self) -> list[str]:
         """Those of them that were recorded before without one (L25)."""
         return [name for name in self.undoable if (row := self._rows.get(name)) is not None and not row.has_undo]
