@@ -15,6 +15,7 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery
 from idemconsumer.user_code import cancellation
 from idemconsumer.user_code.cancellation import end, run_on
+from idemconsumer.worker.worker import Worker
 from tests.support.waiting import PATIENCE
 from tests.support.workers import Bench, Item, Lasting, connected, note
 
@@ -129,6 +130,12 @@ def app() -> App:
     return made
 
 
+def begin(bench: Bench, monkeypatch: pytest.MonkeyPatch, broker: Slow) -> tuple[Worker, asyncio.Task[None]]:
+    connected(Bench(bench.dsn, broker), monkeypatch, memory=broker)
+    worker = app().worker(bench.settings())
+    return worker, asyncio.create_task(worker.run())
+
+
 async def some_turns() -> None:
     """What was cancelled would have ended."""
     for _ in range(20):
@@ -140,9 +147,7 @@ async def test_a_lost_session_that_is_being_closed_when_its_worker_leaves_is_clo
     bench: Bench, monkeypatch: pytest.MonkeyPatch, leave: str
 ) -> None:
     broker = Slow()
-    connected(Bench(bench.dsn, broker), monkeypatch, memory=broker)
-    worker = app().worker(bench.settings())
-    task = asyncio.create_task(worker.run())
+    worker, task = begin(bench, monkeypatch, broker)
     async with asyncio.timeout(PATIENCE):
         broker.lost.set()
         await broker.closing.wait()
@@ -160,9 +165,7 @@ async def test_an_opening_that_is_cut_off_is_undone_to_its_end(
 ) -> None:
     broker = Slow()
     broker.opens = asyncio.Event()
-    connected(Bench(bench.dsn, broker), monkeypatch, memory=broker)
-    worker = app().worker(bench.settings())
-    task = asyncio.create_task(worker.run())
+    worker, task = begin(bench, monkeypatch, broker)
     async with asyncio.timeout(PATIENCE):
         await broker.opening.wait()
         worker.drain() if leave == "drain" else worker.abort()
@@ -188,9 +191,7 @@ async def test_a_session_that_opens_though_it_was_cut_off_is_closed(
         return await real(subscriptions, bounds)
 
     monkeypatch.setattr(broker, "open", swallowing)
-    connected(Bench(bench.dsn, broker), monkeypatch, memory=broker)
-    worker = app().worker(bench.settings())
-    task = asyncio.create_task(worker.run())
+    worker, task = begin(bench, monkeypatch, broker)
     async with asyncio.timeout(PATIENCE):
         await broker.opening.wait()
         worker.abort()
@@ -203,9 +204,7 @@ async def test_a_drain_that_is_aborted_while_it_closes_a_session_closes_it_to_it
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker = Slow()
-    connected(Bench(bench.dsn, broker), monkeypatch, memory=broker)
-    worker = app().worker(bench.settings())
-    task = asyncio.create_task(worker.run())
+    worker, task = begin(bench, monkeypatch, broker)
     async with asyncio.timeout(PATIENCE):
         await broker.fetching.wait()
         worker.drain()
