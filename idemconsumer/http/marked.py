@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -60,6 +61,8 @@ def mark(endpoint: Any, route: Route) -> Any:
         raise _unmarkable(endpoint)
     made = guarded(endpoint, route)
     setattr(made, MARK, route)
+    with suppress(AttributeError):  # a bound method takes none
+        setattr(endpoint, MARK, route)  # an app may have been given it before it was marked
     return made
 
 

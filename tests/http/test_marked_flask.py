@@ -153,3 +153,12 @@ def test_what_is_written_down_is_found_however_flask_reads_the_path(store: FakeR
     routes = {"POST /orders/{id}": Route(required=True)}
     shop.door = Idempotency(App("shop"), tenant=by_header, default=None, routes=routes, store=store)
     shop.is_kept(path)
+
+
+def test_a_mark_above_the_decorator_of_flask_is_found(shop: Shop) -> None:
+    @shop.door.route(required=True)
+    @shop.flask.post("/orders")
+    def place() -> tuple[str, int]:
+        return shop.view()
+
+    shop.is_kept("/orders")

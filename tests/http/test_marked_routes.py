@@ -347,3 +347,16 @@ async def test_a_get_of_a_marked_function_passes(door: Idempotency, runs: list[s
 def test_a_path_that_no_request_would_have_is_refused(path: str) -> None:
     with pytest.raises(ConfigurationError, match=r"write \{"):
         Idempotency(App("shop"), tenant=by_header, routes={f"POST {path}": Route()})
+
+
+async def test_a_mark_above_the_decorator_of_the_framework_is_found(door: Idempotency, runs: list[str]) -> None:
+    """There it cannot be guarded, since the app has the function as it was."""
+    app = FastAPI()
+    app.add_middleware(IdempotencyMiddleware, idempotency=door)
+
+    @door.route(required=True)
+    @app.post("/orders", status_code=201)
+    async def place() -> None:
+        runs.append("placed")
+
+    await is_kept(app, runs, "/orders")
