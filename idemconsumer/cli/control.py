@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import click
 
 from idemconsumer.admin.control import UNRECORDED, Controls, Name
-from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import ID, as_json, database, deciding, need_dsn, print_json, printable
 from idemconsumer.settings import load
@@ -71,7 +70,7 @@ def _decide(
     flags: dict[str, Any],
     as_json: bool,
 ) -> None:
-    by, reason = flags.pop("by") or user(), flags.pop("reason")
+    by, reason = flags.pop("by"), flags.pop("reason")
     controls = _controls(flags)
 
     async def decide() -> tuple[str, bool, int, int, set[Name]]:
@@ -107,7 +106,7 @@ def drain(worker: int, as_json: bool, **flags: Any) -> None:
     WORKER is an id of `workers list`. Its launcher starts no other one in its place, until it is started again itself
     or gets a SIGHUP.
     """
-    by, reason = flags.pop("by") or user(), flags.pop("reason")
+    by, reason = flags.pop("by"), flags.pop("reason")
     changed = asyncio.run(_controls(flags).drain(worker, by=by, reason=reason))
     if as_json:
         print_json({"worker": worker, "changed": changed})

@@ -13,7 +13,6 @@ import click
 
 from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail, Redrive, Which
 from idemconsumer.admin.redrives import Redrives, Run
-from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import letter_json, show, time_of
 from idemconsumer.cli.options import ID, RATE, as_json, database, deciding, need_dsn, print_json, printable
@@ -187,7 +186,7 @@ def dead_redrive(
     everything: bool,
     rate: float | None,
     run: str | None,
-    by: str | None,
+    by: str,
     dry_run: bool,
     as_json: bool,
     **flags: Any,
@@ -207,9 +206,7 @@ def dead_redrive(
         which = await _which(admin, flags, ids=ids or None)
         length, _ = await admin.count(which)
         with click.progressbar(length=length, label="redriving", file=sys.stderr) as bar:
-            return await redrives.redrive(
-                which, by=by or user(), run=name, rate=rate, dry_run=dry_run, progress=bar.update
-            )
+            return await redrives.redrive(which, by=by, run=name, rate=rate, dry_run=dry_run, progress=bar.update)
 
     if not dry_run:
         click.echo(f"run {name}; to go on after an interruption, repeat this with --run {name}", err=True)
@@ -241,7 +238,7 @@ def dead_discard(
     redriven: bool,
     dry_run: bool,
     yes: bool,
-    by: str | None,
+    by: str,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -262,7 +259,7 @@ def dead_discard(
         if not yes and discarded:
             click.confirm(f"delete {discarded} dead letters for good?", abort=True, err=True)
         with click.progressbar(length=discarded, label="discarding", file=sys.stderr) as bar:
-            discarded = asyncio.run(admin.discard(which, bar.update, by=by or user()))
+            discarded = asyncio.run(admin.discard(which, bar.update, by=by))
     if as_json:
         print_json({"discarded": discarded, "of_sagas": of_sagas, "dry_run": dry_run})
         return

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import click
 
 from idemconsumer.admin.keys import KeyDetail, Keys
-from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import time_of
 from idemconsumer.cli.options import as_json, database, deciding, need_dsn, print_json, printable
@@ -177,7 +176,7 @@ def keys_list(
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @deciding
 @_which
-def keys_forget(record: bool, yes: bool, by: str | None, as_json: bool, **flags: Any) -> None:
+def keys_forget(record: bool, yes: bool, by: str, as_json: bool, **flags: Any) -> None:
     """Remove what is personal of a key: result, dead letters, errors, steps, fingerprint, and it from the delivery log.
 
     Its record stays, a hash and a state, so that its message still does not run again. What messages without a key left
@@ -192,7 +191,7 @@ def keys_forget(record: bool, yes: bool, by: str | None, as_json: bool, **flags:
     click.echo(f"forgetting {found.hex()}; after an interruption, repeat this with all of these digits", err=True)
 
     async def forget_it() -> int:
-        letters = await known.forget(found, by=by or user(), record=record)
+        letters = await known.forget(found, by=by, record=record)
         await _forget_copy(known, found)
         return letters
 
@@ -207,7 +206,7 @@ def keys_forget(record: bool, yes: bool, by: str | None, as_json: bool, **flags:
 @keys.command("release")
 @deciding
 @_which
-def keys_release(by: str | None, as_json: bool, **flags: Any) -> None:
+def keys_release(by: str, as_json: bool, **flags: Any) -> None:
     """Let the message of a dead or rejected key, or a request whose owner was lost, run when it comes again.
 
     So of a key that was accepted, and whose message was lost on its way from its broker. Runs nothing by itself: `dead
@@ -217,7 +216,7 @@ def keys_release(by: str | None, as_json: bool, **flags: Any) -> None:
 
     async def release() -> bytes:
         found = await _find(known, flags)
-        await known.release(found, by=by or user())
+        await known.release(found, by=by)
         await _forget_copy(known, found)
         return found
 

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import click
 import msgspec
 
+from idemconsumer.admin.who import user
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import Settings
 
@@ -38,7 +39,10 @@ def database(command: F) -> F:
     return click.option("--dsn", metavar="URL", help=f"{text}others see options in ps.")(command)
 
 
-deciding = click.option("--by", metavar="NAME", help="Who decides, for `audit`.  [default: your account and machine]")
+deciding = click.option(
+    "--by", metavar="NAME", callback=lambda _context, _option, given: given or user(),
+    help="Who decides, for `audit`.  [default: your account and machine]",
+)  # fmt: skip
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

@@ -10,7 +10,6 @@ import click
 import msgspec
 
 from idemconsumer.admin.outbox import Outbox, OutgoingDetail, Which
-from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import either, time_of
 from idemconsumer.cli.options import ANY_ID, ID, as_json, database, deciding, need_dsn, print_json, printable
@@ -108,14 +107,14 @@ def outbox_show(number: int, as_json: bool, **flags: Any) -> None:
 @deciding
 @database
 @as_json
-def outbox_retry(ids: tuple[int, ...], everything: bool, by: str | None, as_json: bool, **flags: Any) -> None:
+def outbox_retry(ids: tuple[int, ...], everything: bool, by: str, as_json: bool, **flags: Any) -> None:
     """Have messages that were refused sent again, at once and with all their tries.
 
     Their message ids stay the same. One that was parked goes out behind those of its key that have overtaken it.
     """
     _need_choice(ids, flags, everything=everything)
     which = _which(flags, ids=ids or None)
-    retried = asyncio.run(_outbox(flags).retry(which, by=by or user()))
+    retried = asyncio.run(_outbox(flags).retry(which, by=by))
     if as_json:
         print_json({"retried": retried})
     else:
@@ -138,7 +137,7 @@ def outbox_discard(
     waiting: bool,
     dry_run: bool,
     yes: bool,
-    by: str | None,
+    by: str,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -149,7 +148,7 @@ def outbox_discard(
     if not dry_run:
         if not yes and discarded:
             click.confirm(f"delete {discarded} outgoing messages for good?", abort=True, err=True)
-        discarded = asyncio.run(outbox.discard(which, by=by or user()))
+        discarded = asyncio.run(outbox.discard(which, by=by))
     if as_json:
         print_json({"discarded": discarded, "dry_run": dry_run})
     else:

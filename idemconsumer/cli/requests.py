@@ -80,7 +80,7 @@ def requests_settle(
     body: str,
     content_type: str,
     headers: tuple[str, ...],
-    by: str | None,
+    by: str,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -100,7 +100,7 @@ def requests_settle(
 @click.argument("key")
 @deciding
 @_of_a_store
-def requests_release(key: str, by: str | None, as_json: bool, **flags: Any) -> None:
+def requests_release(key: str, by: str, as_json: bool, **flags: Any) -> None:
     """Make the key of a request new that was not done: it runs when it is sent again.
 
     KEY is its first digits, as `requests list` shows them.
@@ -108,10 +108,10 @@ def requests_release(key: str, by: str | None, as_json: bool, **flags: Any) -> N
     _decide(key, LostRequests.release, flags, by, as_json, "released", "it runs when it is sent again")
 
 
-def _decide(key: str, act: Decide, flags: dict[str, Any], by: str | None, as_json: bool, what: str, so: str) -> None:
+def _decide(key: str, act: Decide, flags: dict[str, Any], by: str, as_json: bool, what: str, so: str) -> None:
     async def decide() -> LostRequest:
         async with _opened(flags) as store:
-            lost = LostRequests(store, by=by or user())
+            lost = LostRequests(store, by=by)
             request = _one(await lost.all(), key)
             if not await act(lost, request):
                 raise ConfigurationError(

@@ -16,7 +16,6 @@ from idemconsumer.admin.histories import histories
 from idemconsumer.admin.saga_views import SagaDetail, SagaLine, StepLine
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.admin.timeline import Event
-from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import ID, as_json, database, deciding, need_dsn, print_json, printable
 from idemconsumer.cli.unknown import say_unknown
@@ -178,7 +177,7 @@ def saga_resume(
     handler: str | None,
     key: str | None,
     accept_version: bool,
-    by: str | None,
+    by: str,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -187,7 +186,7 @@ def saga_resume(
 
     async def resume() -> SagaDetail:
         found = await _find(admin, prefix, handler, key)
-        await admin.resume(found, by=by or user(), accept_version=accept_version)
+        await admin.resume(found, by=by, accept_version=accept_version)
         return await admin.saga(found)
 
     _say(asyncio.run(resume()), "resumed", as_json=as_json)
@@ -202,7 +201,7 @@ def saga_abandon(
     handler: str | None,
     key: str | None,
     undo: bool | None,
-    by: str | None,
+    by: str,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -221,7 +220,7 @@ def saga_abandon(
         undo = click.confirm(f"undo its finished steps ({', '.join(done) or 'none has an undo'})?", err=True)
 
     async def abandon() -> SagaDetail:
-        await admin.abandon(found, undo=undo, by=by or user())
+        await admin.abandon(found, undo=undo, by=by)
         return await admin.saga(found)
 
     _say(asyncio.run(abandon()), "abandoned, to be undone by a worker" if undo else "abandoned", as_json=as_json)
@@ -242,7 +241,7 @@ def saga_decide(
     done: str | None,
     not_done: bool,
     attempt: int | None,
-    by: str | None,
+    by: str,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -257,7 +256,7 @@ def saga_decide(
 
     async def decide() -> SagaDetail:
         found = await admin.find(prefix=prefix)
-        await admin.decide(found, step, answer, by=by or user(), attempt=attempt)
+        await admin.decide(found, step, answer, by=by, attempt=attempt)
         return await admin.saga(found)
 
     _say(asyncio.run(decide()), "decided", as_json=as_json)
@@ -272,7 +271,7 @@ def saga_cancel(
     handler: str | None,
     key: str | None,
     undo: bool,
-    by: str | None,
+    by: str,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -284,7 +283,7 @@ def saga_cancel(
 
     async def cancel() -> tuple[bytes, Cancellation]:
         found = await _find(admin, prefix, handler, key)
-        return found, await admin.cancel(found, undo=undo, by=by or user())
+        return found, await admin.cancel(found, undo=undo, by=by)
 
     found, answer = asyncio.run(cancel())
     state = "unknown" if answer.state is None else answer.state.name.lower()
@@ -310,7 +309,7 @@ def saga_signal(
     prefix: str | None,
     handler: str | None,
     key: str | None,
-    by: str | None,
+    by: str,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -323,7 +322,7 @@ def saga_signal(
 
     async def send() -> tuple[bytes, Signalled]:
         found = await _find(admin, prefix, handler, key)
-        return found, await admin.signal(found, name, given, by=by or user())
+        return found, await admin.signal(found, name, given, by=by)
 
     found, answer = asyncio.run(send())
     if as_json:
@@ -341,14 +340,14 @@ def saga_signal(
 @deciding
 @database
 @as_json
-def saga_move(source: str, to: str, by: str | None, as_json: bool, **flags: Any) -> None:
+def saga_move(source: str, to: str, by: str, as_json: bool, **flags: Any) -> None:
     """Give the sagas of a handler that was renamed, or of an app, to another handler.
 
     They keep their keys, their steps and their version. Those that a live worker holds are left as they are. If there
     is none, it says of which handlers there are some.
     """
     admin = _admin(flags)
-    moved, held = asyncio.run(admin.move(_app_and_handler(source), _app_and_handler(to), by=by or user()))
+    moved, held = asyncio.run(admin.move(_app_and_handler(source), _app_and_handler(to), by=by))
     if as_json:
         print_json({"moved": moved, "held": held})
     else:

@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from idemconsumer.admin.stops import Stops
-from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import as_json, database, deciding, need_dsn, print_json, printable
 from idemconsumer.settings import load
@@ -20,7 +19,7 @@ from idemconsumer.settings import load
 @deciding
 @database
 @as_json
-def skip(place: str | None, group: str | None, by: str | None, as_json: bool, **flags: Any) -> None:
+def skip(place: str | None, group: str | None, by: str, as_json: bool, **flags: Any) -> None:
     """Put a dead letter in the place of what a Kafka worker cannot read, and go on behind it.
 
     A record or batch with a wrong checksum, compression or structure, or with a header's name that is not UTF-8, stops
@@ -30,7 +29,7 @@ def skip(place: str | None, group: str | None, by: str | None, as_json: bool, **
     settings = load(**flags)
     stops = Stops(need_dsn(settings), settings.schema)
     if place is not None:
-        stop = asyncio.run(stops.skip(place, group, by=by or user()))
+        stop = asyncio.run(stops.skip(place, group, by=by))
         if as_json:
             print_json(stop)
         else:
