@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import click
@@ -13,11 +13,11 @@ import msgspec
 from idemconsumer.admin.cancellations import Cancellation
 from idemconsumer.admin.hints import hint
 from idemconsumer.admin.histories import histories
-from idemconsumer.admin.saga_views import SagaDetail, SagaLine, StepLine
+from idemconsumer.admin.saga_views import SagaDetail
 from idemconsumer.admin.sagas import SagaAdmin
-from idemconsumer.admin.timeline import Event
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import ID, as_json, database, deciding, need_dsn, print_json, printable
+from idemconsumer.cli.saga_lines import SHORT, facts, in_list, of_event, of_step
 from idemconsumer.cli.unknown import say_unknown
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.ports.handler import Done, NotDone
@@ -26,9 +26,6 @@ from idemconsumer.rules.values import Signalled
 from idemconsumer.settings import load
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_SHORT = 12  # hexadecimal digits of a key
-_ERROR_WIDTH = 60
 
 
 def _which(command: F) -> F:
@@ -93,15 +90,7 @@ def saga_list(
         return
     rows: list[tuple[str, ...]] = [("key", "begun", "handler", "state", "at", "owner", "attempt", "error")]
     for line in lines:
-        cells = (
-            line.handler,
-            _state(line) + _waits(line),
-            line.recovery_point or "-",
-            _owner(line),
-            str(line.attempt),
-            _error(line),
-        )
-        rows.append((line.key[:_SHORT], f"{line.started_at:%Y-%m-%d %H:%M:%S}", *map(printable, cells)))
+        rows.append(tuple(map(printable, in_list(line))))
     click.echo(table(rows) if lines else "no sagas")
     if not lines:
         say_unknown(settings, handler)
@@ -121,16 +110,16 @@ def saga_show(prefix: str | None, handler: str | None, key: str | None, as_json:
         hinted = None if detail.running is None or detail.running.parked is None else hint(detail.running.parked)
         print_json(msgspec.to_builtins(detail) | {"open_intents": detail.open_intents, "hint": hinted})
         return
-    for name, value in _facts(detail):
+    for name, value in facts(detail):
         click.echo(f"{name:<11} {printable(value)}")
     events: list[tuple[str, ...]] = [("at", "what", "owner", "token", "attempt", "took", "detail")]
-    events += [tuple(map(printable, _event(event))) for event in detail.timeline]
+    events += [tuple(map(printable, of_event(event))) for event in detail.timeline]
     click.echo(f"\n{table(events)}")
     if detail.steps:
         rows: list[tuple[str, ...]] = [
             ("step", "kind", "state", "attempts", "token", "started", "ended", "took", "key")
         ]
-        rows += [tuple(map(printable, _step(step))) for step in detail.steps]
+        rows += [tuple(map(printable, of_step(step))) for step in detail.steps]
         click.echo(f"\n{table(rows)}")
     else:
         click.echo("\nno step is recorded")
@@ -292,9 +281,9 @@ def saga_cancel(
         print_json({"key": found.hex(), "accepted": answer.accepted, "state": state, "undo": undone})
     elif answer.accepted:
         how = "its finished steps are undone first" if answer.undo else "its effects stand"
-        click.echo(f"cancelled: {found.hex()[:_SHORT]}, which was {state}; {how}")
+        click.echo(f"cancelled: {found.hex()[:SHORT]}, which was {state}; {how}")
     if not answer.accepted:
-        click.echo(f"{found.hex()[:_SHORT]} is not cancelled: it is {state} already", err=True)
+        click.echo(f"{found.hex()[:SHORT]} is not cancelled: it is {state} already", err=True)
         sys.exit(Exit.ERROR)
 
 
@@ -328,9 +317,9 @@ def saga_signal(
     if as_json:
         print_json({"key": found.hex(), "signal": name, "answer": str(answer)})
     elif answer is not Signalled.ENDED:
-        click.echo(f"sent: {printable(name)} to {found.hex()[:_SHORT]}")
+        click.echo(f"sent: {printable(name)} to {found.hex()[:SHORT]}")
     if answer is Signalled.ENDED:
-        click.echo(f"{found.hex()[:_SHORT]} has ended, or is being undone: nothing is sent", err=True)
+        click.echo(f"{found.hex()[:SHORT]} has ended, or is being undone: nothing is sent", err=True)
         sys.exit(Exit.ERROR)
 
 
@@ -370,81 +359,4 @@ def _say(detail: SagaDetail, what: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"key": detail.key, "state": detail.state})
     else:
-        click.echo(f"{what}: {detail.key[:_SHORT]} is {detail.state}")
-
-
-def _facts(detail: SagaDetail) -> Iterator[tuple[str, str]]:
-    yield "key", detail.key
-    yield "scope", detail.scope
-    line = detail.running
-    if line is None:
-        yield "state", f"{detail.state} since {_time(detail.changed_at)}"
-        if detail.result is not None:
-            yield "result", detail.result
-        return
-    yield "state", _state(line)
-    yield "message", f"{line.source} {line.position}" + (f", id {line.message_id}" if line.message_id else "")
-    yield "begun", _time(line.started_at) + (f", version {line.version}" if line.version else "")
-    yield "owner", f"{_owner(line)}, token {line.token}, attempt {line.attempt}"
-    if line.owner is None and line.parked is None:
-        yield "due", _time(line.due)
-    if line.waits:
-        yield "waits for", ", ".join(line.waits)
-    yield "at", line.recovery_point or "no finished step"
-    if line.error is not None:
-        yield "error", line.error
-    if line.cancel is not None and line.state != "undoing":
-        yield "cancel", "requested, " + ("to be undone" if line.cancel else "its effects stand")
-    if detail.open_intents:
-        yield "unknown", f"whether {', '.join(detail.open_intents)} was done"
-    if line.parked is not None:
-        yield "what to do", hint(line.parked)
-
-
-def _step(step: StepLine) -> Iterator[str]:
-    yield step.name
-    yield step.kind
-    yield step.state + (", overlapped" if step.overlapped else "") + (", has undo" if step.has_undo else "")
-    yield str(step.attempts)
-    yield str(step.token)
-    yield _time(step.started_at)
-    if step.state == "waiting" and step.until is not None:
-        yield f"by {_time(step.until)}"
-    else:
-        yield "-" if step.finished_at is None else _time(step.finished_at)
-    yield "-" if step.seconds is None else f"{step.seconds * 1000:.0f} ms"
-    yield (step.undo_key if step.state.startswith("und") else step.key) or "-"
-
-
-def _event(event: Event) -> Iterator[str]:
-    yield _time(event.at)
-    yield event.what
-    yield event.owner or "-"
-    yield "-" if event.token is None else str(event.token)
-    yield "-" if event.attempt is None else str(event.attempt)
-    yield "-" if event.seconds is None else f"{event.seconds * 1000:.0f} ms"
-    yield event.detail or "-"
-
-
-def _time(at: Any) -> str:
-    return f"{at:%Y-%m-%d %H:%M:%S}.{at.microsecond // 1000:03}"
-
-
-def _state(line: SagaLine) -> str:
-    return f"{line.state} ({line.parked})" if line.parked else line.state
-
-
-def _waits(line: SagaLine) -> str:
-    if not line.waits or line.owner is not None or line.parked is not None:
-        return ""
-    return f", {' and '.join(line.waits)} until {line.due:%Y-%m-%d %H:%M:%S}"
-
-
-def _owner(line: SagaLine) -> str:
-    if line.owner is None:
-        return "a lost worker" if line.stale else "none"
-    return f"{line.owner} (lost)" if line.stale else line.owner
-
-
-def _error(line: SagaLine) -> str:
-    return (line.error or "")[:_ERROR_WIDTH]
+        click.echo(f"{what}: {detail.key[:SHORT]} is {detail.state}")
