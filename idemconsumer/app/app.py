@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from itertools import product
 from typing import Any, ParamSpec, TypeVar, Unpack
 
@@ -276,7 +277,7 @@ class App(SagaCalls, Accepting, Pausing):
         self._settings = settings
         schedules, tracing = self.schedules(handlers), tracing_of(settings)
         for schedule in schedules:
-            check_slots(schedule, handlers)
+            check_slots(schedule, handlers, datetime.now(UTC))
         return Worker(
             handlers, settings, observer, resources,
             sagas=self.sagas, schedules=schedules, tracing=tracing, publishes=self._publishes,

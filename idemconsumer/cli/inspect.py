@@ -82,13 +82,14 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
             text += f"; stored as {handler.identity}"
         yield Finding("ok", f"handler {handler.name}", text)
     for schedule in app.schedules(handlers):
+        now = datetime.now(UTC)
         try:
-            check_slots(schedule, handlers)
+            check_slots(schedule, handlers, now)
         except ConfigurationError as error:
             yield Finding("error", app.name, str(error))
             continue
         text = f"{schedule.rule}, starts {schedule.handler}, catch_up {schedule.catch_up}"
-        following = next(schedule.slots(datetime.now(UTC)), None)
+        following = next(schedule.slots(now), None)
         yield Finding("ok", f"schedule {schedule.name}", f"{text}; next {following or 'never'}")
     for finding in _leases(handlers):
         yield finding

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
-from typing import Final
+from datetime import datetime
 
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.rules.schedules import Schedule
 
-_SLOT: Final = datetime(2000, 1, 1, tzinfo=UTC)
 
-
-def check_slots(schedule: Schedule, handlers: Iterable[BoundHandler]) -> None:
-    """Raises ConfigurationError where each slot would be a dead letter."""
+def check_slots(schedule: Schedule, handlers: Iterable[BoundHandler], now: datetime) -> None:
+    """Raises ConfigurationError where each slot would be a dead letter. It is the next one that is tried: a payload may
+    refuse what is long ago."""
     handler = next(each for each in handlers if each.name == schedule.handler)
-    given = schedule.payload(_SLOT)
+    slot = next(schedule.slots(now), now)
     try:
-        handler.from_code(given, key=schedule.key(_SLOT), tenant=None)
+        handler.from_code(schedule.payload(slot), key=schedule.key(slot), tenant=None)
     except BadMessage as error:
         raise ConfigurationError(
             f"schedule {schedule.name!r}: {handler.name!r} cannot take what a slot gives it, "
-            f'{{"schedule": "{schedule.name}", "slot": "2000-01-01T00:00:00Z"}}: {error}; let its payload be '
+            f'{{"schedule": "{schedule.name}", "slot": "{slot:%Y-%m-%dT%H:%M:%SZ}"}}: {error}; let its payload be '
             "dict[str, str], or a Struct with `schedule: str` and `slot: datetime`, and let `tenant` read nothing else"
         ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -226,6 +227,17 @@ class _Report(msgspec.Struct):
     slot: str = ""
 
 
+class _Fresh(msgspec.Struct):
+    slot: datetime
+
+    def __post_init__(self) -> None:
+        if self.slot < datetime.now(UTC):
+            raise ValueError("it is too old")
+
+
+async def _by_fresh(given: _Fresh, saga: Saga) -> None: ...
+
+
 async def _by_customer(given: _Report, saga: Saga) -> None: ...
 
 
@@ -238,6 +250,7 @@ async def _by_slot(given: dict[str, str], saga: Saga) -> None: ...
         (_by_customer, {}, "customer"),
         (_by_slot, {"tenant": "customer"}, "customer"),
         (_by_slot, {"decode": lambda body, message: {}}, None),
+        (_by_fresh, {}, None),
     ],
 )
 async def test_a_saga_that_cannot_take_a_slot_is_refused_when_its_worker_starts(
