@@ -26,6 +26,10 @@ set by = null, ended_at = clock_timestamp(),
     until = clock_timestamp() + make_interval(secs => coalesce(%(every)s::float8, 0))
 where what = 'records' and by = %(by)s
 
+-- name: leave_pass
+-- Due at once, for whoever comes first: it was not done.
+update {schema}.upkeep set by = null, until = clock_timestamp() where what = 'records' and by = %(by)s
+
 -- name: in_a_range
 -- A prune that a crash undoes only keeps records for longer, so it waits for no disk (R29). By indexes, however few rows
 -- the statistics know of.

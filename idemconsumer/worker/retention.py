@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -37,6 +37,7 @@ _AFTERWARDS = (
 _LEASE = 20.0  # seconds: above what one transaction takes, which waits 10 s for a lock
 _PATIENCE = 600.0  # seconds: one statement reads a whole table, and nothing waits for this but the next pass
 _LOCK_TIMEOUT = "10s"
+_FAREWELL = 1.0  # seconds, which a worker that ends spends at most on a server that says nothing
 
 Progress = Callable[[int, int], None]
 
@@ -65,19 +66,22 @@ async def prune_once(
             async for low in this.ranges(progress):
                 this.records += await this.number("prunable", **_between(low))
             return this.records
-        if not await this.begin():
-            return None
         try:
+            if not await this.begin():
+                return None
             await this.run(progress)
         except _TakenOver:
             log.warning("pruning was taken over by another process", records=this.records)
+        except BaseException:
+            await this.leave()
+            raise
         return this.records
 
 
 class _Pass:
     """One pass over the schema, of which there is one at a time (R27)."""
 
-    def __init__(self, connection: psycopg.AsyncConnection[Any], queries: Queries, every: float | None) -> None:
+    def __init__(self, connection: AnsweringConnection[Any], queries: Queries, every: float | None) -> None:
         self.records = 0
         self._connection = connection
         self._queries = queries
@@ -106,6 +110,13 @@ class _Pass:
         async with self._turn():
             for statement in _AFTERWARDS:
                 await self._changed(statement)
+
+    async def leave(self) -> None:
+        """A pass that is cut off is nobody's, if the server still hears it; else it ends with its lease."""
+        self._connection.patience = _FAREWELL
+        with suppress(psycopg.Error):
+            async with self._connection.transaction():
+                await self._changed("leave_pass")
 
     async def ranges(self, progress: Progress | None) -> AsyncIterator[int]:
         """The first block of each that is to be looked at."""

@@ -139,6 +139,20 @@ async def test_of_two_at_once_one_prunes(store: str) -> None:
         assert await first == 10
 
 
+async def test_a_pruner_that_is_stopped_gives_the_pass_back(store: str) -> None:
+    insert(store, "completed", count=10)
+    async with await psycopg.AsyncConnection.connect(store, autocommit=True) as other, other.transaction():
+        await other.execute("select from idemconsumer.record for update")  # the pass stalls here
+        stopped = asyncio.create_task(prune_once(store, SCHEMA))
+        await until(lambda: somebody_waits(other))
+
+        stopped.cancel()
+        await asyncio.wait([stopped])
+
+    assert stopped.cancelled()
+    assert await prune_once(store, SCHEMA, every=60.0) == 10
+
+
 async def test_a_turn_is_not_waited_for_without_end(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upkeep, "_BLOCKS", 1)
     monkeypatch.setattr(upkeep, "_LOCK_TIMEOUT", "50ms")
