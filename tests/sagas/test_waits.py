@@ -496,6 +496,12 @@ async def test_nobody_waits_for_a_signal_that_cannot_be_sent(bench: Bench, one: 
     assert (outcome.kind, outcome.error) == (OutcomeKind.RETRYING, "ConfigurationError")
 
 
+def test_no_sql_sends_a_signal_that_is_named_like_the_end_of_a_child(bench: Bench) -> None:
+    """L42. It would make the parent of that child due again and again."""
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="for the ends of child sagas"):
+        bench.run("select idemconsumer.signal('shop', 'book', 'k', 'child:ab')")
+
+
 async def test_a_signal_without_a_payload(bench: Bench, one: Station) -> None:
     async def book(order: dict[str, Any], saga: Saga) -> bool:
         return await saga.wait("go") is None

@@ -72,6 +72,17 @@ def test_a_transaction_that_publishes_waits_for_the_disk(bench: Bench, queue: st
         assert connection.execute(asked).fetchone() == ("off",)
 
 
+@pytest.mark.parametrize("destination", ["Kafka:invoices", "SQS:invoices", " rabbitmq:invoices", "POSTGRES:invoices"])
+def test_a_destination_that_is_almost_a_broker_s_is_no_queue(bench: Bench, destination: str) -> None:
+    """X1. Nobody would read it."""
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="names no broker") as refused:
+        bench.do("select idemconsumer.publish(%s, '1')", destination)
+    assert f"or postgres:{destination} if that is" in str(refused.value)
+    bench.do("select idemconsumer.publish(%s, '1')", f"postgres:{destination}")
+    bench.do("select idemconsumer.publish('kafka', '1'), idemconsumer.publish('Kafkaesque', '1')")
+    assert bench.do("select name from idemconsumer.queue order by id") == [(destination,), ("kafka",), ("Kafkaesque",)]
+
+
 async def test_it_goes_out_if_and_only_if_its_transaction_commits(bench: Bench, taking: Taking) -> None:
     app = App("shop")
 
