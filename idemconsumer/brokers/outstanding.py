@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from idemconsumer.message.delivered import size_of
+from idemconsumer.message.delivered import held_size
 from idemconsumer.message.message import Message
 from idemconsumer.ports.broker import Bounds
 from idemconsumer.rules import fetching
@@ -30,7 +30,7 @@ class Outstanding:
         return len(self._sizes)
 
     def arrived(self, handle: Hashable, message: Message) -> None:
-        size = size_of(message)
+        size = held_size(message)
         self._add(size - self._sizes.get(handle, 0))
         self._sizes[handle] = size
         self._expected = fetching.expected_size(self._expected, (size,))

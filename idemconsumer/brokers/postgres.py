@@ -22,7 +22,7 @@ from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
 from idemconsumer.message.headers import decode_headers, encode_headers
-from idemconsumer.message.message import Message, Subscription
+from idemconsumer.message.message import Message, Subscription, Whole
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
@@ -43,6 +43,7 @@ _PATIENCE: Final = _TIMEOUT + 2.0  # R20
 _SAGA: Final = "saga:"  # the payload of who has made a saga due that waited (L42)
 _OUTBOX: Final = "outbox:"  # before a destination (X8); by itself, as if it were a queue, in looks
 _CONTROL: Final = "control:"  # and of who has decided about handlers or workers (O13)
+_LARGEST: Final = 1 << 30  # bytes of a value in Postgres
 _DUE_AT_ONCE: Final = 200  # messages of a queue that one statement moves over
 
 
@@ -238,6 +239,7 @@ class PostgresSession:
         self._listening: Listening | None = None
         self._pooled = False
         self._statements = load(schema)
+        self._most_of_body = min(bounds.max_message_bytes, _LARGEST)
         self._queues = {name: _Queue(Outstanding(bounds, f"postgres:{name}")) for name in names}
         self._held: dict[int, tuple[str, int]] = {}  # what is outstanding: queue and delivery token by id
         self._ready = set(names)
@@ -299,8 +301,8 @@ class PostgresSession:
         if self._fallen:
             await self._move_due()
         self._ready -= rooms.keys()  # before the statement: what is announced from now on may not be seen by it
-        most = max(1, min(self._queues[name].outstanding.bytes_left for name in rooms))
-        limits = {"names": list(rooms), "limits": list(rooms.values()), "bytes": most}
+        room = max(1, min(self._queues[name].outstanding.bytes_left for name in rooms))
+        limits = {"names": list(rooms), "limits": list(rooms.values()), "bytes": room, "most": self._most_of_body}
         rows = await self._do("take", {**limits, "visibility": VISIBILITY})
         if rows:
             self._ready |= rooms.keys()
@@ -371,6 +373,8 @@ class PostgresSession:
         message_id: str | None,
         body: bytes,
         headers: bytes,
+        size: int,
+        sha256: bytes | None,
     ) -> Delivery:
         self._held[number] = name, delivery_token
         queue = self._queues[name]
@@ -380,6 +384,7 @@ class PostgresSession:
             headers=decode_headers(headers),
             message_id=message_id,
             position=f"{name}#{number}",
+            whole=None if sha256 is None else Whole(size, sha256),
         )
         queue.outstanding.arrived(number, message)
         return Delivery(message, queue.epoch, handle=(number, delivery_token), suspect=deliveries > 1, count=deliveries)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from idemconsumer.engine.work import Work
-from idemconsumer.message.delivered import beginning, content_of, encode_delivered
+from idemconsumer.message.delivered import beginning, content_of, encode_delivered, whole_body
 from idemconsumer.ports.store import DeadLetter
 from idemconsumer.rules.letters import LEFT_OUT
 
@@ -15,7 +15,7 @@ def dead_letter(work: Work, reason: str, error: str, attempts: int, traceback: s
     message, handler = work.message, work.handler
     stored = work.leased or work.known_claim
     scope = handler.identity.scope() if stored is None else stored.scope
-    kept = beginning(message, handler.max_message_bytes)
+    kept, whole = beginning(message, handler.max_message_bytes), whole_body(message)
     left_out = len(message.all_headers) - len(kept.all_headers)
     if left_out:
         error += f"; {left_out} of its {len(message.all_headers)} headers {LEFT_OUT}"
@@ -32,8 +32,8 @@ def dead_letter(work: Work, reason: str, error: str, attempts: int, traceback: s
         headers=kept.headers,
         attempts=attempts,
         delivered=encode_delivered(kept),
-        body_size=len(message.body),
-        body_sha256=hashlib.sha256(message.body).digest(),
+        body_size=whole.size,
+        body_sha256=whole.sha256,
         content=content,
         again=None if work.first else content,
         letter=work.letter,

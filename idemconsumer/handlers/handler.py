@@ -20,7 +20,7 @@ from idemconsumer.handlers.signature import Signature
 from idemconsumer.hashing import HASHING
 from idemconsumer.message import codecs, keys
 from idemconsumer.message.accepted import ACCEPTED, token_of
-from idemconsumer.message.delivered import size_of
+from idemconsumer.message.delivered import held_size, size_of
 from idemconsumer.message.envelopes import Unwrap
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message, Subscription
@@ -216,8 +216,8 @@ class BoundHandler:
     def call_for(self, message: Message) -> Call:
         """Decode and key a message. Raises only BadMessage; one above the size limit is not even parsed."""
         plan = self._plan
-        if (size := size_of(message)) > self.max_message_bytes:
-            beside = " with its headers" if size > len(message.body) else ""
+        if (size := size_of(message)) > self.max_message_bytes or message.whole is not None:
+            beside = " with its headers" if held_size(message) > len(message.body) else ""
             raise BadMessage("oversized", f"{size:,} bytes{beside}, at most {self.max_message_bytes:,} are allowed")
         arrived = message
         from_code = message.source in self.own_sources and message.message_id is not None

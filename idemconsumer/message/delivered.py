@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from idemconsumer.message.headers import sent_headers, stored_name, stored_value
-from idemconsumer.message.message import NO_PROPERTIES, Message
+from idemconsumer.message.message import NO_PROPERTIES, Message, Whole
 
 _NO_SUCH_JSON: Final = (msgspec.MsgspecError, RecursionError, ValueError, KeyError, TypeError)
 
@@ -67,12 +67,24 @@ def with_delivered(message: Message, encoded: bytes | None) -> Message:
 
 def content_of(message: Message) -> bytes:
     """SHA-256 of all that was sent, the same in each delivery of it."""
-    parts = (message.body, sent_headers(message.headers), encode_delivered(message))
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
+    beside = (sent_headers(message.headers), encode_delivered(message))
+    digests = (whole_body(message).sha256, *(hashlib.sha256(part).digest() for part in beside))
+    return hashlib.sha256(b"".join(digests)).digest()
+
+
+def whole_body(message: Message) -> Whole:
+    """What its body is, of which only the beginning may be held."""
+    return message.whole or Whole(len(message.body), hashlib.sha256(message.body).digest())
 
 
 def size_of(message: Message) -> int:
-    """Bytes of body, headers and record key."""
+    """Bytes of body, headers and record key, as they were sent."""
+    held = held_size(message)
+    return held if message.whole is None else held + message.whole.size - len(message.body)
+
+
+def held_size(message: Message) -> int:
+    """Bytes of what is held of them."""
     size = len(message.body) + len(message.record_key or b"")
     return size + sum(map(_header_size, message.all_headers)) if message.headers else size
 

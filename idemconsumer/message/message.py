@@ -19,6 +19,13 @@ PROPERTIES: Final = (
 NO_PROPERTIES: Final[Mapping[str, str | int]] = MappingProxyType({})
 
 
+class Whole(msgspec.Struct, frozen=True):
+    """A body of which only the beginning is held: its size in bytes, and its SHA-256."""
+
+    size: int
+    sha256: bytes
+
+
 class Message(msgspec.Struct, frozen=True):
     """What a producer sent, as it arrived.
 
@@ -33,6 +40,8 @@ class Message(msgspec.Struct, frozen=True):
 
     `timestamp` is when it was sent, as the broker or the producer says. `partition`, `offset` and `record_key` are
     Kafka's. `properties` are RabbitMQ's, under the names that `Key.property` takes, as far as the message has them.
+
+    `whole` describes a body above `max_message_bytes` that was not held whole. No handler gets such a message.
     """
 
     source: str
@@ -51,6 +60,7 @@ class Message(msgspec.Struct, frozen=True):
     properties: Mapping[str, str | int] = NO_PROPERTIES
     repeated_headers: tuple[tuple[str, str | bytes], ...] = ()
     tombstone: bool = False
+    whole: Whole | None = None
 
     @property
     def all_headers(self) -> tuple[tuple[str, str | bytes], ...]:

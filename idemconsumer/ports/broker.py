@@ -169,13 +169,15 @@ class Bounds:
     """What a session may have outstanding (D8). `group` is the largest group that may ever form. `in_flight` =
     lanes x group + waiting room, and no session exceeds it; times in seconds. `share` says for a source how many
     messages its lanes can begin soon (D12), without those in the waiting room; `memory` is what all sessions hold.
-    `paused` says whether nothing of a source is to be taken now (O14)."""
+    `paused` says whether nothing of a source is to be taken now (O14). Of a body above `max_message_bytes` no more is
+    held, where the broker's client allows it (D8)."""
 
     lanes: int
     group: int
     room: int = 1_000
     max_uncommitted: int = 10_000
     drain: float = 20.0
+    max_message_bytes: int = 4 * 1024 * 1024
     share: Callable[[str], int] | None = None
     memory: BytesInHand = field(default_factory=BytesInHand)
     paused: Callable[[str], bool] = lambda _: False

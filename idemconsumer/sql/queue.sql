@@ -68,10 +68,11 @@ with {messages} select name, seconds from messages
 -- name: take
 -- The next visible messages; those that others are taking are passed over (P2). Each delivery has a token of its own,
 -- so that settling an expired delivery has no effect (P1).
--- The first one in any case, and as many as begin within so many bytes (D8). Of each queue up to its limit.
+-- The first one in any case, and as many as begin within so many bytes (D8). Of each queue up to its limit. Of a body that
+-- nobody will take, only the beginning (`most`), and what the whole is.
 with visible as materialized (
     select q.id, q.size from unnest(%(names)s::text[], %(limits)s::integer[]) as w (name, most) cross join lateral (
-        select id, octet_length(body) + octet_length(headers) as size from {schema}.queue
+        select id, least(octet_length(body), %(most)s::integer) + octet_length(headers) as size from {schema}.queue
         where name = w.name and visible_at <= clock_timestamp()
         order by id limit w.most for update skip locked
     ) as q
@@ -83,7 +84,9 @@ update {schema}.queue as q
 set deliveries = q.deliveries + 1, token = nextval('{schema}.queue_token'),
     visible_at = clock_timestamp() + make_interval(secs => %(visibility)s)
 from next where q.id = next.id
-returning q.id, q.name, q.token, q.deliveries, q.message_id, q.body, q.headers
+returning q.id, q.name, q.token, q.deliveries, q.message_id,
+    case when octet_length(q.body) <= %(most)s::integer then q.body else substring(q.body for %(most)s::integer) end, q.headers,
+    octet_length(q.body), case when octet_length(q.body) > %(most)s::integer then sha256(q.body) end
 
 -- name: extend
 update {schema}.queue set visible_at = clock_timestamp() + make_interval(secs => %(visibility)s)

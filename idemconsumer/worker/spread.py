@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from idemconsumer.logs import log
-from idemconsumer.message.delivered import size_of
+from idemconsumer.message.delivered import held_size
 from idemconsumer.worker.in_hand import Held, InHand, Place
 
 _MOST_BYTES: Final = 16 * 1024 * 1024  # of the messages that stepped aside
@@ -137,7 +137,7 @@ class Spread:
             self._left.clear()
             await self._left.wait()
         held.delivery.epoch.waiting += 1
-        self._bytes += size_of(held.work.message)
+        self._bytes += held_size(held.work.message)
         self._aside[held] = asyncio.get_running_loop().call_at(held.due, self._due, held)
         if held.work.key:
             self._in_hand.moved(held, self)
@@ -157,7 +157,7 @@ class Spread:
 
     def _return(self, held: Held) -> None:
         self._aside.pop(held).cancel()
-        self._bytes -= size_of(held.work.message)
+        self._bytes -= held_size(held.work.message)
         held.delivery.epoch.waiting -= 1
         self._left.set()
 

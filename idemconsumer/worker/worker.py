@@ -384,6 +384,7 @@ class Worker:
             room=settings.room,
             max_uncommitted=settings.max_uncommitted,
             drain=settings.drain_timeout,
+            max_message_bytes=settings.max_message_bytes,
             share=share,
             memory=memory,
             paused=lambda source: lanes.paused(handlers[source].name),

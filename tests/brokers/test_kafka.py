@@ -25,7 +25,7 @@ from idemconsumer.brokers.kafka.session import KafkaSession
 from idemconsumer.brokers.last_will import WILL
 from idemconsumer.errors import BadMessage, BrokerUnavailable, SessionEnded
 from idemconsumer.message.message import Subscription
-from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
+from idemconsumer.ports.broker import Bounds, BytesInHand, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from tests.support.kafka import (
     BOUNDS,
@@ -418,6 +418,23 @@ async def test_at_the_bound_it_goes_on_polling_and_nothing_is_dropped(
         await session.settle(more)
         taken += more
     assert [offset_of(each) for each in taken] == list(range(40))
+
+
+async def test_what_is_made_of_small_batches_stays_within_the_bound_in_bytes(world: World) -> None:
+    """Small ones have taught that many can be taken; then large ones come that are small on the wire (D8)."""
+    await world.create()
+    large = 100_000
+    async with AIOKafkaProducer(bootstrap_servers=world.server.address, compression_type="gzip") as producer:
+        for size in [10] * 50 + [large] * 50:
+            await producer.send(world.topic, b"x" * size)
+    bounds = Bounds(lanes=4, group=32, memory=BytesInHand(20 * large))
+    session, seen, most = await world.open(bounds), 0, 0
+    while seen < 100:
+        taken = await fetched(session)
+        most = max(most, bounds.memory.held)
+        seen += len(taken)
+        await session.settle(taken)
+    assert most <= 11 * large, "half of the bound, and what begins within it"
 
 
 async def test_a_topic_at_its_bound_does_not_stop_another(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

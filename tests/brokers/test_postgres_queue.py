@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, closing
@@ -16,7 +17,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from idemconsumer.brokers import listening, postgres
 from idemconsumer.brokers.postgres import PostgresBroker, PostgresSession
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
-from idemconsumer.message.message import Subscription
+from idemconsumer.message.delivered import held_size
+from idemconsumer.message.message import Subscription, Whole
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.sql.answering import AnsweringConnection
@@ -81,6 +83,18 @@ async def test_a_late_settlement_of_an_expired_delivery_deletes_nothing(
 
     await quick.settle([second])
     assert waiting(ledger) == 0
+
+
+async def test_of_a_body_above_the_limit_only_the_beginning_is_taken(broker: PostgresBroker) -> None:
+    await publish(broker, b"x" * 100, b"x" * 101)
+    bounds = Bounds(lanes=1, group=1, room=10, max_message_bytes=100)
+    session = await broker.open([Subscription("postgres:emails", "send", "shop")], bounds)
+    messages = [each.message for each in await taken(session)]
+    assert bounds.memory.held == sum(map(held_size, messages))
+    await session.close()
+
+    assert [each.body for each in messages] == [b"x" * 100] * 2
+    assert [each.whole for each in messages] == [None, Whole(101, hashlib.sha256(b"x" * 101).digest())]
 
 
 async def test_what_another_is_taking_is_passed_over_and_not_waited_for(

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -31,7 +32,7 @@ from idemconsumer.brokers.rabbitmq.limits import limits
 from idemconsumer.brokers.rabbitmq.session import RabbitmqSession, delivery_of, nack_is_free
 from idemconsumer.embedded.postgres import free_port
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
-from idemconsumer.message.message import Subscription
+from idemconsumer.message.message import Subscription, Whole
 from idemconsumer.ports.broker import Bounds, Epoch, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies, until_idle
@@ -185,6 +186,19 @@ async def test_only_what_was_settled_is_acked(node: Node, broker: RabbitmqBroker
         await until(lambda: node.has(name, ready=0, unacked=2))
         assert bodies([three]) == [b"0002"]
     assert await remaining(broker, name) == [b"0002", b"0005"]
+
+
+async def test_of_a_body_above_the_limit_only_the_beginning_is_held(node: Node, broker: RabbitmqBroker) -> None:
+    name, large = await node.queue(), b"x" * 300_000  # of three frames
+    await broker.publish(name, [Outgoing(large), Outgoing(large[:200_000])])
+    bounds = Bounds(lanes=1, group=8, max_message_bytes=200_000)
+    async with consuming(broker, name, bounds) as session:
+        arrived = await arriving(session, 2)
+        assert bodies(arrived) == [large[:200_000]] * 2
+        assert bounds.memory.held < 401_000
+        await session.settle(arrived)
+    assert [each.message.whole for each in arrived] == [Whole(300_000, sha256(large).digest()), None]
+    assert await remaining(broker, name) == []
 
 
 async def test_acks_of_many_lanes_never_overtake_each_other(node: Node, broker: RabbitmqBroker) -> None:

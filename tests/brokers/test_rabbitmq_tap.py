@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 from datetime import UTC, datetime
 from typing import Any
@@ -14,6 +15,7 @@ from pamqp import body, commands, frame, header, heartbeat
 
 from idemconsumer.brokers.rabbitmq.arrivals import Arrival, described
 from idemconsumer.brokers.rabbitmq.tap import DeliveryReader
+from idemconsumer.message.message import Whole
 
 OURS, OTHER = 2, 3
 ALIVE = heartbeat.Heartbeat().marshal()
@@ -140,6 +142,17 @@ def raw(method: bytes) -> bytes:
 async def test_a_delivery_that_cannot_be_one_ends_the_connection(stream: list[bytes]) -> None:
     with pytest.raises(ConnectionError, match="a delivery cannot be read"):
         await read_all(stream, end=False)
+
+
+@pytest.mark.parametrize("parts", [[b"abcdef"], [b"abc", b"def"], [b"a", b"bcd", b"", b"e", b"f"]])
+async def test_of_a_large_body_only_the_beginning_is_kept(parts: list[bytes]) -> None:
+    reader, taken = DeliveryReader(), list[Arrival]()
+    reader.takers[OURS] = taken.append
+    reader.most_of_body = 4
+    for part in [*delivery(OURS, 1, *parts), *delivery(OURS, 2, b"abcd"), *delivery(OURS, 3)]:
+        reader.feed_data(part)
+    assert [each.body for each in taken] == [b"abcd", b"abcd", b""]
+    assert [each.whole for each in taken] == [Whole(6, hashlib.sha256(b"abcdef").digest()), None, None]
 
 
 def failing(_: Arrival) -> None:

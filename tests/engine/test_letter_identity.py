@@ -15,6 +15,7 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.letters import dead_letter
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.message.message import Whole
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, write
 
 LIMIT = 1_000
@@ -94,6 +95,23 @@ async def test_a_large_message_keeps_its_beginning_its_size_and_its_hash(put_asi
     assert (letter.reason, letter.body, letter.body_size) == ("oversized", body[:LIMIT], len(body))
     assert letter.body_sha256 == hashlib.sha256(body).digest()
     assert letter.headers == (("a", "1"),)
+
+
+async def test_of_which_only_the_beginning_is_held_is_the_same_letter(ledger: Ledger, put_aside: Any) -> None:
+    """So a worker that has all of it, and one that has not, put one letter aside."""
+    body = b"x" * 3 * LIMIT
+    whole = Whole(len(body), hashlib.sha256(body).digest())
+    for held in (bad(body=body), bad(body=body[:LIMIT], whole=whole)):
+        letter = await put_aside(held, own_id="t-0-1")
+        assert (letter.reason, letter.body, letter.body_size) == ("oversized", body[:LIMIT], len(body))
+        assert letter.body_sha256 == whole.sha256
+        assert letter.error == "3,002 bytes with its headers, at most 1,000 are allowed"
+    assert [arrivals for _, arrivals in ledger.letters] == [2]
+
+
+async def test_a_beginning_is_never_handled_even_where_more_is_allowed(ledger: Ledger, put_aside: Any) -> None:
+    letter = await put_aside(bad(body=b'{"id": 1}', whole=Whole(100, b"")))
+    assert (letter.reason, letter.body_size, ledger.effects) == ("oversized", 100, [])
 
 
 async def test_large_bodies_that_begin_alike_are_two_letters(ledger: Ledger, put_aside: Any) -> None:

@@ -51,7 +51,7 @@ def params(name: str) -> Mapping[str, Any]:
         "claim": {**many, **claims, "state": 3},
         "store_results": {**many, **results},
         "forget_attempts": many,
-        "take": {"names": ["q"], "limits": [10], "bytes": 1_000_000, "visibility": 10.0},
+        "take": {"names": ["q"], "limits": [10], "bytes": 1_000_000, "most": 1_000_000, "visibility": 10.0},
         "fall_due": {"names": ["q", "~a/h"], "limit": 200},
         "waiting": {"names": ["q", "~a/h"]},
         "extend": {**deliveries, "visibility": 10.0},

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
+from hashlib import sha256
 
 import pytest
 
@@ -85,6 +86,8 @@ async def test_what_cannot_be_read_is_a_letter_and_stops_nothing(brokers: Broker
         assert Counter(bench.do(letters)) == Counter(
             (scheme, reason) for scheme in SCHEMES for reason in ("undecodable", "oversized")
         )
+    large = "select body, body_size, body_sha256 from idemconsumer.dead_letter where reason = 'oversized'"
+    assert bench.do(large) == [(bad[1][:1_000], len(bad[1]), sha256(bad[1]).digest())] * len(SCHEMES)
     assert sorted(bench.effects()) == ALL
 
 

@@ -1,7 +1,8 @@
 """What the client cannot read costs one partition its progress, not the group its sessions (K13).
 
 The client raises a fault out of a fetch of many partitions, and loses the records that it had read before it. Here each
-fetch of a partition ends before its fault, which is reported instead of raised.
+fetch of a partition ends before its fault, which is reported instead of raised. It also ends where enough bytes were
+read: the client knows numbers of records only, and what it makes of a small batch may be large (D8).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from aiokafka.protocol.fetch import FetchRequest
 
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka.batches import Batch, batch_at
+from idemconsumer.brokers.kafka.records import size_of_record
 
 _WAIT_MS = 500
 _BATCH_BYTES = 1024 * 1024  # a batch that is larger comes whole all the same
@@ -26,39 +28,44 @@ _BATCH_BYTES = 1024 * 1024  # a batch that is larger comes whole all the same
 Report = Callable[[TopicPartition], None]
 
 
-def watch(consumer: AIOKafkaConsumer, report: Report) -> None:
+def watch(consumer: AIOKafkaConsumer, report: Report) -> Fetched:
     """From now on `report` is told of a fault, within `getmany` and instead of its raising. Call it after `start`."""
-    consumer._fetcher._records = _Watched(report)
+    consumer._fetcher._records = fetched = Fetched(report)
+    return fetched
 
 
-class _Watched(OrderedDict[TopicPartition, Any]):
+class Fetched(OrderedDict[TopicPartition, Any]):
+    """What the client has fetched and not handed out. `bytes_left`: set before each `getmany`, which hands out no more
+    than begins within so many bytes, and one record at least."""
+
     def __init__(self, report: Report) -> None:
         super().__init__()
         self._report = report
+        self.bytes_left = 0
 
     def __setitem__(self, at: TopicPartition, fetched: Any) -> None:
         if type(fetched) is FetchResult:
-            fetched.getall = partial(_getall, fetched, self._report)
+            fetched.getall = partial(self._getall, fetched)
         super().__setitem__(at, fetched)
 
-
-def _getall(fetched: Any, report: Report, max_records: int | None = None) -> list[Any]:
-    """As FetchResult.getall, but what was read before a fault is returned."""
-    at = fetched._topic_partition
-    if not fetched.check_assignment(at) or not fetched.has_more():
-        return []
-    taken: list[Any] = []
-    try:
-        for record in fetched._partition_records:
-            taken.append(record)
-            if len(taken) == max_records:
-                fetched._update_position()
-                return taken
-    except Exception:  # noqa: BLE001 - of a codec's library too
-        report(at)
-    fetched._update_position()
-    fetched._partition_records = None
-    return taken
+    def _getall(self, fetched: Any, max_records: int | None = None) -> list[Any]:
+        """As FetchResult.getall, but what was read before a fault is returned."""
+        at = fetched._topic_partition
+        if self.bytes_left <= 0 or not fetched.check_assignment(at) or not fetched.has_more():
+            return []
+        taken: list[Any] = []
+        try:
+            for record in fetched._partition_records:
+                taken.append(record)
+                self.bytes_left -= size_of_record(record)
+                if len(taken) == max_records or self.bytes_left <= 0:
+                    fetched._update_position()
+                    return taken
+        except Exception:  # noqa: BLE001 - of a codec's library too
+            self._report(at)
+        fetched._update_position()
+        fetched._partition_records = None
+        return taken
 
 
 async def read_batch(consumer: AIOKafkaConsumer, at: TopicPartition, position: int) -> Batch | None:

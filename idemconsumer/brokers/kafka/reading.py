@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -186,6 +186,10 @@ class Reading:
             waiting[partition.source] += partition.epoch.waiting
         room = {source: held.may_take(waiting[source]) for source, held in self._outstanding.items()}
         return {source: most for source, most in room.items() if most}
+
+    def bytes_left(self, sources: Iterable[str]) -> int:
+        """How many more bytes of messages may be taken of them together."""
+        return min((self._outstanding[source].bytes_left for source in sources), default=0)
 
     def regulate(self) -> None:
         """Pause what has too many offsets above its low-water mark, and resume what has few again (D8)."""

@@ -27,6 +27,12 @@ def message_of(source: str, record: Any) -> Message:
     )
 
 
+def size_of_record(record: Any) -> int:
+    """Bytes of its value, its key and its headers."""
+    size = len(record.value or b"") + len(record.key or b"")
+    return size + sum(len(name) + len(value or b"") for name, value in record.headers) if record.headers else size
+
+
 def _time(milliseconds: int | None) -> datetime | None:
     if milliseconds is None or milliseconds < 0:
         return None

@@ -29,7 +29,7 @@ from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRa
 from idemconsumer.brokers.kafka.behind import behind
 from idemconsumer.brokers.kafka.client import end_offsets, name_of, position_of, stop, words
 from idemconsumer.brokers.kafka.diagnosis import refusal
-from idemconsumer.brokers.kafka.faults import watch
+from idemconsumer.brokers.kafka.faults import Fetched, watch
 from idemconsumer.brokers.kafka.health import Health
 from idemconsumer.brokers.kafka.low_water import Tracker
 from idemconsumer.brokers.kafka.membership import watch_membership
@@ -96,6 +96,7 @@ class KafkaSession:
 
         self._reading = Reading(consumer, topics, bounds, placing, self._log)
         self._unreadable = Unreadable(consumer, self._reading, placing, self._log)
+        self._fetched: Fetched
         self._joined = False
         self._rebalancing = True
         self._over: str | None = None
@@ -114,7 +115,7 @@ class KafkaSession:
     def start(self, existing: Iterable[str]) -> None:
         """Subscribe and begin. A topic that is missing now is consumed from the rebalance on in which it appears."""
         self._health.existing(existing)
-        watch(self._consumer, self._unreadable.halt)
+        self._fetched = watch(self._consumer, self._unreadable.halt)
         if self._seat.instance is None:  # a static member keeps its partitions while it restarts
             watch_membership(self._consumer, partial(WILL.joined, self._group))
         if self._topics.patterns:  # as `subscribe` does with a pattern
@@ -222,6 +223,7 @@ class KafkaSession:
         else:
             ours = self._consumer.assignment()
             among = [at for at in ours if self._topics.source_of(at.topic) in room] or [NOWHERE]
+        self._fetched.bytes_left = max(1, self._reading.bytes_left(room))
         try:
             fetched = await self._consumer.getmany(
                 *among,

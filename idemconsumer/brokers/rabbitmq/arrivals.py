@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from idemconsumer.brokers.rabbitmq.decoding import read_table, read_text, read_timestamp
+from idemconsumer.message.message import Whole
 
 METHOD, HEADER, BODY, HEARTBEAT = 1, 2, 3, 8
 DELIVER: Final = struct.pack(">HH", 60, 60)
@@ -24,7 +25,8 @@ _Read = Callable[[bytes], tuple[int, Any]]
 
 
 class Arrival(msgspec.Struct):
-    """One delivery. `properties` are those that it carries, headers and timestamp among them, by their AMQP names."""
+    """One delivery. `properties` are those that it carries, headers and timestamp among them, by their AMQP names.
+    `whole` describes a body of which only the beginning was kept."""
 
     consumer_tag: str
     tag: int
@@ -33,6 +35,7 @@ class Arrival(msgspec.Struct):
     routing_key: str
     properties: Mapping[str, Any] = {}
     body: bytes = b""
+    whole: Whole | None = None
 
 
 def _short(data: bytes) -> tuple[int, str]:

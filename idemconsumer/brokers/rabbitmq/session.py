@@ -52,6 +52,7 @@ class RabbitmqSession:
         self._connection = connection
         self._queue = queue
         self._priority = priority
+        self._most_of_body = bounds.max_message_bytes
         self._channel: AbstractChannel = connection.channel(publisher_confirms=False)
         self._wire: Wire
         self._consumers: Consumers
@@ -83,7 +84,7 @@ class RabbitmqSession:
         self._wire.on_consumer_cancel_callbacks.add(self._on_cancel)
         await self._wire.queue_declare(self._queue, passive=True)
         self._consumers = Consumers(self._wire, self._queue, self._priority)
-        self._connection.take(self._wire.number, self._on_arrival)
+        self._connection.take(self._wire.number, self._on_arrival, self._most_of_body)
         if not self._outstanding.paused:
             await self._consumers.begin(self._outstanding.may_hold(0))
 
@@ -264,6 +265,7 @@ def delivery_of(arrival: Arrival, queue: str, epoch: Epoch) -> Delivery:
             position=f"{queue}#{message_id or arrival.tag}",
             timestamp=carried.get("timestamp"),
             properties=properties,
+            whole=arrival.whole,
         ),
         epoch=epoch,
         handle=arrival.tag,

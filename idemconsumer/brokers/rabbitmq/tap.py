@@ -7,7 +7,9 @@ whose deliveries somebody takes, become an `Arrival` on the spot, and all others
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -28,6 +30,7 @@ from idemconsumer.brokers.rabbitmq.arrivals import (
     delivered,
     described,
 )
+from idemconsumer.message.message import Whole
 
 Taker = Callable[[Arrival], None]
 
@@ -43,20 +46,46 @@ _ACK_SIZE: Final = 13
 class _Coming:
     """A delivery of which not all frames have arrived."""
 
-    __slots__ = ("arrival", "left", "parts")
+    __slots__ = ("_arrival", "_digest", "_parts", "_room", "_size", "left")
 
     def __init__(self, arrival: Arrival) -> None:
-        self.arrival = arrival
+        self._arrival = arrival
+        self._parts: list[bytes] = []
+        self._digest: hashlib._Hash | None = None
         self.left: int | None = None  # bytes of the body; unknown before the header
-        self.parts: list[bytes] = []
+
+    def described(self, header: bytes, most: int) -> None:
+        """Of a body above `most` bytes no more is kept."""
+        self.left, self._arrival.properties = described(header)
+        if self.left > most:
+            self._size, self._room, self._digest = self.left, most, hashlib.sha256()
+
+    def add(self, content: bytes) -> None:
+        assert self.left is not None
+        self.left -= len(content)
+        if self._digest is not None:
+            self._digest.update(content)
+            content = content[: self._room]
+            self._room -= len(content)
+        self._parts.append(content)
+
+    def arrival(self) -> Arrival:
+        """Once nothing is left."""
+        arrival, parts = self._arrival, self._parts
+        arrival.body = parts[0] if len(parts) == 1 else b"".join(parts)
+        if self._digest is not None:
+            arrival.whole = Whole(self._size, self._digest.digest())
+        return arrival
 
 
 class DeliveryReader(asyncio.StreamReader):
-    """What the client reads from. `takers` get the deliveries of their channels, as they arrive and in order."""
+    """What the client reads from. `takers` get the deliveries of their channels, as they arrive and in order; of each
+    body at most `most_of_body` bytes."""
 
     def __init__(self) -> None:
         super().__init__(loop=asyncio.get_running_loop())
         self.takers: dict[int, Taker] = {}
+        self.most_of_body = sys.maxsize
         self._coming: dict[int, _Coming] = {}
         self._rest = bytearray()  # the beginning of a frame
         self._needed = _FRAME.size
@@ -114,17 +143,14 @@ class DeliveryReader(asyncio.StreamReader):
             self._coming[channel] = _Coming(delivered(content))
             return True
         if kind == HEADER and coming.left is None:
-            coming.left, coming.arrival.properties = described(content)
+            coming.described(content, self.most_of_body)
         elif kind == BODY and coming.left:
-            coming.parts.append(content)
-            coming.left -= len(content)
+            coming.add(content)
         else:
             raise ValueError(f"a frame of kind {kind} within a delivery")
-        if coming.left <= 0:
+        if coming.left is not None and coming.left <= 0:
             del self._coming[channel]
-            arrival, parts = coming.arrival, coming.parts
-            arrival.body = parts[0] if len(parts) == 1 else b"".join(parts)
-            self.takers[channel](arrival)
+            self.takers[channel](coming.arrival())
         return True
 
     def _tell(self) -> None:
@@ -143,9 +169,11 @@ class TappedConnection(aio_pika.Connection):
         self.reader: DeliveryReader
         self.writer: asyncio.StreamWriter
 
-    def take(self, channel: int, taker: Taker) -> None:
-        """From now on the deliveries of this channel go to `taker`, and not to a callback of the client."""
+    def take(self, channel: int, taker: Taker, most_of_body: int) -> None:
+        """From now on the deliveries of this channel go to `taker`, and not to a callback of the client; of a larger
+        body only the beginning."""
         self.reader.takers[channel] = taker
+        self.reader.most_of_body = most_of_body
 
     def acknowledge(self, channel: int, acks: Iterable[Ack]) -> None:
         """Send all of them, before whatever the client is asked to send from now on. Lost on a dead connection."""
