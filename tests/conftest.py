@@ -7,6 +7,7 @@ IDEMCONSUMER_DSN, IDEMCONSUMER_KAFKA, IDEMCONSUMER_RABBITMQ or IDEMCONSUMER_SQS 
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -61,6 +62,12 @@ def _share_ports() -> None:
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     postgres._handed_out.update(port for port in postgres._PORTS if port % processes != ours)
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end, so that no collection need look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)  # when those are gone that do not run

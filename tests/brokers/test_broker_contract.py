@@ -11,7 +11,7 @@ from uuid import uuid4
 import aio_pika
 import pytest
 from aiobotocore.session import get_session
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer.brokers import postgres
 from idemconsumer.brokers.kafka.broker import KafkaBroker
@@ -22,6 +22,7 @@ from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.settings import Settings
+from tests.support.kafka import create_topic
 from tests.support.servers.postgres import migrated
 
 pytest.register_assert_rewrite("idemconsumer.testing.broker_contract")
@@ -80,8 +81,7 @@ class KafkaHarness(_Harness):
         admin = AIOKafkaAdminClient(bootstrap_servers=self._address)
         await admin.start()
         try:
-            answer = await admin.create_topics([NewTopic(name, 2, 1)])
-            assert answer.topic_errors[0][1] == 0, answer
+            await create_topic(admin, name, partitions=2)
         finally:
             await admin.close()
         return name

@@ -31,6 +31,7 @@ from tests.support.kafka import (
     BOUNDS,
     MortalWorld,
     World,
+    has_leaders,
     joined,
     offset_of,
     partition_of,
@@ -768,7 +769,7 @@ async def test_a_partition_that_is_added_is_consumed_within_seconds(world: World
     session = await world.open()
     await session.settle(await take(session, 1))
     await world.admin.create_partitions({world.topic: NewPartitions(total_count=2)})
-    await until(lambda: world._led(world.topic, 2))
+    await until(lambda: has_leaders(world.admin, world.topic, 2))
     await world.produce(1, partition=1)
     async with asyncio.timeout(METADATA_MAX_AGE_MS / 1000 + 15):  # the rest is for a rebalance on a slow machine
         assert [delivery.message.position for delivery in await take(session, 1)] == [f"{world.topic}-1-0"]

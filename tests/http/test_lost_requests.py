@@ -34,6 +34,7 @@ class Shop:
         self.runs = 0
         self.keys = set[str]()
         self.inside = asyncio.Event()
+        self._over = asyncio.Event()  # else its door waits for it when it is closed
         self.door: Idempotency
         self.shop: Client
 
@@ -42,7 +43,7 @@ class Shop:
         self.keys.add(current_key())
         self.inside.set()
         if self.runs == 1:
-            await asyncio.Event().wait()
+            await self._over.wait()
         return StarletteResponse(f"run {self.runs}", 201)
 
     async def lose(self, stack: Any, route: Route) -> None:
@@ -63,6 +64,7 @@ class Shop:
 
     async def _end(self) -> None:
         assert self._killed is not None
+        self._over.set()
         self._killed.cancel()
         await asyncio.wait({self._killed})
 

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from aiobotocore.session import get_session
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
@@ -22,6 +22,7 @@ from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 from tests.kill.harness import STORM_PATIENCE, Event, Mill
 from tests.support.away import away
+from tests.support.kafka import create_topic
 from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivatePostgres, PrivateRabbitMQ
 from tests.support.waiting import until
 
@@ -95,7 +96,7 @@ async def test_kafka_loses_nothing_and_applies_nothing_twice(
     kafka, postgres = private_kafka(), private_postgres()
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
     await admin.start()
-    await admin.create_topics([NewTopic("payments", PARTITIONS, 1)])
+    await create_topic(admin, "payments", partitions=PARTITIONS)
     await admin.close()
     await produce(kafka.address, messages(1, storm.unique))
 

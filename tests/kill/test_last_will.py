@@ -8,11 +8,12 @@ from uuid import uuid4
 import psycopg
 import pytest
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer.stores.migrations import migrate
 from tests.kill.harness import Mill
 from tests.support.away import away
+from tests.support.kafka import create_topic
 from tests.support.servers.made import Server
 from tests.support.waiting import until
 
@@ -30,7 +31,7 @@ async def test_partitions_of_a_killed_worker_are_consumed_long_before_its_sessio
     topic = f"payments-{uuid4().hex}"
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
     await admin.start()
-    await admin.create_topics([NewTopic(topic, PARTITIONS, 1)])
+    await create_topic(admin, topic, partitions=PARTITIONS)
     await admin.close()
     await asyncio.to_thread(migrate, database, "idemconsumer")
     async with await psycopg.AsyncConnection.connect(database, autocommit=True) as db:

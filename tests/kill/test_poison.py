@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from aiobotocore.session import get_session
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
@@ -23,6 +23,7 @@ from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 from tests.support import ROOT
 from tests.support.away import away
+from tests.support.kafka import create_topic
 from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivateRabbitMQ
 from tests.support.waiting import until
 
@@ -180,7 +181,7 @@ async def test_kafka(database: str, private_kafka: PrivateKafka, run: Run) -> No
     kafka = private_kafka(properties={"group.min.session.timeout.ms": "1000"})
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
     await admin.start()
-    await admin.create_topics([NewTopic(NAME, 2, 1)])
+    await create_topic(admin, NAME, partitions=2)
     await admin.close()
     async with AIOKafkaProducer(bootstrap_servers=kafka.address, acks="all") as producer:
         for number, body in enumerate(run.orders):

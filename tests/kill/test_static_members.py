@@ -13,10 +13,11 @@ from uuid import uuid4
 import psycopg
 import pytest
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer.stores.migrations import migrate
 from tests.support import ROOT
+from tests.support.kafka import create_topic
 from tests.support.servers.made import Server
 from tests.support.waiting import until
 
@@ -29,7 +30,7 @@ async def test_the_program_that_was_replaced_exits_with_2_and_says_why(
     topic = f"payments-{uuid4().hex}"
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
     await admin.start()
-    await admin.create_topics([NewTopic(topic, 2, 1)])
+    await create_topic(admin, topic, partitions=2)
     await admin.close()
     await asyncio.to_thread(migrate, database, "idemconsumer")
     environment = {

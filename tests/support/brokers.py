@@ -8,12 +8,13 @@ from uuid import uuid4
 
 import aio_pika
 from aiobotocore.session import get_session
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 from msgspec.structs import replace
 
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
+from tests.support.kafka import create_topic
 from tests.support.servers.made import Server
 
 SCHEMES = ("kafka", "rabbitmq", "sqs", "postgres")
@@ -39,7 +40,7 @@ class Brokers:
     async def create(self) -> None:
         admin = AIOKafkaAdminClient(bootstrap_servers=self.kafka.address)
         await admin.start()
-        await admin.create_topics([NewTopic(self.name, 1, 1)])
+        await create_topic(admin, self.name)
         await admin.close()
         quorum: Any = {"x-queue-type": "quorum"}
         async with await aio_pika.connect(self.rabbitmq.address) as connection, connection.channel() as channel:

@@ -24,6 +24,20 @@ from tests.support.waiting import PATIENCE, until
 BOUNDS = Bounds(lanes=4, group=8)
 
 
+async def create_topic(
+    admin: AIOKafkaAdminClient, topic: str, partitions: int = 1, configs: Mapping[str, str] | None = None
+) -> None:
+    """Ends once the broker says it has it: of one that is made just now it says for a moment that there is none."""
+    answer = await admin.create_topics([NewTopic(topic, partitions, 1, topic_configs=configs)])
+    assert answer.topic_errors[0][1] == 0, answer
+    await until(lambda: has_leaders(admin, topic, partitions))
+
+
+async def has_leaders(admin: AIOKafkaAdminClient, topic: str, partitions: int) -> bool:
+    [found] = await admin.describe_topics([topic])
+    return len(found["partitions"]) == partitions and all(p["leader"] >= 0 for p in found["partitions"])
+
+
 @dataclass
 class World:
     """A Kafka, one fresh topic, and sessions of one group on it; all are closed at the end of the test."""
@@ -50,14 +64,7 @@ class World:
     async def create(
         self, topic: str | None = None, partitions: int = 1, configs: Mapping[str, str] | None = None
     ) -> None:
-        topic = topic or self.topic
-        answer = await self.admin.create_topics([NewTopic(topic, partitions, 1, topic_configs=configs)])
-        assert answer.topic_errors[0][1] == 0, answer
-        await until(lambda: self._led(topic, partitions))
-
-    async def _led(self, topic: str, partitions: int) -> bool:
-        [found] = await self.admin.describe_topics([topic])
-        return len(found["partitions"]) == partitions and all(p["leader"] >= 0 for p in found["partitions"])
+        await create_topic(self.admin, topic or self.topic, partitions, configs)
 
     async def delete(self, topic: str) -> None:
         await self.admin.delete_topics([topic])

@@ -11,8 +11,9 @@ from uuid import uuid4
 import aio_pika
 from aiobotocore.session import get_session
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
+from tests.support.kafka import create_topic
 from tests.support.servers.made import Server
 
 Send = Callable[[], Awaitable[object]]
@@ -32,7 +33,7 @@ async def kafka_place(server: Server) -> AsyncIterator[Place]:
     topic = f"letters.{uuid4().hex[:8]}"
     admin = AIOKafkaAdminClient(bootstrap_servers=server.address)
     await admin.start()
-    await admin.create_topics([NewTopic(topic, 1, 1)])
+    await create_topic(admin, topic)
     await admin.close()
     async with AIOKafkaProducer(bootstrap_servers=server.address, acks="all") as producer:
         yield Place(

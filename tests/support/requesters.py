@@ -12,9 +12,10 @@ from uuid import uuid4
 import aio_pika
 from aiobotocore.session import get_session
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer.message.replies import KAFKA_CORRELATION, KAFKA_PARTITION, KAFKA_TOPIC, MESSAGE_ID, OUTCOME
+from tests.support.kafka import create_topic
 from tests.support.waiting import PATIENCE, until
 
 
@@ -120,7 +121,8 @@ async def requester_of_kafka(address: str) -> AsyncIterator[OfKafka]:
     name, here = f"requests.{uuid4().hex}", f"replies.{uuid4().hex}"
     admin = AIOKafkaAdminClient(bootstrap_servers=address)
     await admin.start()
-    await admin.create_topics([NewTopic(name, 1, 1), NewTopic(here, 2, 1)])
+    await create_topic(admin, name)
+    await create_topic(admin, here, partitions=2)
     await admin.close()
     async with (
         AIOKafkaProducer(bootstrap_servers=address) as producer,

@@ -8,9 +8,10 @@ from uuid import uuid4
 import aio_pika
 from aiobotocore.session import get_session
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer import App, Key, Message, Tx
+from tests.support.kafka import create_topic
 from tests.support.servers.made import Server
 from tests.support.workers import Bench, Item, note
 
@@ -26,7 +27,7 @@ async def test_a_tombstone_of_kafka_is_none_under_the_key_of_its_record(bench: B
 
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
     await admin.start()
-    await admin.create_topics([NewTopic(topic, 1, 1)])
+    await create_topic(admin, topic)
     await admin.close()
     async with AIOKafkaProducer(bootstrap_servers=kafka.address, acks="all") as producer:
         for body, version in ((b'{"id": "a"}', b"1"), (None, b"2"), (None, b"2"), (b"", b"3")):
@@ -47,7 +48,7 @@ async def test_a_producer_that_reorders_fields_makes_duplicates_and_no_conflicts
 
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
     await admin.start()
-    await admin.create_topics([NewTopic(topic, 1, 1)])
+    await create_topic(admin, topic)
     await admin.close()
     bodies = (b'{"id": "a", "entity": "e"}', b'{"entity":"e","id":"a"}', b'{"entity":"f","id":"a"}')
     async with AIOKafkaProducer(bootstrap_servers=kafka.address, acks="all") as producer:

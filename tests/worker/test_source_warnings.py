@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import aio_pika
 import pytest
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer import App, Tx
 from idemconsumer.brokers.memory import MemorySession
@@ -16,6 +16,7 @@ from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Finding
 from idemconsumer.process.child import WORKER
+from tests.support.kafka import create_topic
 from tests.support.logs import LogCapture, entries
 from tests.support.servers.made import PrivateRabbitMQ, Server
 from tests.support.waiting import until
@@ -138,7 +139,7 @@ async def test_what_kafka_keeps_for_longer_than_its_record_is_said_at_the_start(
     name = f"lasting-{uuid4().hex}"
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
     await admin.start()
-    await admin.create_topics([NewTopic(name, 1, 1, topic_configs={"retention.ms": str(30 * DAY * 1000)})])
+    await create_topic(admin, name, configs={"retention.ms": str(30 * DAY * 1000)})
     await admin.close()
     async with bench.running(app_of(f"kafka:{name}", retain="7d"), kafka=kafka.address):
         await until(lambda: bool(entries(logged, AT_RISK)))

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import aio_pika
 import pytest
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer import App, Message, Retry, Tx, idempotent_handler
 from idemconsumer.brokers.kafka.broker import KafkaBroker
@@ -21,6 +21,7 @@ from idemconsumer.worker import lane as lanes
 from idemconsumer.worker.feed import _Kind, _kind
 from idemconsumer.worker.in_hand import Held, InHand
 from idemconsumer.worker.spread import Spread
+from tests.support.kafka import create_topic
 from tests.support.logs import LogCapture, times
 from tests.support.servers.made import Server
 from tests.support.workers import Bench, Item, Running, body, note
@@ -174,7 +175,7 @@ async def test_records_without_a_key_use_all_lanes_though_they_have_one_partitio
 
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
     await admin.start()
-    await admin.create_topics([NewTopic(topic, 1, 1)])
+    await create_topic(admin, topic)
     await admin.close()
     broker = KafkaBroker(bench.settings(kafka=kafka.address))
     await broker.publish(topic, [Outgoing(body(Item(str(n)))) for n in range(20)])

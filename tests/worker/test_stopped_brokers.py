@@ -8,7 +8,7 @@ from typing import Protocol
 import aio_pika
 import pytest
 from aiobotocore.session import get_session
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer import App, Tx
 from idemconsumer.brokers.connecting import connect
@@ -17,6 +17,7 @@ from idemconsumer.brokers.kafka import session as kafka_session
 from idemconsumer.brokers.rabbitmq import link
 from idemconsumer.brokers.sqs import client as sqs_client
 from idemconsumer.ports.broker import Outgoing
+from tests.support.kafka import create_topic
 from tests.support.logs import LogCapture, times
 from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivateRabbitMQ
 from tests.support.workers import Bench, Item, body, note
@@ -74,7 +75,7 @@ async def test_kafka(
     async def create() -> None:
         admin = AIOKafkaAdminClient(bootstrap_servers=server.address)
         await admin.start()
-        await admin.create_topics([NewTopic("stopped", 2, 1)])
+        await create_topic(admin, "stopped", partitions=2)
         await admin.close()
 
     await goes_on(bench, logged, server, "kafka", create, "kafka unreachable", "kafka reachable")

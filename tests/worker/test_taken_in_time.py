@@ -9,12 +9,13 @@ from uuid import uuid4
 
 import aio_pika
 import pytest
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer import App, Tx
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
+from tests.support.kafka import create_topic
 from tests.support.logs import LogCapture, entries, times
 from tests.support.servers.made import PrivateRabbitMQ, Server
 from tests.support.servers.rabbitmq import RabbitMQ
@@ -135,7 +136,7 @@ async def test_a_backlog_in_kafka_is_not_all_taken(bench: Bench, kafka: Server) 
     topic = f"fetching-{uuid4().hex}"
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
     await admin.start()
-    await admin.create_topics([NewTopic(topic, 1, 1)])
+    await create_topic(admin, topic)
     await admin.close()
     broker = KafkaBroker(Settings(kafka=kafka.address))
     await broker.publish(topic, [Outgoing(body(Item(str(n))), key=str(n)) for n in range(800)])
