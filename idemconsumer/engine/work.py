@@ -126,8 +126,10 @@ class Work:
             return
         try:
             call = self.handler.call_for(self.message)
-        except BadMessage as refusal:
-            self.refusal, self.attempts = refusal, refusal.attempts
+        except BadMessage as bad:
+            # Without its traceback, whose frames hold this: a large body would stay until a garbage collection.
+            self.refusal = BadMessage(bad.reason, bad.detail, attempts=bad.attempts, record=bad.record)
+            self.attempts = bad.attempts
             return
         leased = self.leased
         if leased is not None:  # L17: the key it is stored under, whatever the key rule makes of the message now

@@ -24,7 +24,7 @@ from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.worker.replies import Replies
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Held:
     """A delivery that this process has in hand.
 

@@ -8,6 +8,7 @@ none (D14). So two deliveries of one key never become rivals here, and what belo
 from __future__ import annotations
 
 import asyncio
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -151,7 +152,8 @@ class Lanes:
         in_hand, lanes = self.in_hand, self._of[work.handler.name]
         order = None if work.call is None else work.call.order
         held = Held(work, delivery, session, ordered=order is not None)
-        work.abandoned = lambda: held.abandoned or in_hand.draining
+        it = weakref.ref(held)  # which has the work: else only a garbage collection would free the two, and the message
+        work.abandoned = lambda: (kept := it()) is None or kept.abandoned or in_hand.draining
         chosen = lanes.spread if order is None else lanes.lane_of(work.message.source, order)
         place = in_hand.add(held, chosen)
         if (
