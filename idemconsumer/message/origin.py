@@ -36,6 +36,7 @@ class _Origin(msgspec.Struct):
 
 def with_origin(message: Message, pending: Pending | None = None, letter: int | None = None) -> Message:
     """The same message, about to be moved into our own queue; `letter`: since this dead letter is redriven."""
+    assert message.whole is None, "the beginning of a body would be taken for all of it"
     delivered = msgspec.Raw(encode_delivered(message))
     order = None if message.order_hint is None else stored_value(message.order_hint)
     position, message_id = storable_text(message.position), message.message_id and storable_text(message.message_id)

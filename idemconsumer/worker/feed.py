@@ -38,6 +38,8 @@ class _Kind(Enum):
 
 
 def _kind(delivery: Delivery) -> _Kind:
+    if delivery.message.whole is not None:  # nobody reads it, and our own queue would have its beginning for all of it
+        return _Kind.NEW
     if delivery.take_over:
         return _Kind.TAKE_OVER
     return _Kind.SUSPECT if delivery.suspect or delivery.inherited else _Kind.NEW

@@ -11,7 +11,7 @@ from idemconsumer import App, Message, Reject, Tx
 from idemconsumer.brokers.memory import MemoryBroker, MemorySession
 from idemconsumer.brokers.rabbitmq.limits import TAKE_OVER_AFTER
 from idemconsumer.message.message import Message as Arrived
-from idemconsumer.message.message import Subscription
+from idemconsumer.message.message import Subscription, Whole
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from tests.support.logs import LogCapture, times
 from tests.support.workers import Bench, Item, body, connected, note
@@ -26,10 +26,11 @@ class WornOut(MemoryBroker):
 
     hands_over = True
 
-    def __init__(self, count: int, message_id: str = "m-1") -> None:
+    def __init__(self, count: int, message_id: str = "m-1", whole: Whole | None = None) -> None:
         super().__init__()
         self._count = count
         self._message_id = message_id
+        self._whole = whole
         self.settled: list[str] = []
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> WornOutSession:
@@ -52,7 +53,7 @@ class WornOutSession(MemorySession):
             Delivery(
                 Arrived(
                     source="rabbitmq:rides", body=d.message.body, headers={"x": b"\xff\x00", "y": "1"},
-                    message_id=self._broker._message_id, position=d.message.position,
+                    message_id=self._broker._message_id, position=d.message.position, whole=self._broker._whole,
                 ),
                 d.epoch, handle=d.handle, suspect=True, count=self._broker._count,
                 take_over=self._broker._count > TAKE_OVER_AFTER,
@@ -91,6 +92,25 @@ async def test_it_is_stored_then_settled_then_run_as_if_it_had_come_from_its_bro
     ]
     assert ran[0].headers == {"x": b"\xff\x00", "y": "1"}
     assert bench.do("select 1 from idemconsumer.queue") == []
+
+
+async def test_of_which_only_the_beginning_is_held_is_a_letter_and_not_taken_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
+) -> None:
+    """Our own queue would have the beginning for all of it (D8)."""
+    app, broker = App("over"), WornOut(TAKE_OVER_AFTER + 1, whole=Whole(5_000_000, b"s" * 32))
+    connected(bench, monkeypatch, rabbitmq=broker)
+
+    @app.idempotent_handler("rabbitmq:rides", key="id")
+    async def handle(item: Item, tx: Tx) -> None:
+        await note(tx, item)
+
+    await broker.publish("rides", [outgoing("beginning")])
+    worker = await bench.until_empty(app)
+    assert (worker.counts, bench.effects(), broker.settled) == ({"dead": 1}, [], ["rides#1"])
+    letter = "select reason, body_size, body_sha256 from idemconsumer.dead_letter"
+    assert bench.do(letter) == [("oversized", 5_000_000, b"s" * 32)]
+    assert times(logged, "delivered too often, moved to postgres") == 0
 
 
 async def test_an_id_that_no_text_column_takes_is_taken_over_and_comes_back(
