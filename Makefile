@@ -18,7 +18,7 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: help demo orders test test-long check format bench bench-quick bench-report lock sbom clean
+.PHONY: help demo orders test test-long mutants check format bench bench-quick bench-report lock sbom clean
 
 help: ## this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ test: $(VENV)/.dev ## the tests, on real servers; ARGS="tests/test_embedded.py -
 
 test-long: $(VENV)/.dev ## the longest storms, which `make test` has in a short version; about fifteen minutes
 	@KILL_ROUND_TRIP=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long --timeout 3600 $(ARGS)
+
+mutants: $(VENV)/.dev ## each rule of the protocol taken out, to see that its tests notice; ARGS="J3 K" chooses, --list, --again
+	@$(BIN)/python -m tests.mutants.run $(ARGS)
 
 check: $(VENV)/.dev ## style, types and import layers
 	@$(BIN)/ruff check .

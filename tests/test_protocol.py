@@ -11,19 +11,12 @@ import pytest
 
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import settle
+from tests.support import ROOT
+from tests.support.protocol import HEADING, PROTOCOL, defined, rules
 from tests.support.sources import parsed
 
-ROOT = Path(__file__).parent.parent
-PROTOCOL = ROOT / "docs" / "protocol.md"
-HEADING = re.compile(r"^### ([A-Z]\d+) — .+$", re.MULTILINE)
 RULE = re.compile(r"\b[RJGBLDKQAPXOH][1-9]\d?\b")
 TEST = re.compile(r"`(tests/[\w/]+\.py)((?:::\w+)+)`")
-
-
-def rules() -> dict[str, str]:
-    """Each rule and its text."""
-    parts = HEADING.split(PROTOCOL.read_text("utf-8"))[1:]
-    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def cited(folder: str) -> Iterator[tuple[str, Path]]:
@@ -32,30 +25,6 @@ def cited(folder: str) -> Iterator[tuple[str, Path]]:
         if path.suffix in (".py", ".sql", ".md") and path != PROTOCOL:
             for rule in RULE.findall(path.read_text("utf-8")):
                 yield rule, path.relative_to(ROOT)
-
-
-def defined(path: Path) -> Iterator[str]:
-    """The tests of a file as pytest names them, those of the shipped contract suites among them."""
-    for node in parsed(path).body:
-        if isinstance(node, ast.ClassDef):
-            yield from (f"::{node.name}::{name}" for name in _methods(node))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield f"::{node.name}"
-
-
-def _methods(node: ast.ClassDef) -> Iterator[str]:
-    yield from (each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
-    for base in node.bases:
-        if isinstance(base, ast.Name) and base.id in CONTRACTS:
-            yield from _methods(CONTRACTS[base.id])
-
-
-CONTRACTS = {
-    node.name: node
-    for path in (ROOT / "idemconsumer" / "testing").glob("*_contract.py")
-    for node in parsed(path).body
-    if isinstance(node, ast.ClassDef)
-}
 
 
 def test_each_rule_has_one_heading_and_says_what_it_says() -> None:
