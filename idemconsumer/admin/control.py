@@ -21,13 +21,11 @@ Name: TypeAlias = tuple[str, str]  # app and handler
 
 
 class Doing(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of one of its handlers. `names`: under which it is stored, the identity first (L68).
-    `queues`: those in Postgres that are the handler's own, under all of its names. `lag`: by source, as far as the
-    worker knows it. `paused`: it has noticed that. `running`: lanes that run something; `relays`: schemes to which
-    it relays the outbox; `outcomes`: of deliveries, since the worker began."""
+    """What a worker says of one of its handlers. `queues`: those in Postgres that are the handler's own. `lag`: by
+    source, as far as the worker knows it. `paused`: it has noticed that. `running`: lanes that run something; `relays`:
+    schemes to which it relays the outbox; `outcomes`: of deliveries, since the worker began."""
 
     sources: list[str] = []
-    names: list[Name] = []
     queues: list[str] = []
     lag: dict[str, Lag] = {}
     paused: bool = False
@@ -110,46 +108,18 @@ class Controls:
         """The newest first."""
         return [Audited(**row) for row in await self._rows("audit", {"limit": limit})]
 
-    async def pause(
-        self, app: str, handler: str, *, by: str, reason: str | None = None, names: Sequence[Name] = ()
-    ) -> bool:
+    async def pause(self, app: str, handler: str, *, by: str, reason: str | None = None) -> bool:
         """Nothing of the handler is fetched or begun any more, from about a second later on (O14). Returns whether it
-        was not paused already; then who has paused it, and why, stays.
+        was not paused already; then who has paused it, and why, stays."""
+        return await self._change("pause_handler", {"app": app, "handler": handler, "by": by, "reason": reason})
 
-        One that was renamed is paused as what it was, which workers of both names know. `names`: all of its names, the
-        identity first; without them, those that live workers say.
-        """
-        identity = (names or await self._names(app, handler))[0]
-        given = {"app": identity[0], "handler": identity[1], "by": by, "reason": reason}
-        return await self._change("pause_handler", given)
-
-    async def resume(
-        self, app: str, handler: str, *, by: str, reason: str | None = None, names: Sequence[Name] = ()
-    ) -> bool:
-        """Returns whether it was paused, under any of its names. `names` as for `pause`."""
-        apps, handlers = zip(*{*(names or await self._names(app, handler)), (app, handler)}, strict=True)
-        given = {"apps": list(apps), "handlers": list(handlers), "by": by, "reason": reason}
-        return await self._change("resume_handler", given)
+    async def resume(self, app: str, handler: str, *, by: str, reason: str | None = None) -> bool:
+        """Returns whether it was paused."""
+        return await self._change("resume_handler", {"app": app, "handler": handler, "by": by, "reason": reason})
 
     async def running(self, app: str, handler: str) -> list[WorkerLine]:
-        """Workers on record, and leases, that have a handler which is or was called so."""
-        return [
-            line
-            for line in await self.workers()
-            for name, doing in line.handlers.items()
-            if (app, handler) in ((line.app, name), *doing.names)
-        ]
-
-    async def _names(self, app: str, handler: str) -> list[Name]:
-        """All that live workers know of its names, the identity first (L68). In a deployment some know fewer."""
-        known = [
-            doing.names
-            for line in await self.running(app, handler)
-            if line.live
-            for doing in line.handlers.values()
-            if (app, handler) in doing.names
-        ]
-        return max(known, key=len, default=[(app, handler)])
+        """Workers on record, and leases, that have this handler."""
+        return [line for line in await self.workers(app) if handler in line.handlers]
 
     async def drain(self, worker: int, *, by: str, reason: str | None = None) -> bool:
         """The worker with this id finishes what runs and leaves, and no other one takes its place (O15). Returns
@@ -170,18 +140,15 @@ class Controls:
         """App and name of each handler that a worker on record has, or that has records."""
         scopes = [keys.parts_of(row["name"]) for row in await self._rows("scopes", {})]
         return {(app, name) for app, _, name in scopes} | {
-            name
-            for line in await self.workers()
-            for each, its in line.handlers.items()
-            for name in ((line.app, each), *its.names)
+            (line.app, name) for line in await self.workers() for name in line.handlers
         }
 
     async def app_of(self, handler: str) -> str:
         """The one app that has a handler of this name, as far as the database knows. Raises ConfigurationError."""
         apps = {app for app, name in await self.known() if name == handler}
         apps |= {each.app for each in await self.paused() if each.handler == handler}
-        if len(apps) == 1 or (apps and {(each, handler) for each in apps} <= {*await self._names(min(apps), handler)}):
-            return min(apps)
+        if len(apps) == 1:
+            return apps.pop()
         if apps:
             raise ConfigurationError(
                 f"several apps have a handler {handler!r}: {', '.join(sorted(apps))}; add --app NAME"

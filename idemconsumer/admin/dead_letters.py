@@ -253,8 +253,8 @@ async def unknown_handler(dsn: str, schema: str, handler: str) -> str | None:
     if handler in known or not known:
         return None
     return (
-        f"nothing is stored under a handler {handler!r}, but under {', '.join(known)}; one that was renamed, "
-        "with formerly=, has the first of its former names here"
+        f"nothing is stored under a handler {handler!r}, but under {', '.join(known)}; a handler is stored under its "
+        "name=, which need not be its function's"
     )
 
 

@@ -241,7 +241,10 @@ def _scopes(names: Sequence[str], found: Status, app: str | None) -> Iterator[Di
     stored = {(of, handler) for of, _, handler in map(keys.parts_of, names)}
     for of, handler in sorted(stored):
         if app in (None, of) and retry_source(of, handler) not in read:
-            text = "has records, and no live worker on record runs it; if it is gone, they go after their retention"
+            text = (
+                "has records, and no live worker on record runs it; if it was renamed, give it its name back, "
+                f'name="{handler}"; if it is gone, they go after their retention'
+            )
             yield Diagnosis(level="note", subject=f"handler {of}/{handler}", text=text)
 
 

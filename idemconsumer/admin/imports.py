@@ -93,8 +93,8 @@ class Imports:
         async with connected(self._dsn, self._schema, patience=PATIENCE) as reading, self._deciding.in_a_row() as begun:
             table = await read_table(reading, self._queries, chosen, handler)
             of = {
-                "app": handler.identity.app,
-                "handler": handler.identity.handler,
+                "app": handler.app,
+                "handler": handler.name,
                 "source": table.name,
                 "chosen": chosen.as_text(),
             }

@@ -35,8 +35,8 @@ Sagas: TypeAlias = Mapping[tuple[str, str], str | None]
 
 
 async def find_orphans(dsn: str, schema: str, app: str, sagas: Sagas) -> list[Orphans]:
-    """`sagas`: the versions of all handlers of sagas that `app` has, by app and handler of all their names (L69).
-    Raises StoreUnavailable, and ConfigurationError when the schema is not migrated."""
+    """`sagas`: the versions of all handlers of sagas that `app` has, by app and handler. Raises StoreUnavailable, and
+    ConfigurationError when the schema is not migrated."""
     queries = load(schema)
     async with connected(dsn, schema) as connection:
         groups = await (await connection.execute(queries["waiting_sagas"])).fetchall()
@@ -67,8 +67,8 @@ def _runs(found: Any, group: Waiting) -> bool:
 
 def _problem(group: Waiting, app: str, sagas: Sagas, *, served: bool) -> str | None:
     known = (group.app, group.handler) in sagas
-    former = group.handler if group.app == app else f"{group.app}/{group.handler}"
-    renamed = f'if it was renamed, write formerly="{former}" on the handler that it is now'
+    named = f'name="{group.handler}"' if group.app == app else f'name="{group.handler}" in App("{group.app}")'
+    renamed = f"if it was renamed, give it its name back, {named}"
     if not group.begun:
         if served or known:
             return None

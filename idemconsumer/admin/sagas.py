@@ -91,11 +91,6 @@ class SagaAdmin:
             raise ConfigurationError(f"there is no record {key.hex()[:12]}")
         return found
 
-    async def recorded(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those that have a record."""
-        async with connected(self._dsn, self._schema, self._readers) as connection:
-            return {row["key"] for row in await self._rows(connection, "read", {"keys": list(keys)})}
-
     async def look_up(self, key: bytes) -> SagaDetail | None:
         """None: there is no record."""
         async with connected(self._dsn, self._schema, self._readers) as connection:

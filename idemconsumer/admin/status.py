@@ -80,8 +80,7 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
 class HandlerLine(msgspec.Struct, frozen=True, kw_only=True):
     """A handler that a live worker runs, or that is paused. `queues` in Postgres are its own. `lag` of sources
     elsewhere, as far as workers know it. `lanes`, and `running` ones among them, in all `workers`; `outcomes` of
-    deliveries since these began. `obeyed`: how many workers say that they have paused it, maybe under a
-    former name."""
+    deliveries since these began. `obeyed`: how many workers say that they have paused it."""
 
     app: str
     handler: str
@@ -151,11 +150,7 @@ def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[Paused]) -> li
         for name in line.handlers
     }
     lines = []
-    names = {
-        each: {each, *(name for line in its for name in line.handlers[each[1]].names)} for each, its in doings.items()
-    }
-    unread = pauses.keys() - set().union(*names.values())  # by any live worker
-    for app, name in sorted(doings.keys() | unread):
+    for app, name in sorted(doings.keys() | pauses.keys()):
         its = [line.handlers[name] for line in doings.get((app, name), ())]
         outcomes: dict[str, int] = {}
         lags: dict[str, Lag] = {}
@@ -175,7 +170,7 @@ def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[Paused]) -> li
                 lanes=sum(each.lanes for each in its),
                 running=sum(each.running for each in its),
                 outcomes=outcomes,
-                paused=next((pauses[each] for each in names.get((app, name), {(app, name)}) if each in pauses), None),
+                paused=pauses.get((app, name)),
                 obeyed=sum(each.paused for each in its),
             )
         )

@@ -15,20 +15,17 @@ from psycopg import AsyncConnection
 
 from idemconsumer.app.following import tracing_of
 from idemconsumer.app.inline import InlineRunner
-from idemconsumer.app.sagas import Recorded
 from idemconsumer.app.sending import check_via, to_send
 from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import NO_HEADERS, BoundHandler, Call, given_key
 from idemconsumer.message import codecs
-from idemconsumer.message.names import StoredName
 from idemconsumer.ports.handler import Tx
 from idemconsumer.rules.accepting import Progress, progress
 from idemconsumer.rules.values import Record, State
 from idemconsumer.rules.verdicts import Verdict, contention_pause, judge
 from idemconsumer.settings import Settings
 from idemconsumer.stores.accepting import Acceptance, Sent, Standing, accept_in
-from idemconsumer.stores.signals import recorded
 from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resources
 
@@ -73,11 +70,6 @@ class Accepting(ABC):
     @abstractmethod
     async def _running(self) -> InlineRunner: ...
 
-    @abstractmethod
-    async def _name_of(
-        self, handler: Handler[..., Any], tenant: str | None, key: str, recorded: Recorded
-    ) -> StoredName: ...
-
     async def accept(
         self,
         handler: Handler[..., Any],
@@ -117,14 +109,11 @@ class Accepting(ABC):
             call, out = bound.from_code(payload, key=key, tenant=tenant, headers=sent), None
         else:
             call, out = to_send(bound, via, payload, key=given_key(key), tenant=tenant, headers=sent)
+        acceptance = _acceptance(bound, call, out)
         if tx is not None:
             connection, schema = connection_of(tx), settings.schema
-            name = await self._name_of(handler, call.tenant, call.key, partial(recorded, connection, schema))
-            acceptance = _acceptance(bound, call, name, out)
             storing = partial(accept_in, connection, schema, await inline.scope_id(acceptance.claim), acceptance)
             return _told(await _until_known(storing, 0.0), acceptance)
-        name = await self._name_of(handler, call.tenant, call.key, inline.recorded)
-        acceptance = _acceptance(bound, call, name, out)
         return _told(await _until_known(partial(inline.accept, acceptance), _PATIENCE), acceptance)
 
     async def accepted(self, handler: Handler[..., Any], *, key: str, tenant: str | None = None) -> Accepted:
@@ -135,8 +124,7 @@ class Accepting(ABC):
         """
         self._check_own(handler)
         key, inline = given_key(key), await self._running()
-        name = await self._name_of(handler, tenant, key, inline.recorded)
-        return _found(await inline.standing(name.digest(tenant, key)))
+        return _found(await inline.standing(handler.plan.identity(self.name).digest(tenant, key)))
 
     def _check_own(self, handler: Handler[..., Any]) -> None:
         if not self._has(handler):
@@ -146,10 +134,11 @@ class Accepting(ABC):
             )
 
 
-def _acceptance(bound: BoundHandler, call: Call, name: StoredName, sent: Sent | None) -> Acceptance:
+def _acceptance(bound: BoundHandler, call: Call, sent: Sent | None) -> Acceptance:
     max_age = bound.options.max_age
-    claim = msgspec.structs.replace(call.claim, key=name.digest(call.tenant, call.key), scope=name.scope(call.tenant))
-    return Acceptance(claim, call.arrived, name, sent, max_age, asked=max_age is not None and bound.reconciles)
+    return Acceptance(
+        call.claim, call.arrived, bound.identity, sent, max_age, asked=max_age is not None and bound.reconciles
+    )
 
 
 async def _until_known(accept: Callable[[], Awaitable[Record | None]], patience: float) -> Record | None:

@@ -22,7 +22,7 @@ from idemconsumer.brokers.connecting import destination as parse_destination
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.decorator import Decorate, Handler, asks_for_key, idempotent_handler
 from idemconsumer.handlers.durations import parse_duration
-from idemconsumer.handlers.handler import BoundHandler, HandlerPlan, given_key
+from idemconsumer.handlers.handler import BoundHandler, given_key
 from idemconsumer.handlers.options import Options, UnnamedOptions
 from idemconsumer.handlers.scheduling import check_slots
 from idemconsumer.handlers.signalling import signalling
@@ -53,7 +53,7 @@ class App(SagaCalls, Accepting, Pausing):
     """Collects handlers, and makes the workers that run them.
 
     The name is part of every stored key and, unless `consumer_group=` says otherwise, the Kafka consumer group. So
-    renaming an app makes every message new for handlers without `formerly=`. `publishes` names destinations for
+    renaming an app makes every message new. `publishes` names destinations for
     `idemconsumer check` to look at; it allows and forbids nothing. ConfigurationError for one that cannot be.
     """
 
@@ -97,9 +97,9 @@ class App(SagaCalls, Accepting, Pausing):
 
     @property
     def sagas(self) -> dict[tuple[str, str], str | None]:
-        """The versions of its handlers of sagas, by app and handler of all names that they are stored under."""
+        """The versions of its handlers of sagas, by app and handler."""
         plans = [handler.plan for handler in self._handlers.values() if handler.plan.signature.needs_saga]
-        return {name: plan.options.version for plan in plans for name in plan.names(self.name)}
+        return {plan.identity(self.name): plan.options.version for plan in plans}
 
     @asks_for_key
     def idempotent_handler(self, source: str, *sources: str, key: KeySpec, **options: Unpack[Options]) -> Decorate:
@@ -150,8 +150,8 @@ class App(SagaCalls, Accepting, Pausing):
         return included
 
     def include(self, *handlers: Handler[..., Any]) -> None:
-        """Add decorated functions. ConfigurationError for a second one with the same name, present or former, or the
-        same source unless that is a Kafka topic and their `consumer_group` differs."""
+        """Add decorated functions. ConfigurationError for a second one with the same name, or the same
+        source unless that is a Kafka topic and their `consumer_group` differs."""
         for handler in handlers:
             given: object = handler
             if not isinstance(given, Handler):
@@ -165,7 +165,6 @@ class App(SagaCalls, Accepting, Pausing):
                     'give one of them another name with name="…"'
                 )
             for other in self._handlers.values():
-                self._check_names(handler.plan, other.plan)
                 if common := self._common(handler, other):
                     instead = "use one handler, or two apps"
                     if common.startswith("kafka:"):
@@ -175,16 +174,6 @@ class App(SagaCalls, Accepting, Pausing):
                         f"each message would reach only one of them; {instead}"
                     )
             self._handlers[handler.name] = handler
-
-    def _check_names(self, plan: HandlerPlan, other: HandlerPlan) -> None:
-        """L68. What is stored under a name is one handler's."""
-        theirs = set(other.names(self.name))
-        if (shared := next((name for name in plan.names(self.name) if name in theirs), None)) is not None:
-            raise ConfigurationError(
-                f"app {self.name!r}: {str(shared)!r} is a name of {other.name!r} and of {plan.name!r}, now or "
-                "formerly, so their keys would be the same; write formerly= on one of them only, and give a new "
-                "handler a name that none had before"
-            )
 
     def _common(self, handler: Handler[..., Any], other: Handler[..., Any]) -> str | None:
         """A source that both consume, of which each message would reach one of them."""
@@ -216,9 +205,7 @@ class App(SagaCalls, Accepting, Pausing):
                     f"app {self.name!r}: @app.every is not above a saga of this app; write it above "
                     "@app.idempotent_handler(…) of a function that takes Saga"
                 )
-            # Its slots are keys, and are known by the schedule's name.
-            default = handler.plan.names(self.name)[0].handler
-            schedule = checked_schedule(Schedule(name or default, expression, timezone, catch_up, handler.name))
+            schedule = checked_schedule(Schedule(name or handler.name, expression, timezone, catch_up, handler.name))
             if any(each.name == schedule.name for each in self._schedules):
                 raise ConfigurationError(
                     f"app {self.name!r}: two schedules are named {schedule.name!r}, so their slots would have the same "
@@ -317,8 +304,7 @@ class App(SagaCalls, Accepting, Pausing):
             )
         seconds, key = parse_duration(wait), given_key(key)
         inline = await self._running()
-        name = await self._name_of(handler, tenant, key, inline.recorded)
-        return await inline.result(name.digest(tenant, key), seconds)
+        return await inline.result(handler.plan.identity(self.name).digest(tenant, key), seconds)
 
     def _handler_of(self, source: str) -> Handler[..., Any]:
         handlers = self._handlers.values()

@@ -114,11 +114,6 @@ class InlineRunner:
                 await self._resources.open()
                 self._resourceful = True
 
-    async def recorded(self, digests: Sequence[bytes]) -> set[bytes]:
-        """Those that have a record."""
-        records = await self._store.peek(digests)
-        return {digest for digest, record in zip(digests, records, strict=True) if record is not None}
-
     async def result(self, digest: bytes, wait: float) -> Outcome:
         """What the key's record says, once it is final or the time is over."""
         record = await self._results.over(digest, wait) if wait else None
@@ -154,9 +149,7 @@ class InlineRunner:
                     connections=self.settings.concurrency,
                     lease=min(each.lease for each in leased),
                     longest_run=max(each.timeout for each in leased),
-                    runs=[
-                        Runs(*name, plan.options.version) for plan in self._leased for name in plan.names(handler.app)
-                    ],
+                    runs=[Runs(*plan.identity(handler.app), plan.options.version) for plan in self._leased],
                     require_standby=self.settings.require_synchronous_standby,
                 )
             return self._saga_lease

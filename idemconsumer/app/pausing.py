@@ -35,13 +35,11 @@ class Pausing(ABC):
         account and machine, unless given. Not paused is what `process` runs. Raises StoreUnavailable, and
         ConfigurationError for a name that is no handler of this app.
         """
-        controls, names = self._controls(handler), self.handlers[handler].plan.names(self.name)
-        return await controls.pause(self.name, handler, by=by or user(), reason=reason, names=names)
+        return await self._controls(handler).pause(self.name, handler, by=by or user(), reason=reason)
 
     async def resume(self, handler: str, *, reason: str | None = None, by: str | None = None) -> bool:
         """Let workers go on with a handler. Returns whether it was paused. Raises as `pause`."""
-        controls, names = self._controls(handler), self.handlers[handler].plan.names(self.name)
-        return await controls.resume(self.name, handler, by=by or user(), reason=reason, names=names)
+        return await self._controls(handler).resume(self.name, handler, by=by or user(), reason=reason)
 
     def _controls(self, handler: str) -> Controls:
         if handler not in self.handlers:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Concatenate, TypeAlias, TypeVar
+from typing import Any, Concatenate, TypeVar
 
 from psycopg import AsyncConnection
 
@@ -20,17 +18,15 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import TENANT, BoundHandler, given_key
 from idemconsumer.message import codecs
-from idemconsumer.message.names import StoredName
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.handler import Done, NotDone, Tx
 from idemconsumer.rules.values import Signalled
 from idemconsumer.settings import Settings
-from idemconsumer.stores.signals import Signal, recorded, send
+from idemconsumer.stores.signals import Signal, send
 from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resources
 
 T = TypeVar("T")
-Recorded: TypeAlias = Callable[[Sequence[bytes]], Awaitable[set[bytes]]]  # those of these keys that have a record
 
 
 class SagaCalls(ABC):
@@ -96,7 +92,7 @@ class SagaCalls(ABC):
         For people and for tests: no promise that it is still so when this returns.
         Raises StoreUnavailable, BadMessage for an invalid key, and ConfigurationError when it is no saga of this app.
         """
-        admin, digest = await self._saga_of(handler, tenant, key, "ask for its result")
+        admin, digest = self._saga_of(handler, tenant, key, "ask for its result")
         detail = await admin.look_up(digest)
         return None if detail is None else status(detail)
 
@@ -121,15 +117,15 @@ class SagaCalls(ABC):
         self._check_saga(handler, "signal")
         key, encoded = given_key(key), codecs.encode(payload, "payload", "give")
 
-        def signal(to: StoredName) -> Signal:
+        to = handler.plan.identity(self.name)
+
+        def signal() -> Signal:
             return Signal(to.digest(tenant, key), to.scope(tenant), name, encoded)
 
         if tx is not None:
-            connection, schema = connection_of(tx), self._configured().schema
-            to = await self._name_of(handler, tenant, key, partial(recorded, connection, schema))
-            return await send(connection, schema, signal(to))
-        inline = await self._running()
-        return await inline.signal(signal(await self._name_of(handler, tenant, key, inline.recorded)))
+            return await send(connection_of(tx), self._configured().schema, signal())
+        inline = await self._running()  # R39: before anything is hashed
+        return await inline.signal(signal())
 
     async def cancel(
         self, handler: Handler[..., Any], *, key: str, tenant: str | None = None, undo: bool = False
@@ -143,7 +139,7 @@ class SagaCalls(ABC):
         put aside is cancelled too. Raises StoreUnavailable, BadMessage for an invalid key, and ConfigurationError when
         it is not a saga of this app, or a worker of an earlier version runs it.
         """
-        admin, digest = await self._saga_of(handler, tenant, key, "only a saga can be cancelled")
+        admin, digest = self._saga_of(handler, tenant, key, "only a saga can be cancelled")
         return await admin.cancel(digest, undo=undo, by=None)
 
     async def decide(
@@ -166,28 +162,14 @@ class SagaCalls(ABC):
         invalid key, TypeError for a result that is not JSON, and ConfigurationError when it is no such step or attempt,
         or a worker runs the saga.
         """
-        admin, digest = await self._saga_of(handler, tenant, key, "only a saga has steps")
+        admin, digest = self._saga_of(handler, tenant, key, "only a saga has steps")
         await admin.decide(digest, step, answer, by=None, attempt=attempt)
 
-    async def _saga_of(
-        self, handler: Handler[..., Any], tenant: str | None, key: str, why: str
-    ) -> tuple[SagaAdmin, bytes]:
+    def _saga_of(self, handler: Handler[..., Any], tenant: str | None, key: str, why: str) -> tuple[SagaAdmin, bytes]:
         if not self._has(handler) or not handler.plan.signature.needs_saga:
             raise ConfigurationError(f"app {self.name!r}: {handler.name!r} is not a saga of this app; {why}")
         admin, key = self._admin(), given_key(key)
-        name = await self._name_of(handler, tenant, key, admin.recorded)
-        return admin, name.digest(tenant, key)
-
-    async def _name_of(
-        self, handler: Handler[..., Any], tenant: str | None, key: str, recorded: Recorded
-    ) -> StoredName:
-        """The first of the handler's names under which this key has a record; its identity, if none has (L69)."""
-        names = handler.plan.names(self.name)
-        if len(names) == 1:
-            return names[0]
-        digests = [name.digest(tenant, key) for name in names]
-        known = await recorded(digests)
-        return next((name for name, digest in zip(names, digests, strict=True) if digest in known), names[0])
+        return admin, handler.plan.identity(self.name).digest(tenant, key)
 
     def _admin(self) -> SagaAdmin:
         settings = self._configured()

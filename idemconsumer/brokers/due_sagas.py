@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol
 
 from idemconsumer.errors import BrokerUnavailable, SessionEnded, StoreUnavailable
@@ -65,8 +65,7 @@ class LanesOfSagas(Protocol):
 
 
 class DueSagas:
-    """See `ports.Broker`. A subscription's name is one that sagas of its handler are stored under (L69), and its group
-    the app of that name, the same for all."""
+    """See `ports.Broker`. A subscription's name is its handler, and its group the app, the same for all."""
 
     hands_over = False
 
@@ -87,8 +86,8 @@ class DueSagas:
         return SCHEME
 
     async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> DueSagasSession:
-        names = {subscription.name: subscription.handler for subscription in subscriptions}
-        return DueSagasSession(self._leases, self._lanes, subscriptions[0].group, names, self._cancel, self._beside)
+        handlers = [subscription.handler for subscription in subscriptions]
+        return DueSagasSession(self._leases, self._lanes, subscriptions[0].group, handlers, self._cancel, self._beside)
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         raise BrokerUnavailable("saga: is not a destination; start a saga with app.start")
@@ -117,7 +116,7 @@ class DueSagasSession:
         leases: LeaseStore,
         lanes: LanesOfSagas,
         app: str,
-        names: Mapping[str, str],
+        handlers: Sequence[str],
         cancel: Callable[[Collection[bytes]], None] = _nothing,
         beside: Sequence[BesideSagas] = (),
     ) -> None:
@@ -126,10 +125,10 @@ class DueSagasSession:
         self._cancel = cancel
         self._beside = beside
         self._app = app
-        self._names = names  # of stored sagas, each with its handler
+        self._handlers = handlers
         self._kept_out = 0
         self._kept: set[str] = set()
-        self._left: list[str] = []  # names with sagas that could be taken, and had no free lane, or not enough
+        self._left: list[str] = []  # handlers with sagas that could be taken, and had no free lane, or not enough
         self._looked = self._next = asyncio.get_running_loop().time()  # when it did last, and is to look again
         self._outstanding: Counter[str] = Counter()
         self._epoch = Epoch(takes_back=True)
@@ -152,7 +151,7 @@ class DueSagasSession:
     async def _wait(self) -> None:
         """For the time of the next look, or for a lane that is free for what was left."""
         clock = asyncio.get_running_loop().time
-        while not self._stopped and not any(map(self._idle, self._left)) and clock() < self._next:
+        while not self._stopped and not any(map(self._lanes.idle, self._left)) and clock() < self._next:
             self._lanes.freed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._next):
@@ -168,7 +167,7 @@ class DueSagasSession:
         if self._kept_out:
             self._left, self._next = [], now + _AGAIN
             return []
-        if free := [name for name in self._left if self._idle(name)]:
+        if free := [name for name in self._left if self._lanes.idle(name)]:
             return await self._take(free, ())
         self._looked = now
         look = await self._look()
@@ -180,16 +179,13 @@ class DueSagasSession:
         unheld = [(key, token) for key, token in look.own if key not in held]
         due = [name for name, seconds in look.due.items() if seconds <= 0]
         self._next = now + (_AGAIN if due else max(_SOONEST, min([_LONGEST, *look.due.values()])))
-        self._keep({self._names[name] for name in due if look.due[name] < -_PATIENCE and not self._idle(name)})
+        self._keep({name for name in due if look.due[name] < -_PATIENCE and not self._lanes.idle(name)})
         return await self._take(self._running if unheld else due, unheld)
 
     @property
     def _running(self) -> list[str]:
-        """The names of handlers that are not paused."""
-        return [name for name, handler in self._names.items() if not self._lanes.paused(handler)]
-
-    def _idle(self, name: str) -> int:
-        return self._lanes.idle(self._names[name])
+        """The handlers that are not paused."""
+        return [handler for handler in self._handlers if not self._lanes.paused(handler)]
 
     async def _look(self) -> Look:
         """At the sagas, and at the queues while these can be read."""
@@ -204,27 +200,20 @@ class DueSagasSession:
                 each.held_up()
         return await self._leases.look(self._app, self._running)
 
-    async def _take(self, names: Sequence[str], unheld: Sequence[tuple[bytes, int]]) -> list[LeasedSaga]:
-        """For the lanes that are free. One statement serves names with as many; those of one handler take turns."""
-        left, waiting = set(self._left) - set(names), list(names)
+    async def _take(self, handlers: Sequence[str], unheld: Sequence[tuple[bytes, int]]) -> list[LeasedSaga]:
+        """For the lanes that are free. One statement serves handlers with as many."""
+        rooms: dict[int, list[str]] = {}
+        for handler in handlers:
+            rooms.setdefault(self._lanes.idle(handler), []).append(handler)
+        left = set(self._left).difference(handlers).union(rooms.pop(0, ()))
         taken: list[LeasedSaga] = []
-        while waiting:
-            turn: dict[str, str] = {}
-            for name in waiting:
-                turn.setdefault(self._names[name], name)
-            waiting = [name for name in waiting if name not in turn.values()]
-            begun = Counter(self._names[saga.handler] for saga in taken)
-            rooms: dict[int, list[str]] = {}
-            for handler, name in turn.items():
-                rooms.setdefault(max(0, self._lanes.idle(handler) - begun[handler]), []).append(name)
-            left |= set(rooms.pop(0, ()))
-            for room, theirs in rooms.items():
-                sagas = await self._leases.take(self._app, theirs, room, unheld=unheld)
-                counts = Counter(saga.handler for saga in sagas)
-                left |= {name for name in theirs if counts[name] >= room}
-                self._keep(self._kept - {self._names[name] for name in theirs})
-                taken += sagas
-        self._left = [name for name in self._names if name in left]
+        for room, theirs in rooms.items():
+            sagas = await self._leases.take(self._app, theirs, room, unheld=unheld)
+            counts = Counter(saga.handler for saga in sagas)
+            left |= {handler for handler in theirs if counts[handler] >= room}
+            self._keep(self._kept.difference(theirs))
+            taken += sagas
+        self._left = [handler for handler in self._handlers if handler in left]
         return taken
 
     def _keep(self, handlers: set[str]) -> None:

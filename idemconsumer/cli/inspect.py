@@ -78,8 +78,6 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
         yield Finding("error", app.name, "has no handlers; decorate a function with @app.idempotent_handler(…)")
     for handler in handlers:
         text = f"{', '.join(sources(handler))}; key: {handler.key_rule}; records kept for {retention(handler)}"
-        if handler.identity != (handler.app, handler.name):
-            text += f"; stored as {handler.identity}"
         yield Finding("ok", f"handler {handler.name}", text)
     for schedule in app.schedules(handlers):
         now = datetime.now(UTC)

@@ -12,7 +12,7 @@ from idemconsumer.settings import Settings
 
 
 def say_unknown(settings: Settings, handler: str | None) -> None:
-    """On stderr, which names there are: one that was renamed has its former name there (L68)."""
+    """On stderr, which names there are."""
     if handler is not None:
         text = asyncio.run(unknown_handler(need_dsn(settings), settings.schema, handler))
         if text is not None:

@@ -169,7 +169,7 @@ class Endings:
         if not self._in_worker or (handler.options.retry == "inline" and due <= MAX_INLINE_DELAY):
             return None
         later = NextAttempt(
-            queue=handler.stored_as(work.claim.scope).retry_source.partition(":")[2],
+            queue=handler.retry_source.partition(":")[2],
             message=work.message,
             after=due,
             attempts=work.attempts,

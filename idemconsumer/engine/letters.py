@@ -22,7 +22,7 @@ def dead_letter(work: Work, reason: str, error: str, attempts: int, traceback: s
     identity, content = _identity(work, reason)
     return DeadLetter(
         identity=identity,
-        handler=handler.stored_as(scope).handler,
+        handler=handler.name,
         scope=scope,
         source=message.source,
         position=message.position,

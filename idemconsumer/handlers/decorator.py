@@ -35,7 +35,7 @@ class Handler(Generic[P, R]):
 
     @property
     def name(self) -> str:
-        """The name under which its keys are stored, unless it has a former one: renaming it makes every message new."""
+        """The name under which its keys are stored: another one makes every message new."""
         return self.plan.name
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -24,7 +24,7 @@ from idemconsumer.message.delivered import held_size, size_of
 from idemconsumer.message.envelopes import Unwrap
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message, Subscription
-from idemconsumer.message.names import Former, StoredName, stored_names
+from idemconsumer.message.names import StoredName
 from idemconsumer.message.origin import ORIGIN
 from idemconsumer.ports.handler import Saga, Tx
 from idemconsumer.ports.starter import Starter
@@ -46,7 +46,6 @@ class HandlerPlan:
     """All that is known of a handler without its app."""
 
     name: str
-    formerly: tuple[Former, ...]
     sources: tuple[str, ...]
     options: Resolved
     key_spec: KeySpec
@@ -76,13 +75,13 @@ class HandlerPlan:
         is the app for sagas that start others; `delivery_log` is what the settings say."""
         return BoundHandler(self, app, max_message_bytes, resources, starter, delivery_log)
 
-    def names(self, app: str) -> tuple[StoredName, ...]:
-        """Under which it is stored as part of `app`. What is new is stored under the first one (L68)."""
-        return stored_names(app, self.name, self.formerly)
+    def identity(self, app: str) -> StoredName:
+        """Under which it is stored as part of `app` (L68)."""
+        return StoredName(app, self.name)
 
     def consumer_group(self, app: str) -> str:
         """That of Kafka."""
-        return self.options.consumer_group or self.names(app)[0].app
+        return self.options.consumer_group or app
 
     @property
     def resource_parameters(self) -> tuple[tuple[str, type], ...]:
@@ -121,15 +120,12 @@ class BoundHandler:
         "leased",
         "max_message_bytes",
         "name",
-        "names",
         "needs_tx",
         "options",
         "own_source",
-        "own_sources",
         "reconciles",
         "resources",
         "retry_source",
-        "retry_sources",
         "starter",
         "subscriptions",
     )  # fmt: skip
@@ -162,24 +158,16 @@ class BoundHandler:
         self.leased = plan.signature.needs_saga
         self.batch = plan.signature.batch
         self.reconciles = plan.reconcile is not None
-        self.names = plan.names(app)
-        self.identity = self.names[0]
+        self.identity = plan.identity(app)
         group = plan.consumer_group(app)
         self.subscriptions = tuple(Subscription(source, plan.name, group) for source in plan.sources)
         # A queue in Postgres, for messages that their own broker would soon drop and for sagas begun from code.
         self.own_source = self.identity.own_source
         self.retry_source = self.identity.retry_source
-        self.own_sources = {name.own_source: name for name in self.names}
-        self.retry_sources = frozenset(name.retry_source for name in self.names)
-
-    def stored_as(self, scope: str) -> StoredName:
-        """The name that is in a scope; the identity for one of a handler whose sagas were moved to this one (L31)."""
-        app, _, handler = keys.parts_of(scope)
-        return name if (name := StoredName(app, handler)) in self.names else self.identity
 
     def is_own(self, source: str) -> bool:
         """Whether it is one of the queues that belong to this handler."""
-        return source in self.own_sources or source in self.retry_sources
+        return source in (self.own_source, self.retry_source)
 
     @property
     def key_spec(self) -> KeySpec:
@@ -220,9 +208,7 @@ class BoundHandler:
             beside = " with its headers" if held_size(message) > len(message.body) else ""
             raise BadMessage("oversized", f"{size:,} bytes{beside}, at most {self.max_message_bytes:,} are allowed")
         arrived = message
-        from_code = message.source in self.own_sources and message.message_id is not None
-        # L69: what began in the queue of a name has that name's key, and whoever waits for it knows that one.
-        name = self.own_sources[message.source] if from_code else self.identity
+        from_code = message.source == self.own_source and message.message_id is not None
         try:
             if plan.unwrap is not None and not from_code and not message.tombstone:
                 message = plan.unwrap(message)
@@ -230,8 +216,8 @@ class BoundHandler:
             key, tenant = self._identity(message, payload, from_code=from_code)
             fingerprint, canonical = plan.fingerprint(arrived, message, payload)
             claim = Claim(
-                name.digest(tenant, key),
-                name.scope(tenant),
+                self.identity.digest(tenant, key),
+                self.identity.scope(tenant),
                 fingerprint,
                 plan.options.retain,
                 canonical,

@@ -33,7 +33,6 @@ _ANY: Final = re.compile(r"(?s:.*)")
 class UnnamedOptions(TypedDict, total=False):
     """The options of any handler: see `Options`."""
 
-    formerly: str | tuple[str, ...]
     group_size: int
     pipeline: bool
     concurrency: int
@@ -71,10 +70,8 @@ class UnnamedOptions(TypedDict, total=False):
 class Options(UnnamedOptions, total=False):
     """What `@idempotent_handler` takes besides its sources and `key`.
 
-    * `name`: keys are unique within it; default the function's name. Without `formerly` another one forgets every key.
-    * `formerly`: how it was called before, "book_ride", or "app/book_ride" where the app had another name; a tuple of
-      several, the oldest first. Keys, queues and sagas stay stored under the first one, new ones too. Write it in the
-      same deployment as the new name.
+    * `name`: keys are unique within it; default the function's name. Another one forgets every key: who renames the
+      function writes its name from before here.
     * `group_size`: sets the initial and maximum number of messages that share one transaction, up to 128; failures and
       collisions reduce it. Default: the size adapts to the handler's time, its failures and its collisions. Use 1 for a
       handler that cannot share `now()`, or must not run again because another message of its group failed. A saga

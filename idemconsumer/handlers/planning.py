@@ -16,7 +16,6 @@ from idemconsumer.message.envelopes import ENVELOPES, Unwrap, unwrapper
 from idemconsumer.message.functions import is_async, takes
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
-from idemconsumer.message.names import INSTEAD, BadName, Former, parse_former
 from idemconsumer.message.paths import ByAttribute
 from idemconsumer.message.sources import BadSource, consumes, split_source
 
@@ -54,7 +53,6 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
             _check_sources_have(name, sources, option, spec)
     return HandlerPlan(
         name=name,
-        formerly=_formerly(name, given.get("formerly", ())),
         sources=sources,
         options=options,
         key_spec=key,
@@ -151,21 +149,6 @@ def _name(fn: Callable[..., Any], given: Options) -> str:
     if name.startswith("~"):
         raise HandlerError(name, 'names that start with "~" are reserved', "choose another")
     return name
-
-
-def _formerly(name: str, given: str | tuple[str, ...]) -> tuple[Former, ...]:
-    texts = (given,) if isinstance(given, str) else given
-    if not isinstance(texts, tuple):
-        raise HandlerError(name, f"`formerly` is {given!r}", INSTEAD)
-    try:
-        names = tuple(parse_former(each) for each in texts)
-    except BadName as error:
-        raise HandlerError(name, f"`formerly`: {error}", INSTEAD) from None
-    if len(set(names)) < len(names):
-        raise HandlerError(name, f"`formerly` is {given!r}, and has a name twice", "write each name once")
-    if names == ((None, name),):
-        raise HandlerError(name, "`formerly` is the name that it has", "leave it out, or write the one it had before")
-    return names
 
 
 def _check_sources(handler: str, sources: tuple[str, ...]) -> None:

@@ -181,7 +181,7 @@ class Attempt:
 
     async def _superseded(self) -> bool:
         """Whether a newer worker runs the saga's version, and may know what this one does not."""
-        return await self._leases.superseded(self._handler.stored_as(self._saga.scope).app, self._saga)
+        return await self._leases.superseded(self._handler.app, self._saga)
 
     async def _run_handler(self, run: SagaRun, call: Call) -> tuple[object, BaseException | None]:
         """What the handler returned or raised, once none of its steps is in flight."""

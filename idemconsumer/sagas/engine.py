@@ -238,10 +238,10 @@ class LeasedEngine:
     async def _begin(self, work: Work, *, defer: bool, unfed: bool) -> LeasedSaga | Outcome:
         call = work.call
         assert call is not None
-        name, options = work.handler.stored_as(call.claim.scope), work.handler.options
+        handler = work.handler
         while True:
             try:
-                found = await self._leases.begin(call.claim, work.message, name.handler, options.version)
+                found = await self._leases.begin(call.claim, work.message, handler.name, handler.options.version)
             except CommitUnknown:
                 if (ours := await self._leases.retake(work.key, None)) is not None:
                     work.of_saga.noted = True
@@ -260,9 +260,8 @@ class LeasedEngine:
                     return Outcome(OutcomeKind.BUSY, state=found.state)
                 # A redelivery may be the first to notice that the owner was lost.
                 unheld = await self._unheld(work) if unfed else ()
-                for app, handler in work.handler.names:
-                    if taken := await self._leases.take(app, [handler], 1, unheld=unheld, key=work.key):
-                        return taken[0]
+                if taken := await self._leases.take(handler.app, [handler.name], 1, unheld=unheld, key=work.key):
+                    return taken[0]
                 return Outcome(OutcomeKind.BUSY, state=found.state)
             return Outcome(OutcomeKind.BUSY) if found is Mark.BUSY else await self._engine.endings.replay(work, found)
 

@@ -157,17 +157,6 @@ order by 1, 2
 -- name: live_workers
 select runs from {schema}.worker where until >= clock_timestamp()
 
--- name: last_name
--- L68. Which of these names, the first being 1, has the newest record. Of one name alone that is not asked: all records would
--- be read. Those of a name that is not in use any more are pruned after its `retain`.
-with named as (
-    select c.id, w.place from unnest(%(apps)s::text[], %(handlers)s::text[]) with ordinality as w (app, handler, place)
-    join {schema}.scope as c on split_part(c.name, '/', 1) = w.app and split_part(c.name, '/', 3) = w.handler
-)
-select n.place from {schema}.record as r join named as n on n.id = r.scope_id
-where (select max(place) from named) > 1
-order by r.changed_at desc, n.place limit 1
-
 -- name: move_sagas
 -- L31. Not those that a live worker holds. What was begun from code is in a queue of its handler's.
 with moved as (

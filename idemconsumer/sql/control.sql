@@ -1,9 +1,9 @@
 -- Workers on record, and what people want of them. queries.py describes the format: {schema} is the configured schema.
 
 -- fragment: decided
--- O14. What people have decided about the handlers of these apps.
+-- O14. What people have decided about the handlers of an app.
 (select coalesce(json_agg(json_build_object('app', c.app, 'handler', c.handler, 'at', c.at, 'by', c.by,
-    'reason', c.reason)), '[]')::text from {schema}.control as c where c.app = any(%(apps)s))
+    'reason', c.reason)), '[]')::text from {schema}.control as c where c.app = %(app)s)
 
 -- name: register_process
 -- One instant for both: two looks at the clock differ, and it would seem that the worker had been seen again.
@@ -68,10 +68,8 @@ with done as (
 select count(*) as changed, pg_notify('idemconsumer_queue', 'control:')::text as told from done
 
 -- name: resume_handler
--- Under all of its names (L68).
 with done as (
-    delete from {schema}.control
-    where (app, handler) in (select * from unnest(%(apps)s::text[], %(handlers)s::text[])) returning app, handler
+    delete from {schema}.control where app = %(app)s and handler = %(handler)s returning app, handler
 ), noted as (
     insert into {schema}.audit (at, by, role, what, target, reason)
     select clock_timestamp(), %(by)s, session_user, 'resume', app || '/' || handler, %(reason)s from done

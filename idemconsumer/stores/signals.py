@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +34,6 @@ class Signal:
         return {
             "key": self.key, "scope": self.scope, "name": self.name, "body": body, "content_type": content_type
         }  # fmt: skip
-
-
-async def recorded(connection: psycopg.AsyncConnection[Any], schema: str, keys: Sequence[bytes]) -> set[bytes]:
-    """Those that have a record. Raises psycopg.Error."""
-    rows = await (await OwnCursor(connection).execute(load(schema)["read"], {"keys": list(keys)})).fetchall()
-    return {row[0] for row in rows}
 
 
 async def send(connection: psycopg.AsyncConnection[Any], schema: str, signal: Signal) -> Signalled:

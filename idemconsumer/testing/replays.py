@@ -130,7 +130,7 @@ def _ended(recorded: _Recorded, kind: OutcomeKind) -> Replay:
 def _bind(app: App, history: SagaHistory, resources: Mapping[type, object], patience: float) -> BoundHandler:
     name = history.handler
     plans = [handler.plan for handler in app.handlers.values() if handler.plan.signature.needs_saga]
-    its = next((plan for plan in plans if name in [each.handler for each in plan.names(app.name)]), None)
+    its = next((plan for plan in plans if plan.name == name), None)
     if its is None:
         known = ", ".join(plan.name for plan in plans) or "none"
         raise ConfigurationError(f"app {app.name!r} has no saga {name!r}; its sagas: {known}")

@@ -40,8 +40,8 @@ class Deadlines:
     def __init__(self, pool: Pool, handlers: Sequence[BoundHandler]) -> None:
         self._pool = pool
         bounded = [handler for handler in handlers if handler.options.max_age]
-        self._names = [name for handler in bounded if not handler.reconciles for name in handler.names]
-        self._asked = {name: handler for handler in bounded if handler.reconciles for name in handler.names}
+        self._names = [handler.identity for handler in bounded if not handler.reconciles]
+        self._asked = {handler.identity: handler for handler in bounded if handler.reconciles}
         self._taken = max((each.options.timeout for each in self._asked.values()), default=0.0) + _BEYOND
 
     async def run(self) -> None:

@@ -243,7 +243,7 @@ class Feed:
         pending, row, letter, own_id = None, None, None, delivery.own_id
         if leased is None:
             if handler.is_own(message.source):
-                suspect = suspect or message.source in handler.own_sources
+                suspect = suspect or message.source == handler.own_source
                 message, pending, letter = restored(message) or message, pending_of(message), letter_of(message)
             if pending is not None:
                 row, own_id = delivery.handle, pending.own_id

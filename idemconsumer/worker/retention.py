@@ -190,12 +190,11 @@ class Retention:
 
 async def keep_letters(dsn: str, schema: str, handlers: Sequence[BoundHandler]) -> None:
     """Note how long the letters of these handlers are kept (O5). Raises psycopg.Error."""
-    named = [(handler, name) for handler in handlers for name in handler.names]
     given = {
-        "apps": [keys.scopes_of(name.app).removesuffix("/") for _, name in named],
-        "names": [name.handler for _, name in named],
-        "letters": [handler.options.retain_dead for handler, _ in named],
-        "bodies": [handler.options.retain_dead_body for handler, _ in named],
+        "apps": [keys.scopes_of(handler.app).removesuffix("/") for handler in handlers],
+        "names": [handler.name for handler in handlers],
+        "letters": [handler.options.retain_dead for handler in handlers],
+        "bodies": [handler.options.retain_dead_body for handler in handlers],
     }
     async with await _connect(dsn) as connection, connection.transaction():
         await connection.execute(load(schema)["keep_letters"], given)

@@ -67,10 +67,8 @@ class Steering:
         self._id: int | None = None
         self._lanes: Lanes | None = None
         self._pauses: Mapping[str, Pause] = {}
-        apps = sorted({name.app for handler in handlers for name in handler.names})
         self._given = {
             "app": handlers[0].app,
-            "apps": apps,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "place": place,
@@ -130,8 +128,7 @@ class Steering:
         return {
             handler.name: {
                 "sources": [each.source for each in handler.subscriptions],
-                "names": handler.names,
-                "queues": [*handler.own_sources, *handler.retry_sources],
+                "queues": [handler.own_source, handler.retry_source],
                 "lag": {each.source: lag[each.source] for each in handler.subscriptions if each.source in lag},
                 "paused": handler.name in self._pauses,
                 "lanes": 0 if lanes is None else len(lanes.of(handler.name).lanes),
@@ -144,11 +141,9 @@ class Steering:
 
     def _obey(self, rows: Sequence[tuple[Any, ...]]) -> None:
         ((self._id, leave, pauses),) = rows
-        decided = {(each.app, each.handler): each for each in _PAUSES.decode(pauses)}
+        decided = {each.handler: each for each in _PAUSES.decode(pauses)}
         before = self._pauses
-        self._pauses = {  # under any of its names (L68)
-            handler.name: decided[name] for handler in self._handlers for name in handler.names if name in decided
-        }
+        self._pauses = {each.name: decided[each.name] for each in self._handlers if each.name in decided}
         for name in self._pauses.keys() - before.keys():
             each = self._pauses[name]
             log.warning("handler paused", handler=name, by=each.by, since=each.at, reason=each.reason)

@@ -39,7 +39,6 @@ from idemconsumer.worker.feed import Feed, pause
 from idemconsumer.worker.forwarding import Forwarder
 from idemconsumer.worker.in_hand import InHand
 from idemconsumer.worker.lanes import Lanes
-from idemconsumer.worker.names import check_names
 from idemconsumer.worker.orphans import warn_of_orphans
 from idemconsumer.worker.relay import Relay, reachable
 from idemconsumer.worker.replies import Replies
@@ -141,9 +140,8 @@ class Worker:
             brokers = [self._broker(subscription.scheme) for subscription in handler.subscriptions]
             subscriptions = list(handler.subscriptions)
             own = handler.leased or any(broker.hands_over for broker in brokers)
-            for name in handler.names:  # L69
-                queues = [name.own_source, name.retry_source] if own else [name.retry_source]
-                subscriptions += [Subscription(queue, handler.name, handler.app) for queue in queues]
+            queues = [handler.own_source, handler.retry_source] if own else [handler.retry_source]
+            subscriptions += [Subscription(queue, handler.name, handler.app) for queue in queues]
             for subscription in subscriptions:
                 scheme = subscription.scheme
                 feeds[scheme, self._broker(scheme).feed(subscription)].append(subscription)
@@ -204,7 +202,6 @@ class Worker:
         return None
 
     async def _names_checked(self, dsn: str) -> bool:
-        await check_names(dsn, self._settings.schema, self.handlers)
         return True
 
     async def _open_store(self, dsn: str) -> PostgresStore:
@@ -228,7 +225,7 @@ class Worker:
             lease=shortest_lease(leased),
             longest_run=longest_run(leased),
             require_standby=settings.require_synchronous_standby,
-            runs=[Runs(*name, handler.options.version) for handler in leased for name in handler.names],
+            runs=[Runs(*handler.identity, handler.options.version) for handler in leased],
             parties=[handler.name for handler in leased],
             stuck=_leave,
         )
@@ -261,7 +258,7 @@ class Worker:
         steering.steer(lanes)
         if saga_lease is not None:
             beside = [broker for broker in self._brokers.values() if isinstance(broker, BesideSagas)]
-            planned = [*planned, *self._due_sagas(saga_lease, lanes, beside)]
+            planned = [*planned, self._due_sagas(saga_lease, lanes, beside)]
             for each in beside:
                 each.wake_sagas_by(lanes.freed.set)
         memory = BytesInHand(settings.max_bytes_in_hand)
@@ -352,18 +349,9 @@ class Worker:
         longest = longest_run(self.handlers)
         return longest + (1.5 * shortest_lease(self._leased) + 1.0 if self._leased else _SPARE)
 
-    def _due_sagas(self, saga_lease: SagaLease, lanes: Lanes, beside: Sequence[BesideSagas]) -> list[Planned]:
-        """One source for each app in the names of handlers (L69): that of this worker, and seldom a former one."""
-        of_app: dict[str, list[Subscription]] = {self._leased[0].app: []}
-        for handler in self._leased:
-            for name in handler.names:
-                resuming = Subscription(f"{SCHEME}:{name.handler}", handler.name, name.app)
-                of_app.setdefault(name.app, []).append(resuming)
-        leases, cancel = saga_lease.leases, saga_lease.engine.cancel
-        return [
-            (SCHEME, DueSagas(leases, lanes, cancel, () if i else beside), resuming)
-            for i, resuming in enumerate(of_app.values())
-        ]
+    def _due_sagas(self, saga_lease: SagaLease, lanes: Lanes, beside: Sequence[BesideSagas]) -> Planned:
+        resuming = [Subscription(f"{SCHEME}:{handler.name}", handler.name, handler.app) for handler in self._leased]
+        return SCHEME, DueSagas(saga_lease.leases, lanes, saga_lease.engine.cancel, beside), resuming
 
     def _bounds(self, lanes: Lanes, subscriptions: Sequence[Subscription], memory: BytesInHand) -> Bounds:
         """What one session may have outstanding, as of now: enough for all lanes of its handlers."""

@@ -144,8 +144,8 @@ async def test_a_saga_whose_key_was_taken_over_does_not_begin(desk: Desk) -> Non
     assert desk.effects == []
 
 
-async def test_a_handler_that_was_renamed_has_the_keys_of_its_identity(desk: Desk) -> None:
-    desk.handler("id", formerly="old_shop/hold")
+async def test_a_handler_with_a_name_of_its_own_has_the_keys_of_that(desk: Desk) -> None:
+    desk.handler("id", name="hold")
     desk.sql("create table seen (id text primary key)")
     desk.sql("insert into seen values ('a')")
     await desk.take("id")

@@ -75,14 +75,14 @@ def test_check_says_which_sagas_nobody_continues_and_what_to_do(travel: Travel) 
     ]  # fmt: skip
     other, version, gone = (text for _, text in warnings)
     assert other == (
-        "1 sagas of app 'shop' wait for it, and no worker runs it; start one, or if it was renamed, write "
-        'formerly="shop/reserve" on the handler that it is now, or `idemconsumer sagas move shop/reserve APP/HANDLER` '
+        "1 sagas of app 'shop' wait for it, and no worker runs it; start one, or if it was renamed, give it its name "
+        'back, name="reserve" in App("shop"), or `idemconsumer sagas move shop/reserve APP/HANDLER` '
         "gives them to another handler"
     )
     assert version.startswith("1 sagas began with version '1', which no worker runs; start one")
     assert gone.startswith(
-        "1 sagas wait for it, and app 'travel' has no such handler of sagas; if it was renamed, write "
-        'formerly="book_trip" on the handler that it is now, or bring it back, or `idem'
+        "1 sagas wait for it, and app 'travel' has no such handler of sagas; if it was renamed, give it its name "
+        'back, name="book_trip", or bring it back, or `idem'
     )
 
     findings = json.loads(travel("check", "orphan_travel:app", "--json").stdout)

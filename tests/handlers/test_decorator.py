@@ -332,7 +332,7 @@ def test_the_key_rule_is_told_in_words() -> None:
 # -------------------------------------------------------------------------------------------------- options
 def test_an_unknown_option_names_the_nearest_and_all() -> None:
     text = refusal(retian="1d")
-    assert "there is no option `retian`; did you mean `retain`? the options are name, formerly, group_size," in text
+    assert "there is no option `retian`; did you mean `retain`? the options are name, group_size," in text
 
 
 def test_options_are_resolved_to_seconds() -> None:

@@ -28,7 +28,7 @@ from idemconsumer.settings import Settings
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker.worker import Worker
-from tests.support.sagas import Bench, FreeLanes, OpenStation, Station, due_sagas, order, saga
+from tests.support.sagas import Bench, FreeLanes, OpenStation, Station, due_sagas, order
 from tests.support.waiting import until
 
 LANES = 8
@@ -406,22 +406,3 @@ async def test_a_stream_of_new_messages_does_not_keep_a_due_saga_waiting(
     await until(lambda: len(begun) > before + 4, "and the others go on with all lanes")
     worker.drain()
     await running
-
-
-async def test_names_of_one_handler_share_its_lanes(bench: Bench, one: Station, two: Station) -> None:
-    """L69: no more sagas than it has lanes free, under whichever of its names they are stored (L33)."""
-
-    async def fails(order: dict[str, Any], saga: Saga) -> None:
-        raise ValueError("to be resumed")
-
-    for key in ("a", "b", "c"):
-        await one.deliver(saga(fails), order(key))
-    bench.run("update idemconsumer.saga set handler = 'journey' where key <> (select min(key) from idemconsumer.saga)")
-    lanes = FreeLanes(2)
-    source = DueSagas(two.leases, lanes)
-    names = [Subscription(f"saga:{name}", "book", "shop") for name in ("book", "journey")]
-    session = await source.open(names, Bounds(4, 1))
-    taken = [delivery.handle for delivery in await session.fetch()]
-    assert sorted(each.handler for each in taken) == ["book", "journey"]
-    lanes.free = 1
-    assert [each.handle.handler for each in await session.fetch()] == ["journey"]

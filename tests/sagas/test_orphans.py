@@ -39,7 +39,7 @@ RUNS = {"app": "shop", "handler": "book", "version": "1"}
         (
             waiting(handler="gone"),
             [[RUNS]],
-            "app 'shop' has no such handler of sagas; if it was renamed, write formerly=\"gone\"",
+            "app 'shop' has no such handler of sagas; if it was renamed, give it its name back, name=\"gone\"",
         ),
         (waiting(handler="gone", version=None), [None], "3 sagas wait for it"),
         (waiting(app="other"), [[RUNS]], "3 sagas of app 'other' wait for it, and no worker runs it"),

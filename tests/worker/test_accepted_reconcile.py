@@ -274,7 +274,7 @@ async def test_what_somebody_has_in_hand_is_not_asked_about_and_does_not_run_whi
     bench: Bench, shop: Shop, sweepers: list[Deadlines]
 ) -> None:
     await accept(shop)
-    digest = shop.pay.plan.names("shop")[0].digest("t", "k")
+    digest = shop.pay.plan.identity("shop").digest("t", "k")
     async with bench.rival(digest) as release:
         await sweepers[0].ask()
         await release()

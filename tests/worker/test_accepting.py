@@ -252,7 +252,7 @@ async def test_a_key_that_a_rival_holds_without_a_record_is_not_told_of(
     bench: Bench, shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accepting, "_PATIENCE", 0.0)
-    digest = shop.pay.plan.names("shop")[0].digest(None, "k")
+    digest = shop.pay.plan.identity("shop").digest(None, "k")
     async with bench.rival(digest) as release:
         with pytest.raises(StoreUnavailable, match="cannot be claimed now"):
             await shop.app.accept(shop.pay, Item("a"), key="k")
@@ -264,7 +264,7 @@ async def test_a_key_that_a_rival_holds_without_a_record_is_not_told_of(
 async def test_a_message_of_somebody_elses_does_not_take_the_record(bench: Bench, shop: Shop) -> None:
     """H41. It has the same key, or even the header that names the record."""
     await shop.app.accept(shop.pay, Item("a"), key="a")
-    digest = shop.pay.plan.names("shop")[0].digest(None, "a")
+    digest = shop.pay.plan.identity("shop").digest(None, "a")
     forged = with_origin(Message("memory:q", body(Item("other"))), Pending(digest, "shop/-/pay"))
     await bench.broker.publish("q", [Outgoing(body(Item("a"))), Outgoing(forged.body, forged.headers)])
     bench.do("update idemconsumer.queue set name = 'hidden ' || name")

@@ -198,7 +198,7 @@ async def test_the_token_alone_decides_nothing(bench: Bench, shop: Shop) -> None
 async def test_a_copy_waits_while_somebody_has_the_message_in_hand(bench: Bench, shop: Shop) -> None:
     """A duplicate would be settled; and if who has it dies then, nothing is left of it."""
     await shop.accept("a")
-    async with bench.rival(shop.pay.plan.names("shop")[0].digest("t", "k")) as release, bench.running(shop.app) as it:
+    async with bench.rival(shop.pay.plan.identity("shop").digest("t", "k")) as release, bench.running(shop.app) as it:
         await it.until(lambda: it.points.count(Point.DISPATCHED) == 1)
         assert await shop.progress() is Progress.RUNNING
         assert it.worker.counts == {}
@@ -266,7 +266,7 @@ async def test_what_was_lost_on_its_way_is_released_by_a_person(bench: Bench, sh
     await shop.accept("a")
     bench.do("create table kept as select * from idemconsumer.queue")
     bench.do("delete from idemconsumer.queue")
-    known, key = Keys(bench.dsn, SCHEMA), shop.pay.plan.names("shop")[0].digest("t", "k")
+    known, key = Keys(bench.dsn, SCHEMA), shop.pay.plan.identity("shop").digest("t", "k")
     detail = await known.explain(key)
     assert detail.awaited == "postgres:orders"
     assert detail.next.startswith("it would run if it is the message that was accepted and sent to postgres:orders")
@@ -283,7 +283,7 @@ async def test_what_was_lost_on_its_way_is_released_by_a_person(bench: Bench, sh
 async def test_what_is_stored_in_a_queue_of_the_handlers_own_is_not_released(bench: Bench, shop: Shop) -> None:
     await shop.app.accept(shop.pay, Item("a"), key="k", tenant="t")
     with pytest.raises(ConfigurationError, match="its message is stored"):
-        await Keys(bench.dsn, SCHEMA).release(shop.pay.plan.names("shop")[0].digest("t", "k"), by="ann")
+        await Keys(bench.dsn, SCHEMA).release(shop.pay.plan.identity("shop").digest("t", "k"), by="ann")
 
 
 # -------------------------------------------------------------------------------------------------------------- refused
@@ -397,7 +397,7 @@ async def test_what_was_accepted_says_when(bench: Bench, shop: Shop) -> None:
     pending = await shop.app.accepted(shop.pay, key="k", tenant="t")
     await bench.until_empty(shop.app)
     done = await shop.app.accepted(shop.pay, key="k", tenant="t")
-    key = shop.pay.plan.names("shop")[0].digest("t", "k")
+    key = shop.pay.plan.identity("shop").digest("t", "k")
     assert done.progress is Progress.DONE
     assert done.created_at == pending.created_at == (await Keys(bench.dsn, SCHEMA).explain(key)).created_at
     ((accepted, changed, state),) = bench.do(

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, ConfigurationError, Saga, Tx
-from idemconsumer.admin.control import Controls
-from idemconsumer.admin.status import status
 from idemconsumer.brokers.postgres import PostgresSession
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.leases import Look
@@ -18,7 +16,7 @@ from idemconsumer.stores.pool import Pool
 from idemconsumer.worker import steering
 from tests.support.logs import LogCapture, entries, times
 from tests.support.waiting import PATIENCE
-from tests.support.workers import SCHEMA, Bench, Item, Running, note
+from tests.support.workers import Bench, Item, Running, note
 
 
 class Held:
@@ -192,49 +190,3 @@ async def test_a_name_that_is_no_handler_is_refused(bench: Bench) -> None:
     held = Held("memory:mails")
     with pytest.raises(ConfigurationError, match="has no handler 'sent'; it has send, other"):
         await held.app.pause("sent")
-
-
-@pytest.mark.parametrize("by", ["app", "admin", "former"])
-async def test_under_any_of_its_names_it_is_paused_and_resumed_in_workers_of_both(bench: Bench, by: str) -> None:
-    """In the middle of a deployment that renames it, and its app."""
-    before, after = App("shop"), App("held")
-
-    async def sends(item: Item, tx: Tx) -> None:
-        await note(tx, item)
-
-    before.idempotent_handler("postgres:mails", key="id", name="mail")(sends)
-    after.idempotent_handler("postgres:mails", key="id", name="send", formerly="shop/mail")(sends)
-    controls = Controls(bench.dsn, SCHEMA)
-    app, name = ("shop", "mail") if by == "former" else ("held", "send")
-    async with bench.running(before) as old, bench.running(after) as new:
-        await new.until(lambda: bench.do("select count(*)::int from idemconsumer.process") == [(2,)])
-        if by == "app":
-            assert await after.pause("send", by="ann")
-        else:
-            assert await controls.pause(app, name, by="ann")
-        await new.until(lambda: paused(new))
-        await old.until(lambda: old.worker._lanes is not None and old.worker._lanes.paused("mail"))
-        lines = (await status(bench.dsn, SCHEMA)).handlers
-        assert [(each.handler, each.paused and each.paused.by) for each in lines] == [("send", "ann"), ("mail", "ann")]
-        (line,) = (await status(bench.dsn, SCHEMA, "held")).handlers
-        assert line.paused is not None
-        bench.enqueue("mails", Item("a"))
-        assert await (after.resume("send") if by == "app" else controls.resume(app, name, by="ann"))
-        await new.until(lambda: sum(each.worker.counts.get("applied", 0) for each in (old, new)) == 1)
-
-
-async def test_a_pause_by_the_name_that_a_worker_before_knows_can_be_taken_back(bench: Bench) -> None:
-    """It was paused before the deployment, or by one that was taken back."""
-    app = App("held")
-
-    @app.idempotent_handler("postgres:mails", key="id", name="send", formerly="shop/mail")
-    async def send(item: Item, tx: Tx) -> None:
-        await note(tx, item)
-
-    controls = Controls(bench.dsn, SCHEMA)
-    await controls.pause("shop", "mail", by="ann")
-    async with bench.running(app) as running:
-        bench.enqueue("mails", Item("a"))
-        await running.until(lambda: paused(running))
-        assert await app.resume("send")
-        await running.until_count(applied=1)
