@@ -105,13 +105,15 @@ async def test_a_step_that_takes_longer_than_the_timeout_is_rolled_back_and_trie
 
 
 @pytest.mark.parametrize("swallows", [False, True])
+@pytest.mark.parametrize("finished", [["a"], []], ids=["step", "nothing"])
 async def test_a_drain_releases_the_saga_at_once_and_at_no_cost(
-    bench: Bench, one: Station, two: Station, swallows: bool
+    bench: Bench, one: Station, two: Station, swallows: bool, finished: list[str]
 ) -> None:
     begun, drained = asyncio.Event(), False
 
     async def book(order: dict[str, Any], saga: Saga) -> str:
-        await saga.tx("a", put, "a")
+        for name in finished:
+            await saga.tx(name, put, name)
         if not drained:
             begun.set()
             try:
@@ -130,7 +132,8 @@ async def test_a_drain_releases_the_saga_at_once_and_at_no_cost(
     assert (outcome.kind, bench.state) == (OutcomeKind.CANCELLED, State.PROCESSING)
     assert bench.run("select worker, due <= clock_timestamp() from idemconsumer.saga") == [(None, True)]
     outcome = await two.resume(saga(book))
-    assert (outcome.kind, outcome.result, bench.effects) == (OutcomeKind.APPLIED, b'"done"', ["a"])
+    assert (outcome.kind, outcome.result, outcome.attempt) == (OutcomeKind.APPLIED, b'"done"', 1)
+    assert bench.effects == finished
 
 
 async def test_a_lost_lease_cancels_what_runs_and_writes_nothing(bench: Bench, one: Station, two: Station) -> None:
