@@ -18,10 +18,11 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: help demo orders test test-long mutants check format bench bench-quick bench-report lock sbom clean
+.PHONY: help demo orders test test-long mutants check format bench bench-quick bench-report lock sbom version-before \
+	clean
 
 help: ## this list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.demo ## duplicates and killed workers, each payment applied once; ARGS="..." goes to the command
 	@$(BIN)/idemconsumer demo $(ARGS)
@@ -67,6 +68,9 @@ sbom: ## what is in an installation with all brokers, into dist/sbom.json (Cyclo
 	@uvx --quiet --from cyclonedx-bom cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		--of JSON -o dist/sbom.json build/sbom/bin/python
 	@echo dist/sbom.json
+
+version-before: ## once released, this commit is what tests/stores/test_version_before.py runs beside later ones
+	@git archive HEAD idemconsumer migrations | xz -9e > tests/stores/version_before.tar.xz
 
 clean: ## remove what was made here; downloaded servers stay in ~/.cache/idemconsumer
 	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -140,7 +140,7 @@ select name, id from known union all select name, id from met
 (expires_at is null or expires_at > clock_timestamp() or state not in ({COMPLETED}, {FAILED}))
 
 -- name: claim
--- The insert is in the function (migrations/0036). What it returns was not claimed.
+-- The insert is in the function (migrations/0001). What it returns was not claimed.
 select * from {schema}.claim_keys(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[],
     %(canonicals)s::bytea[], %(expires)s::float8[], %(state)s::smallint, true)
 
@@ -193,7 +193,7 @@ select * from unnest(%(keys)s::bytea[], %(bodies)s::bytea[], %(types)s::text[], 
 delete from {schema}.attempt where key = any(%(keys)s::bytea[])
 
 -- name: log_deliveries
--- Returns what is wrong: nothing of it fails (migrations/0040).
+-- Returns what is wrong: nothing of it fails (migrations/0008).
 select {schema}.log_deliveries(%(keep)s, %(app)s, %(handler)s, %(worker)s, %(keys)s::bigint[], %(sources)s,
     %(positions)s, %(outcomes)s, %(attempts)s::integer[], %(ended)s::integer[], %(arrived)s::integer[])
 

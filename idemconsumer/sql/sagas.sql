@@ -88,7 +88,7 @@ owner (worker) as (
 
 -- fragment: taken
 -- Gives each `candidate` a new owner and token. What is ours costs no attempt, since none was lost. A lost worker costs
--- one only if the saga ran alone (L22: what the numbers of `suspicion` mean is in migrations/0010). The keys are given
+-- one only if the saga ran alone (L22: what the numbers of `suspicion` mean is in migrations/0005). The keys are given
 -- as an array too, so that they are looked up and the table is not scanned.
 taken as (
     update {schema}.saga as s
@@ -324,7 +324,7 @@ select {schema}.finish_step(%(seal)s, %(key)s, %(name)s, %(state)s::smallint, %(
     %(content_type)s)
 
 -- name: await_step
--- See the function (migrations/0017).
+-- See the function.
 select * from {schema}.await_step(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s, %(seconds)s, %(signal)s,
     %(overlapped)s, %(timed_out)s, %(timed_out_type)s)
 
@@ -333,7 +333,7 @@ select * from {schema}.await_step(%(key)s, %(token)s, %(worker)s, %(phase)s::sma
 select {schema}.pause_saga(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(names)s::text[], %(at_most)s)
 
 -- name: start_child
--- Those of children are in migrations/0020.
+-- See the function.
 select * from {schema}.start_child(%(key)s, %(child)s, %(fingerprint)s, %(canonical)s)
 
 -- name: await_child

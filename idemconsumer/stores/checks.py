@@ -75,7 +75,7 @@ union all
 select 'EXECUTE on ' || f.proname from ours join pg_proc f on f.pronamespace = ours.oid
 where f.proname = any(%(functions)s) and not has_function_privilege(f.oid, 'execute')
 """
-# As migrations/0001 and 0002 make them.
+# As migrations/0001 and 0005 make them.
 _TRIGGERS: Final[dict[str, LiteralString]] = {
     "record": "CREATE CONSTRAINT TRIGGER sealed AFTER INSERT OR UPDATE ON {} DEFERRABLE INITIALLY DEFERRED "
     "FOR EACH ROW WHEN (new.state >= 3) EXECUTE FUNCTION {}()",

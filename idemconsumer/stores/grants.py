@@ -13,7 +13,7 @@ from psycopg import sql
 
 _MESSAGE: Final = "name, message_id, body, headers"
 # INSERT … RETURNING id reads the id, and nothing else of what others have sent. A signal is stored by a function with
-# the rights of its owner (migrations/0033), since it has to look at the record.
+# the rights of its owner (migrations/0005), since it has to look at the record.
 _PRODUCER: Final[tuple[LiteralString, ...]] = (
     f"GRANT INSERT ({_MESSAGE}), SELECT (id) ON {{schema}}.queue TO {{role}}",
     f"GRANT INSERT ({_MESSAGE}, due_at), SELECT (id) ON {{schema}}.delayed TO {{role}}",

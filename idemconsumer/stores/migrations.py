@@ -43,8 +43,12 @@ _TABLE = """create table {schema}.migration (
     version     integer primary key,
     name        text not null,
     checksum    text not null,
-    applied_at  timestamptz not null default clock_timestamp()
-);"""
+    applied_at  timestamptz not null default clock_timestamp(),
+    oldest      integer
+);
+comment on table {schema}.migration is 'The files of migrations/ that were applied';
+comment on column {schema}.migration.oldest is
+    'A program that does not know the migration of this number is refused at its start; null: none is (R32)';"""
 _NOTE = "insert into {schema}.migration (version, name, checksum) values ({version}, {name}, {checksum});"
 _APPLIED = "select version, name, checksum, applied_at from {schema}.migration order by version"
 

@@ -17,7 +17,7 @@ from idemconsumer.sql.connecting import connect_async
 MINUTES: Final = 30  # of checkpoint_timeout
 _FEWEST_MINUTES: Final = 15
 _MANY: Final = 1_000_000  # records; the index of fewer is written whole soon after each checkpoint
-_SHARE: Final = 0.02  # of a large table's rows, dead ones, after which autovacuum is to come: as migration 0029 has it
+_SHARE: Final = 0.02  # of a large table's rows, dead ones, after which autovacuum is to come: as migration 0001 has it
 _LARGEST_SHARE: Final = 0.05
 _PRUNED: Final = ("record", "result", "step", "history")  # those that have rows for each message, or step
 

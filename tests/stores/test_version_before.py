@@ -1,9 +1,7 @@
 """Workers of the version before run on the newest schema, beside new ones and after a rollback (R32).
 
-`version_before.tar.xz` is the package as it was when its last migration was 0025, and at each release the one that is
-released then takes its place:
-
-    git archive v0.1.0 idemconsumer migrations | xz -9e > tests/stores/version_before.tar.xz
+`version_before.tar.xz` is the baseline, from which on a released file never changes. After each release `make
+version-before` puts the package that was released in its place.
 """
 
 from __future__ import annotations
@@ -26,21 +24,24 @@ from psycopg import pq
 from psycopg._queries import PostgresQuery
 from psycopg.adapt import Transformer
 
-from idemconsumer.stores.migrations import files, migrate
+from idemconsumer.stores import migrations
+from idemconsumer.stores.migrations import Migration, files, migrate
 from tests.support import ROOT
 from tests.support.waiting import PATIENCE, eventually
 
 APP = """
-from idemconsumer import App, Retry, Saga, Step, Tx
-from idemconsumer.stores.migrations import files
+from pathlib import Path
 
-app, knows, failed = App("shop"), len(files()), set()
-NOTE = "insert into effect (what, knows) values (%s, %s)"
+import idemconsumer
+from idemconsumer import App, Retry, Saga, Step, Tx
+
+app, package, failed = App("shop"), str(Path(idemconsumer.__file__).parents[1]), set()
+NOTE = "insert into effect (what, package) values (%s, %s)"
 
 
 @app.idempotent_handler("postgres:orders", key="id", backoff="50ms, 50ms")
 async def order(order: dict, tx: Tx) -> str:
-    await tx.execute(NOTE, (order["id"], knows))
+    await tx.execute(NOTE, (order["id"], package))
     if order["id"].endswith("77") and order["id"] not in failed:
         failed.add(order["id"])
         raise Retry
@@ -48,7 +49,7 @@ async def order(order: dict, tx: Tx) -> str:
 
 
 async def one(tx: Tx, ride: str) -> None:
-    await tx.execute(NOTE, (ride + "-one", knows))
+    await tx.execute(NOTE, (ride + "-one", package))
 
 
 async def two(step: Step, ride: str) -> str:
@@ -62,6 +63,8 @@ async def ride(ride: dict, saga: Saga) -> None:
     await saga.sleep("rest", "20ms")
     await saga.tx("three", one, ride["id"] + "-three")
 """
+
+LARGE = "('record', 'result', 'attempt', 'queue', 'delayed', 'saga', 'step', 'history')"
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +145,17 @@ class Shop:
     def effects(self, name: str) -> int:
         return int(self.ask(f"select count(*) from effect where what like '{name}-%'")[0][0])
 
-    def knew(self, name: str) -> list[int]:
-        """How many migrations those knew who applied these."""
-        return [
-            knows for (knows,) in self.ask(f"select distinct knows from effect where what like '{name}-%' order by 1")
-        ]
+    def packages(self, name: str) -> set[Path]:
+        """Of those who applied these."""
+        return {Path(each) for (each,) in self.ask(f"select distinct package from effect where what like '{name}-%'")}
+
+    def files(self) -> list[tuple[Any, ...]]:
+        """What a rewritten table, or a new index, changes."""
+        return self.ask(
+            "select c.relname::text, c.relfilenode from pg_class as c left join pg_index as i on i.indexrelid = c.oid"
+            " join pg_class as t on t.oid = coalesce(i.indrelid, c.oid)"
+            f" where t.relnamespace = 'idemconsumer'::regnamespace and t.relname in {LARGE} order by 1"
+        )
 
 
 @pytest.fixture
@@ -154,7 +163,7 @@ def shop(database: str, tmp_path: Path, before: Path) -> Shop:
     shop = Shop(database, tmp_path, before)
     shop.python(before, "-m", "idemconsumer", "migrate", "up")
     with psycopg.connect(database) as connection:
-        connection.execute("create table effect (what text, knows int)")
+        connection.execute("create table effect (what text, package text)")
     return shop
 
 
@@ -195,26 +204,42 @@ def test_each_statement_of_the_version_before_means_something_on_the_newest_sche
 
 def test_no_migration_since_then_rewrites_or_indexes_a_table_with_a_row_for_each_message(shop: Shop) -> None:
     """Either would keep workers out for as long as it takes to read the table."""
-    tables = "('record', 'result', 'attempt', 'queue', 'delayed', 'saga', 'step', 'history')"
-    files_of = (
-        "select c.relname::text, c.relfilenode from pg_class as c left join pg_index as i on i.indexrelid = c.oid"
-        " join pg_class as t on t.oid = coalesce(i.indrelid, c.oid)"
-        f" where t.relnamespace = 'idemconsumer'::regnamespace and t.relname in {tables} order by 1"
-    )
-    formerly = shop.ask(files_of)
+    formerly = shop.files()
     migrate(shop.dsn, "idemconsumer")
-    assert shop.ask(files_of) == formerly
+    assert shop.files() == formerly
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "alter table {schema}.record alter column scope_id type bigint",
+        "create index late on {schema}.step (started_at)",
+    ],
+)
+def test_a_migration_that_does_is_noticed(shop: Shop, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    formerly = shop.files()
+    more = (*files(), Migration(9000, "more", "", text))
+    monkeypatch.setattr(migrations, "files", lambda: more)
+    migrate(shop.dsn, "idemconsumer")
+    assert shop.files() != formerly
+
+
+def test_no_file_of_the_version_before_has_changed(before: Path) -> None:
+    """A schema that was made by them would be refused."""
+    released = {path.name: path.read_bytes() for path in (before / "migrations").iterdir()}
+    assert len(released) >= 8
+    assert {name: (ROOT / "migrations" / name).read_bytes() for name in released} == released
 
 
 @pytest.mark.slow
 def test_workers_of_the_version_before_go_on_while_and_after_the_schema_is_migrated(shop: Shop, before: Path) -> None:
-    older, newer = 25, len(files())
+    since_then = len(files()) - len(list((before / "migrations").iterdir()))
     shop.publish("orders", "first", 1)
     with shop.worker(before):
         eventually(lambda: shop.effects("first"), "the version before has started")
         with shop.load("a") as published:
             eventually(lambda: shop.effects("a") and shop.effects("ra"), "the version before is at work")
-            assert len(migrate(shop.dsn, "idemconsumer")) == newer - older
+            assert len(migrate(shop.dsn, "idemconsumer")) == since_then
         eventually(lambda: shop.effects("a") == 50 * len(published), "it goes on")
         with shop.worker(ROOT):
             rounds = 0
@@ -225,14 +250,14 @@ def test_workers_of_the_version_before_go_on_while_and_after_the_schema_is_migra
                     shop.publish("orders", f"b-{rounds}", 50)
                     shop.publish("rides", f"rb-{rounds}", 5)
                     rounds += 1
-                return shop.knew("b") == shop.knew("rb") == [older, newer]
+                return shop.packages("b") == shop.packages("rb") == {before, ROOT}
 
             eventually(both_work, "both have worked")
             eventually(lambda: shop.effects("b") == rounds * 50 and shop.effects("rb") == rounds * 10, "all is done")
         shop.publish("orders", "c", 50)
         shop.publish("rides", "rc", 10)
         eventually(lambda: shop.effects("c") == 50 and shop.effects("rc") == 20, "the newer one was taken back")
-    assert shop.knew("c") == shop.knew("rc") == [older]
+    assert shop.packages("c") == shop.packages("rc") == {before}
     assert shop.effects("ra") == 10 * len(published)
     assert shop.ask("select count(*) - count(distinct what) from effect") == [(0,)], "nothing was applied twice"
     assert shop.ask("select count(*) from idemconsumer.queue") == [(0,)]

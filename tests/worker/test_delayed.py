@@ -13,8 +13,6 @@ from idemconsumer.brokers.sqs import wire
 from idemconsumer.brokers.sqs.client import Queue
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
-from idemconsumer.stores import migrations
-from idemconsumer.stores.migrations import migrate
 from tests.support.workers import Bench, Item, body, note
 
 # As the last version without delays sends it.
@@ -130,32 +128,6 @@ def test_calls_without_a_delay_mean_what_they_meant(bench: Bench) -> None:
         bench.do(f"select idemconsumer.{call}")
     bench.do("select idemconsumer.publish_bytes(%s, %s, %s, %s)", "q", b"x", None, "{}")  # as earlier workers send it
     assert bench.do("select count(*) from idemconsumer.queue where name = 'q'") == [(8,)]
-
-
-def test_rights_and_views_of_the_old_functions_outlast_the_migration(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    every = migrations.files()
-    monkeypatch.setattr(migrations, "files", lambda: every[:12])
-    migrate(database, "idemconsumer")
-    with psycopg.connect(database, autocommit=True) as connection:
-        connection.execute("create view sending as select idemconsumer.publish('q', '{}')")
-        connection.execute("create role only_me_13")
-        try:
-            connection.execute("revoke execute on all functions in schema idemconsumer from public")
-            connection.execute("grant execute on all functions in schema idemconsumer to only_me_13")
-            monkeypatch.setattr(migrations, "files", lambda: every)
-            migrate(database, "idemconsumer")
-            rights = connection.execute(
-                "select distinct has_function_privilege('only_me_13', oid, 'execute'),"
-                " exists (select from aclexplode(proacl) where grantee = 0) from pg_proc where proname ~ '^publish'"
-            ).fetchall()
-            assert rights == [(True, False)]
-            connection.execute("select * from sending")
-        finally:
-            connection.execute("drop view if exists sending")
-            connection.execute("drop schema idemconsumer cascade")
-            connection.execute("drop role only_me_13")
 
 
 async def test_a_session_moves_no_more_than_its_queues(bench: Bench) -> None:

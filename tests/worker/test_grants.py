@@ -23,9 +23,8 @@ from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.cli.main import main
 from idemconsumer.rules.letters import Redriven
 from idemconsumer.stores.checks import FUNCTIONS, TABLES
-from idemconsumer.stores.migrations import files, script
 from tests.support.servers.made import PostgresServer
-from tests.support.servers.postgres import fresh_database, migrated
+from tests.support.servers.postgres import fresh_database
 from tests.support.workers import SCHEMA, Bench, Item, connected, note, prepare
 
 Made = Callable[[str], str]
@@ -304,25 +303,6 @@ def test_the_check_at_the_start_knows_all_that_statements_call(bench: Bench) -> 
         "select relname from pg_class where relnamespace = 'idemconsumer'::regnamespace and relkind = 'r'"
     )
     assert {name for (name,) in relations} == {*TABLES, "migration"}
-
-
-def test_who_could_send_a_signal_before_still_can_and_nobody_else(database: str) -> None:
-    (changed,) = (each for each in files() if each.name == "senders")
-    do(database, script([each for each in files() if each.version < changed.version], SCHEMA))
-    given = {"able": "insert on idemconsumer.signal", "column": "insert (key) on idemconsumer.signal",
-             "other": "insert on idemconsumer.queue"}  # fmt: skip
-    roles = {kind: f"{kind}_{secrets.token_hex(4)}" for kind in given}
-    for kind, right in given.items():
-        do(database, f"create role {roles[kind]}; grant {right} to {roles[kind]}")
-    migrated(database, SCHEMA)
-    may = "select has_function_privilege(%s, 'idemconsumer.send_signal(bytea, text, text, bytea, text)', 'execute')"
-    try:
-        assert {kind: do(database, may, role)[0][0] for kind, role in roles.items()} == {
-            "able": True, "column": True, "other": False
-        }  # fmt: skip
-    finally:
-        for role in roles.values():
-            do(database, f"drop owned by {role}; drop role {role}")
 
 
 async def test_a_role_has_to_be_named() -> None:

@@ -1,0 +1,169 @@
+-- Messages that wait in this database: in a queue, until they are due, and as accepted. {schema} is the configured schema.
+
+-- Ordered by id; visible_at is not indexed, so taking a message is a HOT update.
+create table {schema}.queue (
+    id          bigint generated always as identity primary key,
+    name        text not null,
+    message_id  text,
+    body        bytea not null,
+    headers     bytea not null default '\x7b7d',
+    deliveries  integer not null default 0,
+    token       bigint,
+    visible_at  timestamptz not null default clock_timestamp()
+) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_cost_delay = 0);
+
+create index queue_next on {schema}.queue (name, id);
+
+create sequence {schema}.queue_token;
+
+comment on table {schema}.queue is 'The queues behind `postgres:` sources; a row goes when its message is settled';
+comment on column {schema}.queue.name is 'Of the queue';
+comment on column {schema}.queue.token is 'Of the current delivery: a late settlement with an older one changes nothing';
+comment on column {schema}.queue.visible_at is 'From then on it can be taken; later while it is being delivered';
+
+-- A table of its own: who takes from the queue does not walk over what waits for days.
+create table {schema}.delayed (
+    id          bigint generated always as identity primary key,
+    name        text not null,
+    message_id  text,
+    body        bytea not null,
+    headers     bytea not null default '\x7b7d',
+    due_at      timestamptz not null
+);
+
+create index delayed_due on {schema}.delayed (name, due_at);
+
+comment on table {schema}.delayed is 'Messages of the queues that are not due yet (P7)';
+
+-- What begins with the name of another broker is on its way there (X1); `postgres:` may stand before a queue's name,
+-- whatever that is. Other spellings of these names are refused, since nobody would look at a queue of that name. What is
+-- relayed has to last (X9): a commit that does not wait for the disk is seen by a relay before it lasts, so its message
+-- would be out, and the transaction gone with a crash of the server.
+create function {schema}.publish_bytes(
+    queue text, payload bytea, key text default null, headers jsonb default '{{}}', delay interval default null
+)
+returns bigint language plpgsql as $$
+declare
+    new_id bigint;
+    into_queue text := queue;
+    given jsonb := coalesce(publish_bytes.headers, '{{}}');
+    due timestamptz;
+begin
+    if jsonb_typeof(given) <> 'object' then
+        raise exception 'headers must be a JSON object of texts, e.g. {{"n": "v"}}' using errcode = '22023';
+    end if;
+    if starts_with(queue, 'postgres:') then
+        into_queue := substr(queue, 10);
+    elsif starts_with(queue, 'kafka:') or starts_with(queue, 'rabbitmq:') or starts_with(queue, 'sqs:') then
+        if delay > interval '0' then
+            due := clock_timestamp() + delay;
+        end if;
+        if current_setting('synchronous_commit') = 'off' then
+            perform set_config('synchronous_commit', 'on', true);
+        end if;
+        insert into {schema}.outbox (destination, key, order_key, body, headers, due_at)
+        values (queue, key, case when starts_with(queue, 'sqs:') then given ->> 'MessageGroupId' else key end,
+                payload, convert_to(given::text, 'UTF8'), due)
+        returning id into new_id;
+        if due is null then
+            perform pg_notify('idemconsumer_queue', 'outbox:' || left(queue, 1000));
+        end if;
+        return new_id;
+    elsif lower(btrim(split_part(queue, ':', 1))) in ('postgres', 'kafka', 'rabbitmq', 'sqs') and strpos(queue, ':') > 0 then
+        raise exception 'the destination % names no broker and would be a queue of that name', quote_literal(queue)
+            using errcode = '22023', hint = format('Write %s, or postgres:%s if that is the queue''s name.',
+                lower(btrim(split_part(queue, ':', 1))) || substr(queue, strpos(queue, ':')), queue);
+    end if;
+    if delay > interval '0' then
+        insert into {schema}.delayed (name, message_id, body, headers, due_at)
+        values (into_queue, key, payload, convert_to(given::text, 'UTF8'), clock_timestamp() + delay)
+        returning id into new_id;
+        return new_id;
+    end if;
+    insert into {schema}.queue (name, message_id, body, headers)
+    values (into_queue, key, payload, convert_to(given::text, 'UTF8'))
+    returning id into new_id;
+    perform pg_notify('idemconsumer_queue', into_queue);
+    return new_id;
+end
+$$;
+
+create function {schema}.publish(
+    queue text, payload jsonb, key text default null, headers jsonb default '{{}}', delay interval default null
+)
+returns bigint language sql as $$
+    select {schema}.publish_bytes(queue, convert_to(payload::text, 'UTF8'), key, headers, delay)
+$$;
+
+create function {schema}.publish_bytes_undelayed(queue text, payload bytea, key text default null, headers jsonb default '{{}}')
+returns bigint language plpgsql as $$
+declare
+    new_id bigint;
+begin
+    if jsonb_typeof(coalesce(publish_bytes.headers, '{{}}')) <> 'object' then
+        raise exception 'headers must be a JSON object of texts, e.g. {{"n": "v"}}' using errcode = '22023';
+    end if;
+    insert into {schema}.queue (name, message_id, body, headers)
+    values (queue, key, payload, convert_to(coalesce(publish_bytes.headers, '{{}}')::text, 'UTF8'))
+    returning id into new_id;
+    perform pg_notify('idemconsumer_queue', queue);
+    return new_id;
+end
+$$;
+
+create function {schema}.publish_undelayed(queue text, payload jsonb, key text default null, headers jsonb default '{{}}')
+returns bigint language sql as $$
+    select {schema}.publish_bytes(queue, convert_to(payload::text, 'UTF8'), key, headers)
+$$;
+
+create table {schema}.accepted (
+    key         bytea primary key,
+    app         text not null,
+    handler     text not null,
+    until       timestamptz,
+    created_at  timestamptz default clock_timestamp(),
+    via         text,
+    token       bytea,
+    body        bytea,
+    headers     bytea,
+    asked       integer not null default 0,
+    failed      integer not null default 0
+);
+
+create index accepted_until on {schema}.accepted (until);
+
+comment on table {schema}.accepted is
+    'What was accepted for a handler with `max_age`, or by another broker (H44 to H49); as long as its record is kept';
+comment on column {schema}.accepted.app is 'As in the names of scopes';
+comment on column {schema}.accepted.until is 'When it has to have ended; null once that is decided, or if there is no deadline';
+comment on column {schema}.accepted.via is 'Where its message was sent; null: into the handler''s own queue';
+comment on column {schema}.accepted.token is 'That message has it too; null once it was claimed, or if it is not awaited';
+comment on column {schema}.accepted.body is 'Of the message, for the handler''s reconcile; null once the deadline is decided';
+comment on column {schema}.accepted.headers is 'As `body`';
+comment on column {schema}.accepted.asked is 'How many times a reconcile was begun; whoever begins it owns this number';
+comment on column {schema}.accepted.failed is 'How many of these failed';
+
+-- For whoever scales workers by what waits: what can run, what is in hand included, up to 10,000 of each queue. Cheap
+-- however many rows there are: names are found by skipping through the indexes.
+create view {schema}.queue_waiting (name, waiting) as
+with recursive queued (name) as (
+    (select name from {schema}.queue order by name limit 1)
+    union all
+    select (select q.name from {schema}.queue as q where q.name > n.name order by q.name limit 1)
+    from queued as n where n.name is not null
+), delayed (name) as (
+    (select name from {schema}.delayed order by name limit 1)
+    union all
+    select (select d.name from {schema}.delayed as d where d.name > n.name order by d.name limit 1)
+    from delayed as n where n.name is not null
+)
+select n.name,
+    (select count(*) from (select from {schema}.queue as q where q.name = n.name limit 10000) as q)
+    + (select count(*) from (
+        select from {schema}.delayed as d
+        where d.name = n.name and d.due_at <= (select clock_timestamp()) limit 10000) as d)
+from (select name from queued union select name from delayed) as n
+where n.name is not null;
+
+comment on view {schema}.queue_waiting is
+    'How many messages each queue has that can run, up to 10,000; no row: none. Its readers need no right on the tables';
