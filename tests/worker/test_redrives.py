@@ -306,10 +306,12 @@ async def test_what_has_a_key_by_now_fails_under_it(bench: Bench) -> None:
 
         return app
 
+    (before,) = await letters(bench)
     await redrive(bench)
     await bench.until_empty(shop(wrong=True))
     (letter,) = await letters(bench)
     assert (letter.reason, letter.key is not None, states(bench)) == ("attempts_exhausted", True, [State.DEAD])
+    assert letter.id == before.id
     await redrive(bench, run="second")
     await bench.until_empty(shop(wrong=False))
     assert (bench.effects(), states(bench), await letters(bench)) == (["7"], [State.COMPLETED], [])
