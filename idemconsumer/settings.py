@@ -49,7 +49,6 @@ _CHOICES: Final = {
     "log_format": FORMATS,
     "log_level": LEVELS,
     "kafka_auto_offset_reset": ("earliest", "latest"),
-    "kafka_on_lost": ("continue", "stop"),
     "redis_outage": ("closed", "open"),
 }
 _ADDRESSES: Final[Mapping[str, Callable[[Any, str], object]]] = {
@@ -102,7 +101,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kafka_fetch_max_bytes: int = 50 * 1024 * 1024
     kafka_max_partition_fetch_bytes: int = 1024 * 1024
     kafka_auto_offset_reset: str = "earliest"
-    kafka_on_lost: str = "continue"
 
     rabbitmq: str | None = None
     rabbitmq_management: str | None = None

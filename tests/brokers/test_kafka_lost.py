@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
 
-from idemconsumer.brokers.kafka import reading as kafka_reading
 from idemconsumer.brokers.kafka import session as kafka_session
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.kafka.start import Log, Start, start_at
@@ -86,26 +85,6 @@ async def test_an_offset_beyond_the_logs_end_is_an_error_and_the_log_is_read_fro
     (said,) = entries(logged, LOST)
     assert (said["beyond_end"], said["begins_at"]) == (995, 0)
     assert "made anew" in said["instead"]
-
-
-async def test_where_it_is_to_stop_a_partition_that_lost_messages_is_not_read_and_says_so_again(
-    world: World, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kafka_reading, "SAY_AGAIN", 0.1)
-    monkeypatch.setattr(kafka_reading, "PLACE_AGAIN", 0.1)
-    using(world, kafka_on_lost="stop")
-    await world.create(partitions=2)
-    await world.produce(100, partition=0)
-    await world.set_offset(10)
-    await world.delete_below(60)
-    session = await world.open()
-    await until(lambda: len(entries(logged, LOST)) > 1)
-    assert "kafka-consumer-groups.sh" in entries(logged, LOST)[0]["instead"]
-    await world.produce(3, partition=1)
-    assert {each.message.position.rsplit("-", 2)[1] for each in await take(session, 3)} == {"1"}, "the other goes on"
-    assert not await session.idle()
-    await session.close()
-    assert await world.committed() == 10
 
 
 @pytest.mark.parametrize(("reset", "first"), [("earliest", 0), ("latest", 10)])

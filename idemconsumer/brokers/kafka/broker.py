@@ -127,8 +127,8 @@ class KafkaBroker:
         return session
 
     def _placing(self, consumer: AIOKafkaConsumer, group: str) -> Placing:
-        reset, stop = self._settings.kafka_auto_offset_reset, self._settings.kafka_on_lost == "stop"
-        return Placing(consumer, group, reset=reset, stop=stop, positions=self._positions, log=log.bind(group=group))
+        reset = self._settings.kafka_auto_offset_reset
+        return Placing(consumer, group, reset=reset, positions=self._positions, log=log.bind(group=group))
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         """Publish all and wait until every in-sync replica has them. Raises BrokerUnavailable, and BadMessage for one

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
@@ -44,6 +44,12 @@ from idemconsumer.ports.positions import Kept, Place, Positions, Reached
 from idemconsumer.redaction import error_text
 from idemconsumer.user_code.cancellation import end
 
+_DELETED: Final = "Kafka deleted them before the group read them: keep messages longer (retention.ms), or add workers"
+_CUT: Final = (
+    "the log is shorter than what the group has read: the topic was made anew, or a replica without its end became the "
+    "leader; what the log still has is read from its start"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Found:
@@ -63,8 +69,8 @@ class Begin:
 
 
 class Placing:
-    """Of one session. `reset`: where a new group begins, earliest or latest. `stop`: a partition that has lost messages
-    is not read. Without `positions` Kafka alone is believed."""
+    """Of one session. `reset`: where a new group begins, earliest or latest. Without `positions` Kafka alone is
+    believed."""
 
     def __init__(
         self,
@@ -72,14 +78,12 @@ class Placing:
         group: str,
         *,
         reset: str,
-        stop: bool,
         positions: Positions | None,
         log: Any,
     ) -> None:
         self._consumer = consumer
         self._group = group
         self._latest = reset == "latest"
-        self._stop = stop
         self._positions = positions
         self._log = log
         self._cluster: str | None = None
@@ -89,22 +93,22 @@ class Placing:
         self._saving: asyncio.Task[Mapping[Place, int]] | None = None
         self._waiting = False
 
-    async def place(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, Begin | None]:
-        """Where they begin; None: not to be read now. Those about which there is no answer yet are missing. What was
-        lost, and what is read again, is an error in the log, each time it is met."""
+    async def place(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, Begin]:
+        """Where they begin. Those about which there is no answer yet are missing. What was lost, and what is read
+        again, is an error in the log, each time it is met."""
         try:
             ids = await topic_ids(self._consumer._client, {at.topic for at in partitions})
             if self._positions is None:
                 found = await self._find(partitions, {}, ids)
-                admitted = {at: each for at, each in found.items() if self._admits(at, each)}
+                self._say(found)
             else:
                 server, known = await self._read(self._positions, partitions)
                 found = await self._find(partitions, known, ids)
-                admitted = {at: each for at, each in found.items() if self._admits(at, each)}
-                begun = await self._begin(self._positions, admitted, known, ids, server)
+                self._say(found)
+                begun = await self._begin(self._positions, found, known, ids, server)
                 if begun is None:
                     return {}
-                admitted = begun
+                found = begun
         except (StoreUnavailable, TimeoutError, KafkaError) as error:
             if not self._waiting:
                 self._log.warning("kafka waits to learn where to begin", error=error_text(error))
@@ -112,7 +116,7 @@ class Placing:
             return {}
         self._waiting = False
         self._topics |= {at: ids[at.topic] for at in found if at.topic in ids}
-        return {at: _begin_of(admitted[at]) if at in admitted else None for at in found}
+        return {at: _begin_of(each) for at, each in found.items()}
 
     async def recreated(self, partitions: Iterable[TopicPartition]) -> list[TopicPartition]:
         """Of those that were placed, the ones whose topic is another one by now (K18)."""
@@ -238,7 +242,7 @@ class Placing:
     async def _begin(
         self,
         positions: Positions,
-        admitted: Mapping[TopicPartition, _Found],
+        found: Mapping[TopicPartition, _Found],
         known: Mapping[Place, Kept],
         ids: Mapping[str, str],
         server: datetime,
@@ -246,10 +250,10 @@ class Placing:
         """Put on record that they are being read, in their history or in a new one. None: the database is another one
         again."""
         histories: dict[Place, Kept] = {}
-        for at, found in admitted.items():
-            kept, topic, place = found.resume.kept, ids.get(at.topic), (at.topic, at.partition)
-            if kept is None or found.start.beyond or (topic is not None and topic_of(kept.history) is None):
-                before, offset = known.get(place), found.start.offset
+        for at, each in found.items():
+            kept, topic, place = each.resume.kept, ids.get(at.topic), (at.topic, at.partition)
+            if kept is None or each.start.beyond or (topic is not None and topic_of(kept.history) is None):
+                before, offset = known.get(place), each.start.offset
                 former = None if before is None else before.history
                 histories[place] = Kept(history_of(topic, uuid.uuid4().hex[:16]), former, base=offset, position=offset)
             else:
@@ -261,54 +265,40 @@ class Placing:
             self._kept.clear()  # what was placed by another server is not written by this one
             self._server = server
         begun = {}
-        for at, found in admitted.items():
+        for at, each in found.items():
             kept, counter = histories[at.topic, at.partition], counters[at.topic, at.partition]
             self._kept[at] = replace(kept, counter=counter)
-            begun[at] = replace(found, quiet=found.quiet and counter == kept.counter)  # else somebody was faster
+            begun[at] = replace(each, quiet=each.quiet and counter == kept.counter)  # else somebody was faster
         return begun
 
     # ------------------------------------------------------------------------------------------------------ saying
-    def _admits(self, at: TopicPartition, found: _Found) -> bool:
-        start = found.start
-        if found.resume.set_back:
-            self._log.error(
-                "the database was set back, kafka messages are read again",
-                partition=name_of(at),
-                committed=found.committed,
-                begins_at=start.offset,
-                instead="require_synchronous_standby, if no failover may lose what was acknowledged",
-            )
-        if found.resume.anew:
-            self._log.warning(
-                "kafka topic was made anew, it is read from its start", partition=name_of(at), begins_at=start.offset
-            )
-        if not (start.lost or start.beyond):
-            return True
-        self._log.error(
-            "kafka messages lost",
-            partition=name_of(at),
-            lost=start.lost,
-            beyond_end=start.beyond,
-            begins_at=start.offset,
-            instead=_remedy(start, self._group, stop=self._stop),
-        )
-        return not self._stop
+    def _say(self, found: Mapping[TopicPartition, _Found]) -> None:
+        for at, each in found.items():
+            start = each.start
+            if each.resume.set_back:
+                self._log.error(
+                    "the database was set back, kafka messages are read again",
+                    partition=name_of(at),
+                    committed=each.committed,
+                    begins_at=start.offset,
+                    instead="require_synchronous_standby, if no failover may lose what was acknowledged",
+                )
+            if each.resume.anew:
+                self._log.warning(
+                    "kafka topic was made anew, it is read from its start",
+                    partition=name_of(at),
+                    begins_at=start.offset,
+                )
+            if start.lost or start.beyond:
+                self._log.error(
+                    "kafka messages lost",
+                    partition=name_of(at),
+                    lost=start.lost,
+                    beyond_end=start.beyond,
+                    begins_at=start.offset,
+                    instead=_DELETED if start.lost else _CUT,
+                )
 
 
 def _begin_of(found: _Found) -> Begin:
     return Begin(found.start.offset, found.start.offset if found.quiet else found.end)
-
-
-def _remedy(start: Start, group: str, *, stop: bool) -> str:
-    why = (
-        "Kafka deleted them before the group read them: keep messages longer (retention.ms), or add workers"
-        if start.lost
-        else "the log is shorter than what the group has read: the topic was made anew, or a replica without its end "
-        "became the leader; what the log still has is read from its start"
-    )
-    if not stop:
-        return why
-    return (
-        f"{why}. The partition is not read: set IDEMCONSUMER_KAFKA_ON_LOST=continue, or stop all workers of the group "
-        f"and set its offset with kafka-consumer-groups.sh --group {group} --reset-offsets"
-    )

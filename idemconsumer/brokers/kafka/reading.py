@@ -21,7 +21,6 @@ from idemconsumer.errors import BadMessage
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch
 
 PLACE_AGAIN = 1.0  # seconds before Kafka is asked again where a partition begins
-SAY_AGAIN = 60.0  # seconds after which a partition that stands still is looked at, and said, again
 
 NOTHING: Final[Mapping[int, BadMessage]] = {}
 
@@ -39,7 +38,6 @@ class Partition:
     inherited: int
     inherited_below: int = 0
     placed: bool = False
-    due: float = 0.0
     halted: bool = False
     capped: bool = False
     backlog: Backlog = field(default_factory=Backlog)
@@ -140,20 +138,15 @@ class Reading:
     async def place(self) -> None:
         """Ask where new partitions begin, and let them be read from there."""
         await self._unplaced.wait()
-        now = asyncio.get_running_loop().time()
         waiting = {at: each for at, each in self.partitions.items() if not each.placed}
-        due = [at for at, each in waiting.items() if each.due <= now]
-        starts = await self._placing.place(due) if due else {}
+        starts = await self._placing.place(list(waiting)) if waiting else {}
         for at, start in starts.items():
             partition = self.partitions.get(at)
             if partition is None or partition is not waiting[at] or at not in self._consumer.assignment():
                 continue  # there was a rebalance meanwhile
-            if start is None:
-                partition.due = now + SAY_AGAIN
-            else:
-                self._consumer.seek(at, start.offset)
-                partition.inherited_below = start.inherited_below
-                partition.placed = True
+            self._consumer.seek(at, start.offset)
+            partition.inherited_below = start.inherited_below
+            partition.placed = True
         self.pause()
         if all(partition.placed for partition in self.partitions.values()):
             self._unplaced.clear()

@@ -14,10 +14,11 @@ from idemconsumer.brokers.kafka.batches import Piece, refused
 from idemconsumer.brokers.kafka.client import position_of
 from idemconsumer.brokers.kafka.faults import read_batch
 from idemconsumer.brokers.kafka.placing import Placing
-from idemconsumer.brokers.kafka.reading import SAY_AGAIN, Partition, Reading
+from idemconsumer.brokers.kafka.reading import Partition, Reading
 from idemconsumer.ports.broker import Delivery
 
 LOOK_AGAIN = 3.0  # seconds before it is looked whether what cannot be read is to be skipped
+SAY_AGAIN = 60.0  # seconds before it is said again that a partition stands still
 _PAUSE = 1.0
 
 
