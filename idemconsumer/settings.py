@@ -38,11 +38,11 @@ _OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT
 _LEAST: Final = {
     "workers": 1, "concurrency": 1, "room": 1, "max_uncommitted": 1, "max_message_bytes": 1,
     "max_bytes_in_hand": 1, "max_restarts": 0, "redis_replicas": 0, "kafka_fetch_max_bytes": 1,
-    "kafka_max_partition_fetch_bytes": 1, "rabbitmq_consumer_priority": -(2**31),
+    "kafka_max_partition_fetch_bytes": 1,
 }  # fmt: skip
-_MOST: Final = {  # of the numbers in Kafka's and RabbitMQ's protocols, where times are milliseconds
+_MOST: Final = {  # of the numbers in Kafka's protocol, where times are milliseconds
     "kafka_fetch_max_bytes": 2**31 - 1, "kafka_max_partition_fetch_bytes": 2**31 - 1,
-    "kafka_session_timeout": 1_000_000, "drain_timeout": 1_000_000, "rabbitmq_consumer_priority": 2**31 - 1,
+    "kafka_session_timeout": 1_000_000, "drain_timeout": 1_000_000,
 }  # fmt: skip
 _ABOVE_ZERO: Final = ("drain_timeout", "prune_every", "kafka_session_timeout")
 _CHOICES: Final = {
@@ -104,7 +104,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     rabbitmq: str | None = None
     rabbitmq_management: str | None = None
-    rabbitmq_consumer_priority: int = 0
     rabbitmq_ca_file: str | None = None
     rabbitmq_cert_file: str | None = None
     rabbitmq_key_file: str | None = None

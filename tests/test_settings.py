@@ -63,7 +63,6 @@ def test_every_form_of_a_dsn_is_taken(tmp_path: Path, dsn: str) -> None:
     [
         ("WORKERS", "0", "IDEMCONSUMER_WORKERS: 0 is not allowed; write a whole number of at least 1"),
         ("WORKERS", "two", "IDEMCONSUMER_WORKERS: 'two' is not allowed; write a whole number of at least 1"),
-        ("RABBITMQ_CONSUMER_PRIORITY", "high", "'high' is not allowed; write a whole number"),
         ("MAX_RESTARTS", "-1", "write a whole number of at least 0"),
         ("DRAIN_TIMEOUT", "0", "IDEMCONSUMER_DRAIN_TIMEOUT: 0.0 is not allowed; write a number of seconds above 0"),
         ("DRAIN_TIMEOUT", "nan", "write a number of seconds above 0"),
@@ -73,8 +72,6 @@ def test_every_form_of_a_dsn_is_taken(tmp_path: Path, dsn: str) -> None:
         ("DRAIN_TIMEOUT", "1e9", "write a number of seconds above 0, at most 1000000"),
         ("KAFKA_FETCH_MAX_BYTES", "2147483648", "write a whole number of at least 1, at most 2147483647"),
         ("KAFKA_MAX_PARTITION_FETCH_BYTES", "2147483648", "at most 2147483647"),
-        ("RABBITMQ_CONSUMER_PRIORITY", "2147483648", "at most 2147483647"),
-        ("RABBITMQ_CONSUMER_PRIORITY", "-2147483649", "write a whole number of at least -2147483648"),
         (
             "LOG_LEVEL",
             "loud",

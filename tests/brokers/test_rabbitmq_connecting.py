@@ -160,14 +160,3 @@ async def test_publishing_goes_through_an_exchange_by_its_routing_key(rabbitmq: 
     await broker.close()
     async with consuming(rabbitmq, name) as session:
         assert bodies(await arriving(session, 2)) == [b"routed", b"direct"]
-
-
-async def test_a_consumer_of_a_higher_priority_is_served_first(rabbitmq: Server) -> None:
-    name = f"prior-{uuid4().hex}"
-    await queue(rabbitmq, name)
-    broker = RabbitmqBroker(Settings(rabbitmq=rabbitmq.address))
-    async with consuming(rabbitmq, name) as low, consuming(rabbitmq, name, rabbitmq_consumer_priority=5) as high:
-        await broker.publish(name, [Outgoing(b"%d" % number) for number in range(8)])
-        assert len(await arriving(high, 8)) == 8
-        assert await low.fetch() == []
-    await broker.close()

@@ -46,7 +46,6 @@ class RabbitmqBroker:
     def __init__(self, settings: Settings) -> None:
         self._link = Link(settings)
         self._management = settings.rabbitmq_management
-        self._priority = settings.rabbitmq_consumer_priority
         self._publisher = _Publisher(self._link)
 
     def feed(self, subscription: Subscription) -> str:
@@ -59,7 +58,7 @@ class RabbitmqBroker:
         try:
             if await is_stream(connection, queue):  # each time: the name may be another queue's by now
                 raise ConfigurationError(f"rabbitmq:{queue}: {_STREAM}")
-            session = RabbitmqSession(self._link, connection, queue, bounds, self._priority)
+            session = RabbitmqSession(self._link, connection, queue, bounds)
             await session.start()
         except BaseException:
             await farewell(connection)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from aiormq.abc import AbstractChannel as Wire
 from aiormq.abc import DeliveredMessage
-from pamqp.common import FieldTable
 
 from idemconsumer.rules.fetching import next_prefetch
 
@@ -29,10 +28,9 @@ class Consumers:
     this worker still runs what it got. What a cancelled consumer got stays with its channel, unacked.
     """
 
-    def __init__(self, wire: Wire, queue: str, priority: int) -> None:
+    def __init__(self, wire: Wire, queue: str) -> None:
         self._wire = wire
         self._queue = queue
-        self._arguments: FieldTable | None = {"x-priority": priority} if priority else None
         self._consumers: list[_Consumer] = []
         self._served: set[str] = set()
         self._begun = 0
@@ -46,7 +44,7 @@ class Consumers:
         await self._wire.basic_qos(prefetch_count=prefetch)
         self._begun += 1
         tag = f"idemconsumer-{self._begun}"
-        await self._wire.basic_consume(self._queue, _tapped, consumer_tag=tag, arguments=self._arguments)
+        await self._wire.basic_consume(self._queue, _tapped, consumer_tag=tag)
         self._consumers.append(_Consumer(tag, prefetch))
 
     async def regulate(self, wanted: int, most: int) -> None:

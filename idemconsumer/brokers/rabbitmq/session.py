@@ -47,11 +47,10 @@ class RabbitmqSession:
     is unsettled at `close`, comes again when the channel is closed, which costs one delivery count before RabbitMQ 4.3.
     """
 
-    def __init__(self, link: Link, connection: TappedConnection, queue: str, bounds: Bounds, priority: int = 0) -> None:
+    def __init__(self, link: Link, connection: TappedConnection, queue: str, bounds: Bounds) -> None:
         self._link = link
         self._connection = connection
         self._queue = queue
-        self._priority = priority
         self._most_of_body = bounds.max_message_bytes
         self._channel: AbstractChannel = connection.channel(publisher_confirms=False)
         self._wire: Wire
@@ -83,7 +82,7 @@ class RabbitmqSession:
         # A deleted queue closes neither channel nor connection: this is its only sign.
         self._wire.on_consumer_cancel_callbacks.add(self._on_cancel)
         await self._wire.queue_declare(self._queue, passive=True)
-        self._consumers = Consumers(self._wire, self._queue, self._priority)
+        self._consumers = Consumers(self._wire, self._queue)
         self._connection.take(self._wire.number, self._on_arrival, self._most_of_body)
         if not self._outstanding.paused:
             await self._consumers.begin(self._outstanding.may_hold(0))
