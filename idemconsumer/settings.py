@@ -104,9 +104,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     rabbitmq: str | None = None
     rabbitmq_management: str | None = None
-    rabbitmq_ca_file: str | None = None
-    rabbitmq_cert_file: str | None = None
-    rabbitmq_key_file: str | None = None
 
     sqs: str | None = None
 

@@ -14,7 +14,7 @@ ANSWER: Final = 3.0  # seconds for each answer; a healthy server needs milliseco
 def unreached(error: BaseException, at: str, setting: str, authority: str) -> str | None:
     """What the network or TLS says of the server `at`, somewhere in that error; None where it is something else.
 
-    `setting` is the variable with its address, `authority` the one with the file of whom to trust.
+    `setting` is the variable with its address, and `authority` is where the file of whom to trust is named.
     """
     for cause in _causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):

@@ -56,7 +56,10 @@ def ports(private_rabbitmq: PrivateRabbitMQ, certificate: Certificate) -> tuple[
         ("amqp://guest:guest@127.0.0.1:{plain}/nowhere", r"the vhost 'nowhere' is refused: it does not exist, or"),
         ("amqps://guest:s3cret@127.0.0.1:{plain}/", r"it speaks no TLS on that port; write amqp://"),
         ("amqp://guest:s3cret@127.0.0.1:{tls}/", r"it speaks TLS on that port; write amqps://"),
-        ("amqps://guest:s3cret@127.0.0.1:{tls}/", r"certificate of .* is not accepted: .*; set .*_RABBITMQ_CA_FILE"),
+        (
+            "amqps://guest:s3cret@127.0.0.1:{tls}/",
+            r"certificate of .* is not accepted: .*; set cafile in IDEM",
+        ),
         ("amqp://guest:s3cret@127.0.0.1:1/", r"nothing listens at 127.0.0.1:1; start the server, or correct IDEM"),
         ("amqp://guest:s3cret@no.such.invalid/", r"the name of no.such.invalid:5672 cannot be resolved"),
     ],

@@ -72,7 +72,7 @@ class Link:
         self.where = ",".join(host.at for host in self._hosts)
         self.vhost = unquote(hosts[0].path[1:]) or "/"
         parameters = rabbitmq_parameters(hosts[0])
-        self.tls = _tls(settings, parameters)
+        self.tls = _tls(parameters)
         self.exposed = not all(host.encrypted or is_local(host.name) for host in self._hosts)
         self._guest = hosts[0].username == "guest"
         self._heartbeat = None if "heartbeat" in parameters else HEARTBEAT
@@ -121,7 +121,7 @@ class Link:
                 f"the vhost {self.vhost!r} is refused: it does not exist, or this user may not use it; see "
                 "`rabbitmqctl list_permissions`, or correct IDEMCONSUMER_RABBITMQ (the vhost / is written as nothing)"
             )
-        if why := unreached(error, host.at, "IDEMCONSUMER_RABBITMQ", "IDEMCONSUMER_RABBITMQ_CA_FILE"):
+        if why := unreached(error, host.at, "IDEMCONSUMER_RABBITMQ", "cafile in IDEMCONSUMER_RABBITMQ"):
             return why
         if (tls := await speaks_tls(host.name, host.port)) not in (None, host.encrypted):
             instead = "amqps://" if tls else "amqp://"
@@ -185,12 +185,9 @@ async def farewell(*resources: _Closable) -> None:
             await answered(resource.close(), FAREWELL)
 
 
-def _tls(settings: Settings, parameters: Mapping[str, str]) -> ssl.SSLContext | None:
-    """None leaves the choice to the address (plain, or TLS with the system's authorities). A file of the settings comes
-    before one that the address names."""
-    ca = settings.rabbitmq_ca_file or parameters.get("cafile")
-    cert = settings.rabbitmq_cert_file or parameters.get("certfile")
-    key = settings.rabbitmq_key_file or parameters.get("keyfile")
+def _tls(parameters: Mapping[str, str]) -> ssl.SSLContext | None:
+    """None leaves the choice to the address (plain, or TLS with the system's authorities)."""
+    ca, cert, key = (parameters.get(name) for name in ("cafile", "certfile", "keyfile"))
     trusting = parameters.get("no_verify_ssl") == "1"
     if not (ca or cert or key or trusting):
         return None
@@ -202,8 +199,8 @@ def _tls(settings: Settings, parameters: Mapping[str, str]) -> ssl.SSLContext | 
             raise ValueError("a key needs its certificate")
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"settings: TLS for RabbitMQ: {error}; rabbitmq_ca_file={ca}, rabbitmq_cert_file={cert} and "
-            f"rabbitmq_key_file={key}, or cafile, certfile and keyfile in the address, must name readable PEM files"
+            f"settings: TLS for RabbitMQ: {error}; cafile={ca}, certfile={cert} and keyfile={key} in "
+            "IDEMCONSUMER_RABBITMQ have to name readable PEM files"
         ) from error
     if trusting:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
