@@ -37,13 +37,9 @@ _INTERNAL: Final = {"WORKER", "LIFELINE", "LAST_WILL", "LAST_WORDS", "REPORTS", 
 _OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 _LEAST: Final = {
     "workers": 1, "concurrency": 1, "room": 1, "max_uncommitted": 1, "max_message_bytes": 1,
-    "max_bytes_in_hand": 1, "max_restarts": 0, "redis_replicas": 0, "kafka_fetch_max_bytes": 1,
-    "kafka_max_partition_fetch_bytes": 1,
+    "max_bytes_in_hand": 1, "max_restarts": 0, "redis_replicas": 0,
 }  # fmt: skip
-_MOST: Final = {  # of the numbers in Kafka's protocol, where times are milliseconds
-    "kafka_fetch_max_bytes": 2**31 - 1, "kafka_max_partition_fetch_bytes": 2**31 - 1,
-    "kafka_session_timeout": 1_000_000, "drain_timeout": 1_000_000,
-}  # fmt: skip
+_MOST: Final = {"kafka_session_timeout": 1_000_000, "drain_timeout": 1_000_000}  # Kafka's protocol has milliseconds
 _ABOVE_ZERO: Final = ("drain_timeout", "prune_every", "kafka_session_timeout")
 _CHOICES: Final = {
     "log_format": FORMATS,
@@ -98,8 +94,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kafka_key_file: str | None = None
     kafka_group_instance_id: str | None = None
     kafka_session_timeout: float = 45.0
-    kafka_fetch_max_bytes: int = 50 * 1024 * 1024
-    kafka_max_partition_fetch_bytes: int = 1024 * 1024
     kafka_auto_offset_reset: str = "earliest"
 
     rabbitmq: str | None = None
@@ -243,15 +237,12 @@ def _check(label: str, name: str, value: Any) -> None:
 
 
 def _allowed(name: str) -> str:
-    most = f", at most {_MOST[name]}" if name in _MOST else ""
     if name in _LEAST:
-        return f"a whole number of at least {_LEAST[name]}{most}"
+        return f"a whole number of at least {_LEAST[name]}"
     if name in _ABOVE_ZERO:
-        return f"a number of seconds above 0{most}"
+        return "a number of seconds above 0" + (f", at most {_MOST[name]}" if name in _MOST else "")
     if name in _CHOICES:
         return f"one of {', '.join(_CHOICES[name])}"
-    if _KINDS[name] is int:
-        return f"a whole number{most}"
     return "yes or no (true, false, on, off, 1, 0)" if _KINDS[name] is bool else "a string"
 
 

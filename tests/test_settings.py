@@ -70,8 +70,6 @@ def test_every_form_of_a_dsn_is_taken(tmp_path: Path, dsn: str) -> None:
         ("KAFKA_SESSION_TIMEOUT", "0", "write a number of seconds above 0"),
         ("KAFKA_SESSION_TIMEOUT", "1e9", "write a number of seconds above 0, at most 1000000"),
         ("DRAIN_TIMEOUT", "1e9", "write a number of seconds above 0, at most 1000000"),
-        ("KAFKA_FETCH_MAX_BYTES", "2147483648", "write a whole number of at least 1, at most 2147483647"),
-        ("KAFKA_MAX_PARTITION_FETCH_BYTES", "2147483648", "at most 2147483647"),
         (
             "LOG_LEVEL",
             "loud",

@@ -22,7 +22,7 @@ from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.kafka.connection import connection_options
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
-from idemconsumer.ports.broker import Outgoing
+from idemconsumer.ports.broker import Bounds, BytesInHand, Outgoing
 from idemconsumer.settings import Settings
 from tests.support.kafka import BOUNDS, World, killing, take, world_of
 from tests.support.servers.elasticmq import CREDENTIALS
@@ -353,15 +353,14 @@ async def test_a_token_for_msk_is_signed_for_its_region(monkeypatch: pytest.Monk
     assert signed.startswith("https://kafka.ap-south-1.amazonaws.com/?Action=kafka-cluster%3AConnect")
 
 
-async def test_a_consumer_fetches_as_much_as_it_is_told(world: World) -> None:
+async def test_what_the_client_holds_ready_follows_the_bound_in_bytes(world: World) -> None:
     await world.create()
-    address = world.server.address
-    settings = Settings(kafka=address, kafka_fetch_max_bytes=4096, kafka_max_partition_fetch_bytes=1024)
-    world.brokers.append(KafkaBroker(settings))
-    for _ in range(8):  # a batch each
+    for _ in range(60):  # a batch each
         await world.broker.publish(world.topic, [Outgoing(b"x" * 700)])
-    session = await world.open()
+    session = await world.open(Bounds(lanes=4, group=32, memory=BytesInHand(16_384)))
     fetched: list[int] = []
-    while sum(fetched) < 8:
-        fetched.append(len(await session.fetch()))
-    assert max(fetched) <= 2
+    while sum(fetched) < 60:
+        deliveries = await session.fetch()
+        fetched.append(len(deliveries))
+        await session.settle(deliveries)
+    assert max(fetched) <= 6, "what one answer of a quarter of the bound has, although twice as many may be in hand"

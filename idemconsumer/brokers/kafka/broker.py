@@ -45,6 +45,7 @@ from idemconsumer.brokers.kafka.session import KafkaSession
 
 OPEN_TIMEOUT = 15.0
 CHECK_TIMEOUT = 10.0
+FETCH_MAX_BYTES = 50 * 1024 * 1024
 HEARTBEAT_MS = 1_000  # a member notices a rebalance by its heartbeat, and all wait for the last one to notice
 METADATA_MAX_AGE_MS = 4_000  # a topic or partition that appears is consumed after this long at the latest
 
@@ -104,8 +105,7 @@ class KafkaBroker:
             request_timeout_ms=rebalance_ms + 10_000,  # a join is answered when the slowest member has drained
             metadata_max_age_ms=METADATA_MAX_AGE_MS,
             # What the client holds ready comes on top of what is in hand. A larger record passes alone.
-            fetch_max_bytes=max(1, min(self._settings.kafka_fetch_max_bytes, bounds.memory.bound // 4)),
-            max_partition_fetch_bytes=self._settings.kafka_max_partition_fetch_bytes,
+            fetch_max_bytes=max(1, min(FETCH_MAX_BYTES, bounds.memory.bound // 4)),
         )
         try:
             async with asyncio.timeout(OPEN_TIMEOUT):
