@@ -36,8 +36,8 @@ _INTERNAL: Final = {"WORKER", "LIFELINE", "LAST_WILL", "LAST_WORDS", "REPORTS", 
 # Kubernetes and Docker put these into every container when a service is named idemconsumer or idemconsumer-….
 _OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 _LEAST: Final = {
-    "workers": 1, "concurrency": 1, "room": 1, "max_uncommitted": 1, "max_message_bytes": 1,
-    "max_bytes_in_hand": 1, "max_restarts": 0, "redis_replicas": 0,
+    "workers": 1, "concurrency": 1, "max_message_bytes": 1, "max_bytes_in_hand": 1, "max_restarts": 0,
+    "redis_replicas": 0,
 }  # fmt: skip
 _MOST: Final = {"kafka_session_timeout": 1_000_000, "drain_timeout": 1_000_000}  # Kafka's protocol has milliseconds
 _ABOVE_ZERO: Final = ("drain_timeout", "prune_every", "kafka_session_timeout")
@@ -119,8 +119,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ops_port: int | str | None = None
     tracing: bool = False
 
-    room: int = 1_000
-    max_uncommitted: int = 10_000
     max_message_bytes: int = 4 * 1024 * 1024
     max_bytes_in_hand: int = 64 * 1024 * 1024
     prune_every: float = 60.0

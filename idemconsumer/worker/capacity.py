@@ -8,6 +8,9 @@ from typing import Final
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.settings import Settings
 
+ROOM = (
+    1_000  # deliveries of a source that wait for a rival of theirs, and of a handler that wait for their next attempt
+)
 _QUEUES: Final = 2  # of all Postgres queues together (L62)
 _SPARE: Final = 2  # for waiting rooms, and for what belongs to no handler
 

@@ -22,7 +22,7 @@ from idemconsumer.observe.reports import HandlerState
 from idemconsumer.ports.broker import Delivery, Session
 from idemconsumer.settings import Settings
 from idemconsumer.user_code.cancellation import run_on
-from idemconsumer.worker.capacity import lanes_of
+from idemconsumer.worker import capacity
 from idemconsumer.worker.in_hand import Held, InHand, Place
 from idemconsumer.worker.lane import Lane
 from idemconsumer.worker.spread import Spread
@@ -33,18 +33,16 @@ _LOOK: Final = 0.02  # seconds, in a drain
 
 
 class HandlerLanes:
-    """The lanes of one handler, what is spread over them, and its waiting room for `room` deliveries of each source.
+    """The lanes of one handler, what is spread over them, and its waiting room.
 
     `first`: an epoch counts what ran under numbers from here on, one for each lane and one for what is spread.
     """
 
-    def __init__(
-        self, handler: BoundHandler, in_hand: InHand, turns: Turns, *, lanes: int, room: int, first: int
-    ) -> None:
+    def __init__(self, handler: BoundHandler, in_hand: InHand, turns: Turns, *, lanes: int, first: int) -> None:
         self._handler = handler
         self._in_hand = in_hand
-        self.waiting_room = WaitingRoom(handler, in_hand, room)
-        self.spread = Spread(in_hand, room, index=first + lanes, lanes=lanes)
+        self.waiting_room = WaitingRoom(handler, in_hand, capacity.ROOM)
+        self.spread = Spread(in_hand, capacity.ROOM, index=first + lanes, lanes=lanes)
         probe = asyncio.Lock()
         self.lanes = [
             Lane(index, handler, in_hand, self.spread, self.waiting_room, turns, probe)
@@ -113,12 +111,12 @@ class Lanes:
 
     def __init__(self, in_hand: InHand, handlers: Sequence[BoundHandler], settings: Settings) -> None:
         self.in_hand = in_hand
-        counts = [lanes_of(handler, settings) for handler in handlers]
+        counts = [capacity.lanes_of(handler, settings) for handler in handlers]
         turns = Turns(sum(counts))
         self._of: dict[str, HandlerLanes] = {}
         first = 0
         for handler, count in zip(handlers, counts, strict=True):
-            self._of[handler.name] = HandlerLanes(handler, in_hand, turns, lanes=count, room=settings.room, first=first)
+            self._of[handler.name] = HandlerLanes(handler, in_hand, turns, lanes=count, first=first)
             first += count + 1
         self.freed = asyncio.Event()
         for lanes in self._of.values():

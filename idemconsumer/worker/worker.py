@@ -33,7 +33,7 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.positions import PostgresPositions
 from idemconsumer.user_code.cancellation import end, run_on
 from idemconsumer.user_code.resources import Resources
-from idemconsumer.worker.capacity import by_mode, lanes_of, most_at_once, pool_size
+from idemconsumer.worker import capacity
 from idemconsumer.worker.deadlines import Deadlines
 from idemconsumer.worker.feed import Feed, pause
 from idemconsumer.worker.forwarding import Forwarder
@@ -85,7 +85,7 @@ class Worker:
         self._schedules = schedules
         self._tracing = tracing
         self._publishes = publishes
-        self._joined, self._leased = by_mode(handlers)
+        self._joined, self._leased = capacity.by_mode(handlers)
         self._resources = resources or Resources(())
         self._settings = settings
         SHOWN.obey(text=settings.log_error_text, detail=settings.error_detail)
@@ -165,7 +165,7 @@ class Worker:
             if await self._reached(lambda: steering.begin(store.pool.alone)) is None:
                 return
             stack.push_async_callback(steering.end, store.pool.alone)
-            at_once = most_at_once(self._joined, self._settings) * self._settings.workers
+            at_once = capacity.most_at_once(self._joined, self._settings) * self._settings.workers
             self._reporting.pools["handlers"] = store.pool
             counts, all_told = self._reporting.counts, DEV in os.environ
             engine = Engine(
@@ -208,7 +208,7 @@ class Worker:
         return await PostgresStore.open(
             dsn,
             self._settings.schema,
-            connections=pool_size(self._joined, self._settings),
+            connections=capacity.pool_size(self._joined, self._settings),
             longest_run=longest_run(self.handlers),
             require_standby=self._settings.require_synchronous_standby,
             parties=[handler.name for handler in self._joined],
@@ -221,7 +221,7 @@ class Worker:
             settings.schema,
             engine,
             self._observer,
-            connections=pool_size(leased, settings),
+            connections=capacity.pool_size(leased, settings),
             lease=shortest_lease(leased),
             longest_run=longest_run(leased),
             require_standby=settings.require_synchronous_standby,
@@ -367,10 +367,9 @@ class Worker:
             return in_lanes(len(its.lanes) * each, its.beyond(each)) + its.held_up
 
         return Bounds(
-            lanes=sum(lanes_of(handler, settings) for handler in distinct),
+            lanes=sum(capacity.lanes_of(handler, settings) for handler in distinct),
             group=max(map(engine.max_group_size, distinct)),
-            room=settings.room,
-            max_uncommitted=settings.max_uncommitted,
+            room=capacity.ROOM,
             drain=settings.drain_timeout,
             max_message_bytes=settings.max_message_bytes,
             share=share,

@@ -36,7 +36,7 @@ def processes_of(folder: Path) -> list[int]:
 
 def environment(folder: Path) -> dict[str, str]:
     # Settings of the caller, which are not the demo's.
-    return os.environ | {"TMPDIR": str(folder), "IDEMCONSUMER_HANDLERS": "reserve_stock", "IDEMCONSUMER_ROOM": "x"}
+    return os.environ | {"TMPDIR": str(folder), "IDEMCONSUMER_HANDLERS": "reserve_stock", "IDEMCONSUMER_WORKERS": "x"}
 
 
 @pytest.mark.kill

@@ -68,7 +68,7 @@ async def test_sagas_of_all_tenants_of_the_app_are_taken(bench: Bench, one: Stat
 
 # ------------------------------------------------------------------------------------------------------------------ key
 def lanes(station: Station) -> Lanes:
-    return Lanes(InHand(Engine(station.store), NullObserver()), [of("shop")], Settings(concurrency=2, room=2))
+    return Lanes(InHand(Engine(station.store), NullObserver()), [of("shop")], Settings(concurrency=2))
 
 
 @pytest.mark.parametrize("rule", ["another", "missing"])

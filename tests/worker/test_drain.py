@@ -14,6 +14,7 @@ from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
+from idemconsumer.worker import capacity
 from tests.support.logs import LogCapture, times
 from tests.support.waiting import PATIENCE, until
 from tests.support.workers import Bench, Item, Lasting, body, connected, note
@@ -136,9 +137,12 @@ async def test_a_drain_does_not_wait_for_a_next_attempt(bench: Bench) -> None:
     assert bench.attempts() == 1
 
 
-async def test_a_drain_leaves_the_room_and_a_lane_that_waits_for_it(bench: Bench) -> None:
+async def test_a_drain_leaves_the_room_and_a_lane_that_waits_for_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from idemconsumer.message.keys import digest
 
+    monkeypatch.setattr(capacity, "ROOM", 1)
     busy = [f"busy-{n}" for n in range(3)]
     bench.enqueue("q", *map(Item, busy))
     app = app_with(Gate(), "postgres:q", on_busy="defer", order_by="entity")
@@ -146,7 +150,7 @@ async def test_a_drain_leaves_the_room_and_a_lane_that_waits_for_it(bench: Bench
         bench.rival(digest("drain", None, "handle", busy[0])),
         bench.rival(digest("drain", None, "handle", busy[1])),
         bench.rival(digest("drain", None, "handle", busy[2])),
-        bench.running(app, room=1) as running,
+        bench.running(app) as running,
     ):
         await running.until_count(busy=2)
         async with asyncio.timeout(SOON):

@@ -17,6 +17,7 @@ from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Epoch, Outgoing
 from idemconsumer.ports.observer import NullObserver
+from idemconsumer.worker import capacity
 from idemconsumer.worker import lane as lanes
 from idemconsumer.worker.feed import _Kind, _kind
 from idemconsumer.worker.in_hand import Held, InHand
@@ -187,7 +188,8 @@ async def test_records_without_a_key_use_all_lanes_though_they_have_one_partitio
     assert sorted(map(int, bench.effects())) == list(range(20))
 
 
-async def test_only_so_many_may_wait_aside(bench: Bench, logged: LogCapture) -> None:
+async def test_only_so_many_may_wait_aside(bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "ROOM", 2)
     app, runs = App("spread"), list[str]()
 
     @app.idempotent_handler("memory:q", key="id", backoff=LONG)
@@ -196,7 +198,7 @@ async def test_only_so_many_may_wait_aside(bench: Bench, logged: LogCapture) -> 
         raise ValueError
 
     await bench.publish("q", *(Item(str(n)) for n in range(20)))
-    async with bench.running(app, concurrency=1, room=2) as running:
+    async with bench.running(app, concurrency=1) as running:
         await running.until(lambda: times(logged, "too many retries wait, lane waits") == 1)
         assert len(runs) == 3
     assert len(bench.broker._queue("q").waiting) == 20

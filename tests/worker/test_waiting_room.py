@@ -16,6 +16,7 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.values import Record
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.worker import capacity
 from tests.support.logs import LogCapture, times
 from tests.support.waiting import until
 from tests.support.workers import Bench, Item, note
@@ -108,7 +109,10 @@ async def test_no_connection_is_held_while_a_message_waits_for_its_rival(bench: 
             await running.until_count(applied=8)
 
 
-async def test_a_full_room_stops_the_lane_and_says_so_once(bench: Bench, logged: LogCapture) -> None:
+async def test_a_full_room_stops_the_lane_and_says_so_once(
+    bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "ROOM", 2)
     app = App(APP)
 
     # What is behind busy ones in a group of theirs may run.
@@ -120,7 +124,7 @@ async def test_a_full_room_stops_the_lane_and_says_so_once(bench: Bench, logged:
     await bench.publish("q", *(Item(name, "e") for name in (*busy, "behind")))
     async with AsyncExitStack() as stack:
         rivals = [await stack.enter_async_context(bench.rival(key_of(name))) for name in busy]
-        async with bench.running(app, concurrency=1, room=2) as running:
+        async with bench.running(app, concurrency=1) as running:
             await running.until_count(busy=3)
             await running.until(lambda: times(logged, "waiting room full, lane waits") == 1)
             assert running.worker._lanes is not None
