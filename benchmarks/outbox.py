@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import psycopg
@@ -37,22 +38,23 @@ async def outbox(stage: Stage) -> Result:
     messages, most = (10_000, 15.0) if stage.quick else (60_000, 30.0)
     topic = KafkaTopic(stage)
 
-    def subject(environment: dict[str, str]) -> Subject:
+    async def nobody() -> str:
+        return "rabbitmq:nobody"  # whose address the worker does not have
+
+    async def another() -> str:
+        return f"kafka:{await _topic(stage)}"
+
+    def subject(publishing: Callable[[], Awaitable[str]] | None) -> Subject:
         async def measured(number: int) -> float:
-            to = {"BENCH_PUBLISH": f"kafka:{await _topic(stage)}"} if environment else {}
-            ours = Consumer.ours()
-            ours = msgspec.structs.replace(ours, environment={**ours.environment, **environment, **to})
+            ours, to = Consumer.ours(), {} if publishing is None else {"BENCH_PUBLISH": await publishing()}
+            ours = msgspec.structs.replace(ours, environment={**ours.environment, **to})
             return (await consume(stage, topic, ours, messages, most=most)).rate
 
         return measured
 
     costs = await side_by_side(
         "From topic to topic",
-        {
-            ALONE: subject({}),
-            WITH: subject({"IDEMCONSUMER_RELAY": "off"}),
-            RELAYED: subject({"IDEMCONSUMER_RELAY": "on"}),
-        },
+        {ALONE: subject(None), WITH: subject(nobody), RELAYED: subject(another)},
         [Target(WITH, ALONE), Target(RELAYED, ALONE)],
         rounds=rounds,
         say=stage.say,

@@ -122,7 +122,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: int = 4 * 1024 * 1024
     max_bytes_in_hand: int = 64 * 1024 * 1024
     prune_every: float = 60.0
-    relay: bool = True
     delivery_log: str | None = None
 
     def __post_init__(self) -> None:

@@ -195,7 +195,7 @@ def _outbox(found: Status) -> Iterator[Diagnosis]:
             yield _warning(
                 subject,
                 f"{_counted(each.waiting + each.later)} messages wait, and no live worker on record relays to "
-                f"{scheme}; give one the address (IDEMCONSUMER_{scheme.upper()}), without IDEMCONSUMER_RELAY=off",
+                f"{scheme}; give one the address (IDEMCONSUMER_{scheme.upper()})",
             )
         elif each.waiting and (each.oldest or 0.0) > _OVERDUE:
             yield _warning(

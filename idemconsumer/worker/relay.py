@@ -28,8 +28,6 @@ _DESTINATIONS: Final = 1_000  # of which something falls due, that one look find
 
 def reachable(settings: Settings, used: Collection[str]) -> list[str]:
     """Schemes that a worker relays to: those whose address it has, and SQS, which needs none, if it is `used`."""
-    if not settings.relay:
-        return []
     return [each for each in SCHEMES if getattr(settings, each) is not None or (each == "sqs" and each in used)]
 
 

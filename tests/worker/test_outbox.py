@@ -400,12 +400,6 @@ async def test_what_nobody_can_relay_is_left_to_others_and_said(bench: Bench, ta
     assert left(bench) == [b"1"]
 
 
-async def test_a_worker_that_is_told_to_relays_nothing(bench: Bench, taking: Taking) -> None:
-    publish(bench, "1")
-    await bench.until_empty(quiet(), kafka=KAFKA, relay=False)
-    assert (taking.bodies, left(bench)) == ([], [b"1"])
-
-
 async def test_an_impossible_destination_is_said_and_holds_nothing_up(
     bench: Bench, taking: Taking, logged: LogCapture
 ) -> None:
