@@ -1,6 +1,6 @@
 """What may be shown of an address and of an error, in logs, on the terminal, in dead letters and in histories.
 
-Never shown: passwords in addresses, and what Postgres quotes of rows and statements (R13). Its DETAIL is, if asked for.
+Never shown: passwords in addresses, and what Postgres quotes of rows and statements (R13).
 """
 
 from __future__ import annotations
@@ -30,14 +30,9 @@ _KEYWORD: Final = re.compile(r"(?<![?&;\w])((?:ssl)?password\s*=\s*)('(?:[^'\\]|
 
 @dataclass(slots=True)
 class Shown:
-    """What this process shows of errors, by its settings. `text`: what they say, in logs; `detail`: the DETAIL of those
-    of Postgres, wherever their text is shown."""
+    """What this process logs of errors, by its settings: what they say, or their types and places alone."""
 
     text: bool = True
-    detail: bool = False
-
-    def obey(self, *, text: bool, detail: bool) -> None:
-        self.text, self.detail = text, detail
 
 
 SHOWN: Final = Shown()
@@ -58,9 +53,9 @@ def error_text(error: BaseException) -> str:
     """What an error says, redacted, without its type.
 
     Of an error of the database, in one line: its primary message, SQLSTATE and the names of table, column and
-    constraint. Its CONTEXT and position quote values of rows and statements, and so does its DETAIL, which is left out
-    unless `SHOWN.detail`. An error that quotes one, as SQLAlchemy's do, is cut off there; not one of ours for
-    operators, which quotes the primary message alone, and goes on with what to do.
+    constraint. Its CONTEXT, position and DETAIL quote values of rows and statements, and are left out. An error that
+    quotes one, as SQLAlchemy's do, is cut off there; not one of ours for operators, which quotes the primary message
+    alone, and goes on with what to do.
     """
     if isinstance(error, psycopg.Error):
         return redact(_database_text(error))
@@ -126,5 +121,4 @@ def _database_text(error: psycopg.Error) -> str:
         "constraint": diagnosis.constraint_name,
     }
     facts = [error.sqlstate or "", *(f"{kind} {name}" for kind, name in names.items() if name)]
-    detail = [" ".join((diagnosis.message_detail or "").split())] if SHOWN.detail else []
-    return " ".join(filter(None, [f"{diagnosis.message_primary} ({', '.join(filter(None, facts))})", *detail]))
+    return f"{diagnosis.message_primary} ({', '.join(filter(None, facts))})"

@@ -115,7 +115,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str = "auto"
     log_level: str = "info"
     log_error_text: bool = True
-    error_detail: bool = False
     ops_port: int | str | None = None
     tracing: bool = False
 

@@ -42,7 +42,7 @@ class InlineRunner:
         tracing: Tracing,
     ) -> None:
         self.settings = settings
-        SHOWN.obey(text=settings.log_error_text, detail=settings.error_detail)
+        SHOWN.text = settings.log_error_text
         self._leased = leased
         self._dsn = dsn
         self._store = store

@@ -136,7 +136,7 @@ def dev(target: str, **flags: Any) -> None:
 
 def _run(target: str, settings: Settings, flags: Mapping[str, Any], *, reload: bool, dev: bool = False) -> Exit:
     configure(settings.log_format, settings.log_level)
-    SHOWN.obey(text=settings.log_error_text, detail=settings.error_detail)
+    SHOWN.text = settings.log_error_text
     if LIFELINE in os.environ:
         return _serve(target, settings)
     crew: Crew | None = None

@@ -110,7 +110,7 @@ class Opened:
     async def _open_postgres(self, here: _Stores) -> PostgresStore:
         if here.postgres is None:
             settings = self._app.settings
-            SHOWN.obey(text=settings.log_error_text, detail=settings.error_detail)
+            SHOWN.text = settings.log_error_text
             if settings.dsn is None:
                 raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN")
             here.postgres = await PostgresStore.open(

@@ -88,7 +88,7 @@ class Worker:
         self._joined, self._leased = capacity.by_mode(handlers)
         self._resources = resources or Resources(())
         self._settings = settings
-        SHOWN.obey(text=settings.log_error_text, detail=settings.error_detail)
+        SHOWN.text = settings.log_error_text
         self._observer = observer or NullObserver()
         self._brokers: dict[str, Broker] = {}
         self._drain = asyncio.Event()
