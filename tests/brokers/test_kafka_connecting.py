@@ -304,8 +304,8 @@ def by_oauth(server: Kafka, url: str, **changed: Any) -> Settings:
         "kafka_security_protocol": "SASL_PLAINTEXT",
         "kafka_sasl_mechanism": "OAUTHBEARER",
         "kafka_oauth_token_url": url,
-        "kafka_oauth_client_id": "app:1",
-        "kafka_oauth_client_secret": "s3%cret",
+        "kafka_sasl_username": "app:1",
+        "kafka_sasl_password": "s3%cret",
         "kafka_oauth_scope": "kafka",
     }
     return Settings(kafka=server.address_of("OAUTH"), **(given | changed))
@@ -326,8 +326,8 @@ async def test_a_server_of_tokens_that_gives_none_is_named(narrow: Kafka) -> Non
     async with TokenServer().serving() as tokens, world_of(narrow) as world:
         for changed, cause in (
             (
-                {"kafka_oauth_client_secret": "s3cret"},
-                "refused a token with status 401; correct the client id and secret",
+                {"kafka_sasl_password": "s3cret"},
+                "refused a token with status 401; correct the client.s id and secret",
             ),
             ({"kafka_oauth_token_url": "http://127.0.0.1:1/"}, "http://127.0.0.1:1/ gave no token: URLError"),
         ):

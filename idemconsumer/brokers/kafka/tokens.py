@@ -50,12 +50,13 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
 
 def oauth_tokens(settings: Settings, tls: ssl.SSLContext | None) -> Tokens:
     """By client credentials (RFC 6749, 4.4). ConfigurationError for settings that are missing."""
-    url, user = settings.kafka_oauth_token_url, settings.kafka_oauth_client_id
-    password, scope = settings.kafka_oauth_client_secret, settings.kafka_oauth_scope
+    url, scope = settings.kafka_oauth_token_url, settings.kafka_oauth_scope
+    user, password = settings.kafka_sasl_username, settings.kafka_sasl_password
     if url is None or user is None or password is None:
         raise ConfigurationError(
-            "kafka_sasl_mechanism: OAUTHBEARER needs a server of tokens; set IDEMCONSUMER_KAFKA_OAUTH_TOKEN_URL, "
-            "IDEMCONSUMER_KAFKA_OAUTH_CLIENT_ID and IDEMCONSUMER_KAFKA_OAUTH_CLIENT_SECRET"
+            "kafka_sasl_mechanism: OAUTHBEARER needs a server of tokens, and the client that it knows; set "
+            "IDEMCONSUMER_KAFKA_OAUTH_TOKEN_URL, IDEMCONSUMER_KAFKA_SASL_USERNAME to the client's id and "
+            "IDEMCONSUMER_KAFKA_SASL_PASSWORD to its secret"
         )
     quoted = ":".join(urllib.parse.quote(part, safe="") for part in (user, password))
     form = {"grant_type": "client_credentials", **({} if scope is None else {"scope": scope})}
@@ -70,7 +71,8 @@ def oauth_tokens(settings: Settings, tls: ssl.SSLContext | None) -> Tokens:
             return str(answer["access_token"]), float(answer.get("expires_in", _SHORTEST))
         except urllib.error.HTTPError as error:
             raise NoToken(
-                f"{redact(url)} refused a token with status {error.code}; correct the client id and secret"
+                f"{redact(url)} refused a token with status {error.code}; correct the client's id and secret, "
+                "IDEMCONSUMER_KAFKA_SASL_USERNAME and _PASSWORD"
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise NoToken(f"{redact(url)} gave no token: {type(error).__name__}: {error_text(error)}") from None
