@@ -86,7 +86,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kafka_sasl_password: str | None = None
     kafka_oauth_token_url: str | None = None
     kafka_oauth_scope: str | None = None
-    kafka_aws_region: str | None = None
     kafka_ca_file: str | None = None
     kafka_cert_file: str | None = None
     kafka_key_file: str | None = None

@@ -42,7 +42,7 @@ from tests.support.servers.made import PrivateKafka
         ),
         (
             Settings(kafka="x:1", kafka_security_protocol="SASL_SSL", kafka_sasl_mechanism="AWS_MSK_IAM"),
-            "IDEMCONSUMER_KAFKA_AWS_REGION",
+            "AWS_DEFAULT_REGION",
         ),
         (
             Settings(kafka="x:1", kafka_security_protocol="SASL_SSL", kafka_sasl_mechanism="GSSAPI"),
@@ -51,7 +51,11 @@ from tests.support.servers.made import PrivateKafka
         (Settings(kafka="x:1", kafka_security_protocol="SSL", kafka_ca_file="/nowhere"), "_CA_FILE"),
     ],
 )
-async def test_settings_that_cannot_work_are_refused_at_once(settings: Settings, words: str) -> None:
+async def test_settings_that_cannot_work_are_refused_at_once(
+    settings: Settings, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     with pytest.raises(ConfigurationError, match=words):
         KafkaBroker(settings)
 
@@ -340,12 +344,8 @@ async def test_a_server_of_tokens_that_gives_none_is_named(narrow: Kafka) -> Non
 async def test_a_token_for_msk_is_signed_for_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    settings = Settings(
-        kafka="b-1.x:9098",
-        kafka_security_protocol="SASL_SSL",
-        kafka_sasl_mechanism="aws_msk_iam",
-        kafka_aws_region="ap-south-1",
-    )
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "ap-south-1")
+    settings = Settings(kafka="b-1.x:9098", kafka_security_protocol="SASL_SSL", kafka_sasl_mechanism="aws_msk_iam")
     options = connection_options(settings)
     assert options["sasl_mechanism"] == "OAUTHBEARER"
     token = await options["sasl_oauth_token_provider"].token()

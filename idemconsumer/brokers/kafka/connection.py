@@ -35,7 +35,7 @@ def _credentials(settings: Settings, protocol: str) -> dict[str, Any]:
         if mechanism == _OAUTH:
             tokens = oauth_tokens(settings, _tls(settings) if settings.kafka_ca_file else None)
         else:
-            tokens = msk_tokens(settings)
+            tokens = msk_tokens()
         return {"sasl_mechanism": _OAUTH, "sasl_oauth_token_provider": tokens}
     if settings.kafka_sasl_username is None or settings.kafka_sasl_password is None:
         raise ConfigurationError(

@@ -80,18 +80,19 @@ def oauth_tokens(settings: Settings, tls: ssl.SSLContext | None) -> Tokens:
     return Tokens(fetch)
 
 
-def msk_tokens(settings: Settings) -> Tokens:
-    """Signed with the credentials that AWS clients find. ConfigurationError without the signer or a region."""
+def msk_tokens() -> Tokens:
+    """Signed for the region, with the credentials, that AWS clients find. ConfigurationError without a region."""
     try:
         from aws_msk_iam_sasl_signer import MSKAuthTokenProvider as Signer
+        from botocore.session import Session
     except ImportError as error:
         raise ConfigurationError("AWS_MSK_IAM needs its signer; pip install 'idemconsumer[msk]'") from error
-    if settings.kafka_aws_region is None:
-        raise ConfigurationError("kafka_sasl_mechanism: AWS_MSK_IAM; set IDEMCONSUMER_KAFKA_AWS_REGION=eu-west-1")
+    if (region := Session().get_config_variable("region")) is None:
+        raise ConfigurationError("kafka_sasl_mechanism: AWS_MSK_IAM needs a region; set AWS_DEFAULT_REGION=eu-west-1")
 
     def fetch() -> Fetched:
         try:
-            token, expires_ms = Signer.generate_auth_token(settings.kafka_aws_region)
+            token, expires_ms = Signer.generate_auth_token(region)
         except Exception as error:  # noqa: BLE001 - whatever botocore finds wrong with credentials
             raise NoToken(f"AWS gave no credentials: {type(error).__name__}: {error_text(error)}") from None
         return str(token), max(0.0, expires_ms / 1000 - time.time())
