@@ -36,8 +36,7 @@ _INTERNAL: Final = {"WORKER", "LIFELINE", "LAST_WILL", "LAST_WORDS", "REPORTS", 
 # Kubernetes and Docker put these into every container when a service is named idemconsumer or idemconsumer-….
 _OF_A_SERVICE: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 _LEAST: Final = {
-    "workers": 1, "concurrency": 1, "max_message_bytes": 1, "max_bytes_in_hand": 1, "max_restarts": 0,
-    "redis_replicas": 0,
+    "workers": 1, "concurrency": 1, "max_message_bytes": 1, "max_bytes_in_hand": 1, "redis_replicas": 0,
 }  # fmt: skip
 _MOST: Final = {"kafka_session_timeout": 1_000_000, "drain_timeout": 1_000_000}  # Kafka's protocol has milliseconds
 _ABOVE_ZERO: Final = ("drain_timeout", "prune_every", "kafka_session_timeout")
@@ -106,9 +105,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 8
     handlers: str | None = None
     drain_timeout: float = 20.0
-    max_restarts: int = 10
     until_empty: bool = False
-    reload: bool = False
     log_format: str = "auto"
     log_level: str = "info"
     log_error_text: bool = True

@@ -63,7 +63,7 @@ def test_every_form_of_a_dsn_is_taken(tmp_path: Path, dsn: str) -> None:
     [
         ("WORKERS", "0", "IDEMCONSUMER_WORKERS: 0 is not allowed; write a whole number of at least 1"),
         ("WORKERS", "two", "IDEMCONSUMER_WORKERS: 'two' is not allowed; write a whole number of at least 1"),
-        ("MAX_RESTARTS", "-1", "write a whole number of at least 0"),
+        ("REDIS_REPLICAS", "-1", "write a whole number of at least 0"),
         ("DRAIN_TIMEOUT", "0", "IDEMCONSUMER_DRAIN_TIMEOUT: 0.0 is not allowed; write a number of seconds above 0"),
         ("DRAIN_TIMEOUT", "nan", "write a number of seconds above 0"),
         ("PRUNE_EVERY", "-5", "write a number of seconds above 0"),
@@ -98,7 +98,7 @@ def test_a_mistake_in_the_project_file_names_the_file(tmp_path: Path) -> None:
 
 def test_words_for_yes_and_no_and_levels_in_capitals_are_taken(tmp_path: Path) -> None:
     for text in ("yes", "On", "1", "TRUE"):
-        assert given(tmp_path, RELOAD=text).reload
+        assert given(tmp_path, TRACING=text).tracing
     for text in ("no", "off", "0", "False"):
         assert not given(tmp_path, UNTIL_EMPTY=text).until_empty
     assert given(tmp_path, LOG_LEVEL="DEBUG").log_level == "debug"

@@ -30,6 +30,7 @@ from idemconsumer.settings import FORMATS, LEVELS, PREFIX, Settings, load, log_f
 
 F = TypeVar("F", bound=Callable[..., Any])
 _FORMAT: Final = "idemconsumer.log_format"
+_RESTARTS: Final = 10
 
 
 def _worker_options(command: F) -> F:
@@ -92,18 +93,20 @@ def _flag(words: Sequence[str]) -> str | None:
 @click.command(cls=_Service)
 @click.argument("target", metavar="MODULE:APP")
 @_worker_options
-@click.option("--max-restarts", type=int, metavar="N", help="Crashes per worker allowed in ten minutes.  [default: 10]")
 @click.option("--until-empty", is_flag=True, default=None, help="Exit when every source is empty.")
-@click.option("--reload", is_flag=True, default=None, help="Restart when a .py file in this folder tree changes.")
-def run(target: str, **flags: Any) -> None:
+@click.option(
+    "--max-restarts", type=click.IntRange(0), default=_RESTARTS, metavar="N", show_default=True,
+    help="Crashes per worker allowed in ten minutes.",
+)  # fmt: skip
+@click.option("--reload", is_flag=True, help="Restart when a .py file in this folder tree changes.")
+def run(target: str, max_restarts: int, reload: bool, **flags: Any) -> None:
     """Run the handlers of an app until a signal stops them.
 
     SIGTERM or Ctrl-C drains: fetching stops, and what runs is finished, committed and settled. A second signal
     stops immediately; what still runs is rolled back and redelivered. SIGHUP drains the workers one after the other,
     and starts each again with the settings that pyproject.toml has by then.
     """
-    settings = load(**flags)
-    sys.exit(_run(target, settings, flags, reload=settings.reload))
+    sys.exit(_run(target, load(**flags), flags, max_restarts=max_restarts, reload=reload))
 
 
 @click.command(cls=_Service)
@@ -134,7 +137,15 @@ def dev(target: str, **flags: Any) -> None:
         sys.exit(_run(target, settings, flags, reload=True, dev=True))
 
 
-def _run(target: str, settings: Settings, flags: Mapping[str, Any], *, reload: bool, dev: bool = False) -> Exit:
+def _run(
+    target: str,
+    settings: Settings,
+    flags: Mapping[str, Any],
+    *,
+    max_restarts: int = _RESTARTS,
+    reload: bool,
+    dev: bool = False,
+) -> Exit:
     configure(settings.log_format, settings.log_level)
     SHOWN.text = settings.log_error_text
     if LIFELINE in os.environ:
@@ -150,7 +161,7 @@ def _run(target: str, settings: Settings, flags: Mapping[str, Any], *, reload: b
         [sys.executable, "-m", "idemconsumer", "run", target],
         workers=settings.workers,
         drain_timeout=settings.drain_timeout,
-        max_restarts=settings.max_restarts,
+        max_restarts=max_restarts,
         until_empty=settings.until_empty,
         environment=os.environ | _as_environment(flags) | ({DEV: "1"} if dev else {}),
         changes=python_changes(Path.cwd()) if reload else None,

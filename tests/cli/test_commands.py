@@ -446,8 +446,8 @@ def test_a_role_without_rights_is_told_which_and_the_grants_it_names_are_enough(
         owner.close()
 
 
-def test_a_variable_switches_reloading_on(empty: Shop) -> None:
-    worker = empty.start("run", "shop:app", IDEMCONSUMER_RELOAD="yes", IDEMCONSUMER_LOG_FORMAT="json")
+def test_a_flag_switches_reloading_on(empty: Shop) -> None:
+    worker = empty.start("run", "shop:app", "--reload", IDEMCONSUMER_LOG_FORMAT="json")
     assert worker.stderr is not None
 
     assert any('"waiting for a file change"' in line for line in worker.stderr), (
