@@ -7,7 +7,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -16,10 +16,9 @@ from typing import Any
 import psycopg
 import pytest
 from aiokafka import AIOKafkaProducer
-from click.testing import CliRunner
 
-from idemconsumer import Message
-from idemconsumer.cli.main import main
+from idemconsumer import App, Key, Message, OutcomeKind, Saga, Tx
+from idemconsumer.message.keys import KeySpec, digest
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 from tests.support import ROOT
@@ -27,8 +26,10 @@ from tests.support.kafka import World, world_of
 from tests.support.servers.made import Server
 from tests.support.waiting import until
 
+A_UUID = "8c6b1ab0-4a0d-4c7e-9c9c-0d3b7a1f2e44"
 PAGE = (ROOT / "docs" / "migrating.md").read_text("utf-8")
-COMMAND = re.findall(r"^idemconsumer (import .*)$", PAGE, re.MULTILINE)
+(STATEMENT,) = re.findall(r"^```sql\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+TEXTS = dict(re.findall(r"^\| `(Key\.\w+)\(.*?\)` \| `(.*)` \|$", PAGE.replace("\\|", "|"), re.MULTILINE))
 
 
 @pytest.fixture
@@ -122,6 +123,118 @@ async def test_what_the_former_consumer_has_begun_is_left_to_it(shop: psycopg.Co
     assert shop.execute("select order_id from parcel").fetchall() == [("new",)]
 
 
+async def arrives(app: App, body: object, **more: Any) -> tuple[OutcomeKind, bytes | None]:
+    outcome = await app.process(Message("memory:orders", json.dumps(body).encode(), **more))
+    return outcome.kind, outcome.result
+
+
+@asynccontextmanager
+async def shipping(key: KeySpec = "id", **options: Any) -> AsyncIterator[App]:
+    """An app and a handler that are named as the page's."""
+    app = App("shipping")
+
+    @app.idempotent_handler("memory:orders", key=key, retain="30d", **options)
+    async def ship(order: dict[str, Any], tx: Tx) -> str:
+        return "new"
+
+    yield app
+    await app.close()
+
+
+EVENT = {"specversion": "1.0", "source": "/shop", "id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "row", "body", "more"),
+    [
+        ("id", "id::text", {"id": "'o-ä'"}, {"id": "o-ä"}, {}),
+        ("id", "id::text", {"id": "17"}, {"id": 17}, {}),
+        ("id", "id::text", {"id": "17"}, {"id": "17"}, {}),
+        ("id", "id::text", {"id": f"'{A_UUID}'::uuid"}, {"id": A_UUID}, {}),
+        (Key.all("shop", "id"), TEXTS["Key.all"], {"shop": "'s:1'", "id": "'ä'"}, {"shop": "s:1", "id": "ä"}, {}),
+        (Key.cloudevent(), TEXTS["Key.cloudevent"], {"source": "'/shop'", "id": "'1'"}, EVENT, {}),
+        (Key.offset(), TEXTS["Key.offset"], {"topic": "'t-1'", "partition": "0", "position": "7"}, {},
+         {"position": "t-1-0-7"}),
+    ],
+)  # fmt: skip
+async def test_a_message_whose_key_was_taken_over_is_a_duplicate(
+    shop: psycopg.Connection[Any], key: KeySpec, text: str, row: Mapping[str, str], body: Any, more: dict[str, Any]
+) -> None:
+    """Whatever else it has as its payload: the table knew none."""
+    shop.execute("drop table seen")
+    columns = ", ".join(f"{value} as {name}" for name, value in row.items())
+    shop.execute(f"create table seen as select {columns}, now() as at, '\"by hand\"'::jsonb as result".encode())
+    shop.execute(STATEMENT.replace("'ship', id)", f"'ship', {text})").encode())
+    async with shipping(key) as app:
+        assert await arrives(app, body, **more) == ("duplicate", b'"by hand"')
+        assert await arrives(app, body | {"also": "this"}, **more) == ("duplicate", b'"by hand"')
+        assert await arrives(app, {"shop": "s", "source": "/", "id": "x", "specversion": "1.0"}) != (
+            "duplicate",
+            b'"by hand"',
+        )
+
+
+async def test_a_saga_whose_key_was_taken_over_does_not_begin(shop: psycopg.Connection[Any]) -> None:
+    app = App("shipping")
+
+    @app.idempotent_handler("memory:orders", key="id")
+    async def ship(order: dict[str, str], saga: Saga) -> None:
+        raise AssertionError
+
+    shop.execute("insert into seen values ('a', '1')")
+    shop.execute(STATEMENT.encode())
+    assert await arrives(app, {"id": "a"}) == ("duplicate", b"1")
+    await app.close()
+
+
+async def test_only_what_a_record_would_be_kept_for_is_taken_and_what_has_one_keeps_it(
+    shop: psycopg.Connection[Any],
+) -> None:
+    async with shipping(tenant="who") as app:
+        assert await arrives(app, {"id": "ours", "who": "acme"}) == ("applied", b'"new"')
+        shop.execute(
+            "insert into seen values ('ours', '1', now()), ('young', null, now() - interval '3 days'),"
+            " ('early', '3', now() + interval '1 day'), ('old', '4', now() - interval '31 days')"
+        )
+        taking = STATEMENT.replace("'ship')", "'ship', 'acme')").replace("'ship', id)", "'ship', id, 'acme')")
+        for _ in range(2):  # it may be repeated
+            shop.execute(taking.encode())
+            found = shop.execute(
+                "select s.name, s.retain = interval '30 days', r.state, r.fingerprint is null, e.body,"
+                " extract(day from clock_timestamp() - r.changed_at)::int"
+                " from idemconsumer.record as r join idemconsumer.scope as s on s.id = r.scope_id"
+                " left join idemconsumer.result as e on e.key = r.key order by 6, 5"
+            ).fetchall()
+            assert found == [
+                ("shipping/acme/ship", True, 3, False, b'"new"', 0),
+                ("shipping/acme/ship", True, 3, True, b"3", 0),
+                ("shipping/acme/ship", True, 3, True, None, 3),
+            ]
+        assert await arrives(app, {"id": "old", "who": "acme"}) == ("applied", b'"new"')
+        assert await arrives(app, {"id": "young", "who": "ajax"}) == ("applied", b'"new"'), "the key of another tenant"
+
+
+async def test_a_key_that_a_worker_holds_is_waited_for_and_no_worker_waits(
+    shop: psycopg.Connection[Any], database: str
+) -> None:
+    shop.execute("insert into seen values ('a', '1'), ('held', '2'), ('z', '3')")
+    held = int.from_bytes(digest("shipping", None, "ship", "held")[:8], "big", signed=True)
+    async with (
+        shipping(wait="60s") as app,
+        await psycopg.AsyncConnection.connect(database) as rival,
+        await psycopg.AsyncConnection.connect(database, autocommit=True) as taking,
+    ):
+        await rival.execute("select pg_advisory_xact_lock(%s)", (held,))
+        running = asyncio.create_task(taking.execute(STATEMENT.encode()))
+        waiting = "select from pg_locks where not granted and locktype = 'advisory'"
+        await until(lambda: shop.execute(waiting.encode()).fetchall() != [], "it waits")
+        assert await arrives(app, {"id": "a"}) == ("duplicate", b"1"), "what was taken is committed"
+        assert await arrives(app, {"id": "new"}) == ("applied", b'"new"')
+        await rival.rollback()
+        await asyncio.wait_for(running, 10)
+        assert await arrives(app, {"id": "held"}) == ("duplicate", b"2")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("printed")
 async def test_the_cut_over_applies_each_message_once(
@@ -153,10 +266,7 @@ async def test_the_cut_over_applies_each_message_once(
 
     async with ours(both, world, database):
         await topic.publish([f"after-{n}" for n in range(20)])
-        for command in COMMAND:
-            result = await asyncio.to_thread(CliRunner().invoke, main, command.split())
-            assert result.exit_code == 0, result.output
-            assert "left" not in result.output
+        await asyncio.to_thread(shop.execute, STATEMENT.replace("shipping", world.group).encode())
         await until(applied, "the new one goes on")
     async with ours(alone, world, database):
         await topic.publish(topic.ids)  # whoever applied it: now only records know

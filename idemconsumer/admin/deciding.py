@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Final, TypeAlias
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
 
 import psycopg
 
@@ -16,8 +16,6 @@ from idemconsumer.stores.hashing import settle_hashing
 from idemconsumer.stores.pool import Pool
 
 _LONGEST: Final = 30.0  # seconds; it runs no handler, and waits for a lock no longer than any claim does
-
-Begun: TypeAlias = Callable[[], AbstractAsyncContextManager[PostgresClaims]]
 
 
 class Deciding:
@@ -32,28 +30,17 @@ class Deciding:
     async def transaction(self) -> AsyncIterator[PostgresClaims]:
         """One that has begun, and that the caller completes. Raises StoreUnavailable, also while others hold a lock,
         and ConfigurationError when the schema is not migrated."""
-        async with self.in_a_row() as begun, begun() as claims:
-            yield claims
-
-    @asynccontextmanager
-    async def in_a_row(self) -> AsyncIterator[Begun]:
-        """Several such, one after the other on one connection."""
         async with self._pools.one() as pool:
-
-            @asynccontextmanager
-            async def begun() -> AsyncIterator[PostgresClaims]:
-                try:
-                    async with transaction(pool, group=1) as claims:
-                        await claims.begin()
-                        yield claims
-                except Contention as error:  # a rival holds a lock: nothing was written, so it can be done again
-                    raise StoreUnavailable(str(error)) from error
-                except psycopg.Error as error:
-                    if (cause := misconfigured(error, self._schema)) is not None:
-                        raise cause from error
-                    raise
-
-            yield begun
+            try:
+                async with transaction(pool, group=1) as claims:
+                    await claims.begin()
+                    yield claims
+            except Contention as error:  # a rival holds a lock: nothing was written, so it can be done again
+                raise StoreUnavailable(str(error)) from error
+            except psycopg.Error as error:
+                if (cause := misconfigured(error, self._schema)) is not None:
+                    raise cause from error
+                raise
 
     async def _pool(self) -> Pool:
         """Of one connection, for one caller at a time."""

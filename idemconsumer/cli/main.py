@@ -28,7 +28,6 @@ VERBS: Final[Mapping[str, str]] = {
     "requests": "requests",
     "outbox": "outbox",
     "skip": "skip",
-    "import": "imports",
     "sagas": "sagas",
     "status": "status",
     "top": "top",

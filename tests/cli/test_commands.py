@@ -336,7 +336,6 @@ def test_a_setting_that_makes_no_sense_names_itself(empty: Shop) -> None:
     [
         "dead redrive --all --rate nan",
         "dead redrive --all --rate inf",
-        "import shop:app --table t --key-column k --rate inf",
         "top --interval nan",
         "migrate up --wait nan",
         f"dead list --before {2**63}",
