@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tests.support import ROOT
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 NAMED = sorted(set(re.findall(r"`([a-z_]+(?:/[a-z0-9_]+)*(?:\.py|\.sql|/))`", PAGE)))
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_each_file_that_is_named_exists(name: str) -> None:
-    assert (ROOT / "idemconsumer" / name).exists() or (ROOT / name).exists()
+def test_each_file_that_is_named_exists() -> None:
+    assert len(NAMED) > 50, "this test sees what the page names"
+    assert [name for name in NAMED if not ((ROOT / "idemconsumer" / name).exists() or (ROOT / name).exists())] == []
 
 
 def test_each_room_is_named() -> None:

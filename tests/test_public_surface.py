@@ -13,7 +13,6 @@ import typing
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,11 +25,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TYPING = ROOT / "tests" / "typing" / "signatures.py"
 
-every_name = pytest.mark.parametrize(
-    ("module", "name"),
-    [(module, name) for module in (idemconsumer, http, testing, sqlalchemy) for name in module.__all__],
-    ids=lambda each: each if isinstance(each, str) else each.__name__,
-)
+PUBLIC = [(module, name) for module in (idemconsumer, http, testing, sqlalchemy) for name in module.__all__]
 
 
 def fresh(code: str) -> str:
@@ -59,39 +54,45 @@ def fields(kind: type) -> set[str]:
     return set(getattr(kind, "__struct_fields__", ()))
 
 
-@every_name
-def test_a_public_name_says_what_it_does(module: ModuleType, name: str) -> None:
-    public = getattr(module, name)
-    assert inspect.getdoc(public), f"{name} has no docstring"
-    assert not (public.__doc__ or "").startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
+def classes() -> Iterator[tuple[str, type]]:
+    """The public classes."""
+    for module, name in PUBLIC:
+        if inspect.isclass(kind := getattr(module, name)):
+            yield name, kind
 
 
-@every_name
-def test_so_does_each_of_its_methods_and_properties(module: ModuleType, name: str) -> None:
-    kind = getattr(module, name)
-    if not inspect.isclass(kind) or name.endswith("Contract"):  # whose tests are sentences
-        return
-    for method, function in methods(kind):
-        overloads = typing.get_overloads(function) or [function]
-        assert all(each.__doc__ for each in overloads), f"{name}.{method} has no docstring"
+def test_a_public_name_says_what_it_does() -> None:
+    """And not by the docstring that dataclass makes, which is its signature."""
+    said = {name: inspect.getdoc(getattr(module, name)) or "" for module, name in PUBLIC}
+    assert [name for name, text in said.items() if not text or text.startswith(f"{name}(")] == []
 
 
-@every_name
-def test_so_does_each_of_its_fields(module: ModuleType, name: str) -> None:
-    kind = getattr(module, name)
-    if inspect.isclass(kind):
-        text = kind.__doc__ or ""
-        undocumented = {field for field in fields(kind) if not re.search(rf"`{field}\b", text)}
-        assert not undocumented, f"{name}: {sorted(undocumented)} are not in its docstring"
+def test_so_does_each_of_its_methods_and_properties() -> None:
+    """Except those of a contract, whose tests are sentences."""
+    assert [
+        f"{name}.{method}"
+        for name, kind in classes()
+        if not name.endswith("Contract")
+        for method, function in methods(kind)
+        if not all(each.__doc__ for each in typing.get_overloads(function) or [function])
+    ] == []
 
 
-@every_name
-def test_the_docs_have_a_place_for_it(module: ModuleType, name: str) -> None:
-    assert any(re.search(rf"\b{name}\b", page.read_text("utf-8")) for page in DOCS), f"{name} is in no docs"
+def test_so_does_each_of_its_fields() -> None:
+    assert [
+        f"{name}.{field}"
+        for name, kind in classes()
+        for field in sorted(fields(kind))
+        if not re.search(rf"`{field}\b", kind.__doc__ or "")
+    ] == []
 
 
-@every_name
-def test_its_types_are_checked_as_a_user_writes_them(module: ModuleType, name: str) -> None:
+def test_the_docs_have_a_place_for_it() -> None:
+    words = {word for page in DOCS for word in re.findall(r"\w+", page.read_text("utf-8"))}
+    assert [name for _, name in PUBLIC if name not in words] == []
+
+
+def test_its_types_are_checked_as_a_user_writes_them() -> None:
     """By `test_signatures`; an import that is not used there is an error of ruff."""
     imported = {
         (node.module, alias.name)
@@ -99,7 +100,7 @@ def test_its_types_are_checked_as_a_user_writes_them(module: ModuleType, name: s
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert (module.__name__, name) in imported
+    assert [name for module, name in PUBLIC if (module.__name__, name) not in imported] == []
 
 
 def test_nothing_else_can_be_imported_from_the_top_but_its_rooms() -> None:
