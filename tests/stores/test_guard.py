@@ -169,6 +169,14 @@ ATTACKS: dict[str, Attack] = {
 # Who attacks in which group: the index of the offender.
 POSITIONS = {"alone": (1, 0), "first": (3, 0), "middle": (3, 1), "last": (3, 2)}
 
+# Each attack in each position; each of them, and each position, on both servers and so both ways.
+PAIRS = [
+    (server, attack, position)
+    for n, attack in enumerate(ATTACKS)
+    for m, position in enumerate(POSITIONS)
+    for server in [("postgres18", "postgres15")[(n + m) % 2]]
+]
+
 attacking: ContextVar[Attack] = ContextVar("attacking")
 
 
@@ -194,8 +202,7 @@ async def engine(shared_ledger: Ledger) -> AsyncIterator[Engine]:
     await store.close()
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize(("_one_database", "attack", "position"), PAIRS, indirect=["_one_database"])
 async def test_whoever_ends_the_transaction_is_blamed_and_nobody_else(
     shared_ledger: Ledger, engine: Engine, attack: str, position: str
 ) -> None:
