@@ -33,6 +33,7 @@ from tests.support import ROOT
 from tests.support.flights import Cost, Wire
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, work
 from tests.support.sagas import Bench, Station, put, saga, take_back
+from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
 from tests.support.waiting import PATIENCE
 
@@ -451,10 +452,10 @@ async def renew(world: World, n: int) -> Act:
 
 
 # ------------------------------------------------------------------------------------------------------------ the tests
-@pytest.fixture(scope="module", params=["postgres18", "postgres15"])
-def database_of_each(request: pytest.FixtureRequest) -> Iterator[tuple[Bench, Ledger]]:
+@pytest.fixture(scope="module")
+def _one_database(postgres18: PostgresServer) -> Iterator[tuple[Bench, Ledger]]:
     with (
-        fresh_database(request.getfixturevalue(request.param).dsn) as dsn,
+        fresh_database(postgres18.dsn) as dsn,
         closing(Bench(dsn)) as bench,
         closing(Ledger(dsn)) as ledger,
     ):
@@ -462,10 +463,9 @@ def database_of_each(request: pytest.FixtureRequest) -> Iterator[tuple[Bench, Le
 
 
 @pytest.fixture
-async def world(database_of_each: tuple[Bench, Ledger]) -> AsyncIterator[World]:
-    bench, ledger = database_of_each
+async def world(_one_database: tuple[Bench, Ledger]) -> AsyncIterator[World]:
+    bench, ledger = _one_database
     ledger.clear()
-    bench.clear()
     async with AsyncExitStack() as stack:
         wire = await stack.enter_async_context(Wire(ledger.dsn))
         store = await PostgresStore.open(wire.dsn, SCHEMA, connections=1, longest_run=30.0)

@@ -33,11 +33,11 @@ insert into idemconsumer.kafka_stop values ('c', 'shop', 'orders', 3, 7, 8, 'wro
 
 
 @pytest.fixture
-def dsn(any_database: str) -> str:
-    migrated(any_database, "idemconsumer")
-    with psycopg.connect(any_database, cursor_factory=psycopg.ClientCursor) as connection:
+def dsn(database: str) -> str:
+    migrated(database, "idemconsumer")
+    with psycopg.connect(database, cursor_factory=psycopg.ClientCursor) as connection:
         connection.execute(_OPEN, {"scope": SCOPE, "keys": KEYS})
-    return any_database
+    return database
 
 
 def run(dsn: str, *words: str) -> Result:

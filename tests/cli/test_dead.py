@@ -50,9 +50,9 @@ class Desk:
 
 
 @pytest.fixture
-def desk(any_database: str) -> Desk:
-    migrated(any_database, "idemconsumer")
-    desk = Desk(any_database)
+def desk(database: str) -> Desk:
+    migrated(database, "idemconsumer")
+    desk = Desk(database)
     for n in range(3):
         desk.letter("order", "attempts_exhausted", f"ValueError: no {n} (shop.py:12 order)", key=f"k{n}")
     desk.letter("order", "attempts_exhausted", "shop.errors.Gone (shop.py:30 order)", key="k3", tenant="acme")

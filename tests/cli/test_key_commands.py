@@ -20,10 +20,10 @@ SHORT = KEY.hex()[:12]
 
 
 @pytest.fixture
-def dsn(any_database: str) -> str:
+def dsn(database: str) -> str:
     """With one key, which is dead."""
-    migrated(any_database, "idemconsumer")
-    with psycopg.connect(any_database) as connection:
+    migrated(database, "idemconsumer")
+    with psycopg.connect(database) as connection:
         connection.execute("insert into idemconsumer.scope (name) values ('shop/-/take')")
         connection.execute("select set_config('idemconsumer.open', 't', true)")
         connection.execute(
@@ -38,7 +38,7 @@ def dsn(any_database: str) -> str:
             " 'attempts_exhausted', %s, %s, '', '{}', 5, now(), now())",
             ["ValueError: \x1b (shop.py:12 take)", KEY],
         )
-    return any_database
+    return database
 
 
 def run(dsn: str, *words: str, code: int = 0, stdin: str = "") -> Result:

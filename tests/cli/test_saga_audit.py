@@ -65,8 +65,8 @@ class Travel:
 
 
 @pytest.fixture
-def travel(any_database: str) -> Travel:
-    return Travel(any_database)
+def travel(database: str) -> Travel:
+    return Travel(database)
 
 
 def test_what_a_person_decides_about_sagas_is_in_it(travel: Travel) -> None:

@@ -65,9 +65,9 @@ async def store(ledger: Ledger, open_store: OpenStore) -> PostgresStore:
 
 
 @pytest.fixture
-async def one_connection(shared_ledger: Ledger) -> AsyncIterator[PostgresStore]:
+async def one_connection(book: Ledger) -> AsyncIterator[PostgresStore]:
     """With a single connection, which every message gets."""
-    store = await PostgresStore.open(shared_ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
+    store = await PostgresStore.open(book.dsn, SCHEMA, connections=1, longest_run=30.0)
     yield store
     await store.close()
 

@@ -75,9 +75,9 @@ async def check_all(store: PostgresStore) -> None:
     ids=["loaders", "cursors and rows", "bytea_output"],
 )
 async def test_a_duplicate_stays_one_whatever_a_handler_tells_its_connection(
-    shared_ledger: Ledger, told: Callable[[Tx], Any]
+    book: Ledger, told: Callable[[Tx], Any]
 ) -> None:
-    store = await PostgresStore.open(shared_ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
+    store = await PostgresStore.open(book.dsn, SCHEMA, connections=1, longest_run=30.0)
     async with store.transaction(group=1) as claims:
         await claims.claim([A])
         if (result := told(claims.tx())) is not None:
@@ -87,10 +87,8 @@ async def test_a_duplicate_stays_one_whatever_a_handler_tells_its_connection(
     await store.close()
 
 
-async def test_a_duplicate_stays_one_whatever_the_process_tells_psycopg(
-    shared_ledger: Ledger, loaded_strangely: None
-) -> None:
-    store = await PostgresStore.open(shared_ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
+async def test_a_duplicate_stays_one_whatever_the_process_tells_psycopg(book: Ledger, loaded_strangely: None) -> None:
+    store = await PostgresStore.open(book.dsn, SCHEMA, connections=1, longest_run=30.0)
     await complete(store, [A], [(A.key, StoredResult(b"\0paid", "text/plain"))])
     await check_all(store)
     await store.close()

@@ -28,8 +28,8 @@ ANEW = StoredResult(b"anew", "text/plain", 201)
 
 
 @pytest.fixture
-async def shared(shared_ledger: Ledger) -> AsyncIterator[PostgresStore]:
-    store = await PostgresStore.open(shared_ledger.dsn, SCHEMA, connections=4, longest_run=30.0)
+async def shared(book: Ledger) -> AsyncIterator[PostgresStore]:
+    store = await PostgresStore.open(book.dsn, SCHEMA, connections=4, longest_run=30.0)
     yield store
     await store.close()
 
@@ -56,14 +56,12 @@ async def found(store: PostgresStore, *claims: Claim) -> list[Record | Mark]:
         return await open_.claim(claims)
 
 
-async def test_a_record_counts_until_it_expires_and_then_its_key_is_new(
-    shared_ledger: Ledger, shared: PostgresStore
-) -> None:
+async def test_a_record_counts_until_it_expires_and_then_its_key_is_new(book: Ledger, shared: PostgresStore) -> None:
     await complete(shared, [A], [(A.key, JSON)])
     assert await found(shared, A) == [Record(State.COMPLETED, A.fingerprint, JSON)]
-    assert lives(shared_ledger, A) == pytest.approx(HOUR, abs=1)
+    assert lives(book, A) == pytest.approx(HOUR, abs=1)
 
-    later(shared_ledger, A)
+    later(book, A)
     assert await shared.peek([A.key]) == [None]
     async with shared.transaction(group=1) as open_:
         assert await open_.claim([A]) == [Mark.CLAIMED]
@@ -72,18 +70,18 @@ async def test_a_record_counts_until_it_expires_and_then_its_key_is_new(
 
 
 async def test_whoever_claims_it_without_a_time_of_its_own_finds_it_expired_too(
-    shared_ledger: Ledger, shared: PostgresStore
+    book: Ledger, shared: PostgresStore
 ) -> None:
     await complete(shared, [A], [(A.key, JSON)])
-    later(shared_ledger, A)
+    later(book, A)
     assert await shared.reject(changed(A, expires=None), ANEW) is None
-    later(shared_ledger, A)
+    later(book, A)
     assert await shared.peek([A.key]) == [Record(State.FAILED, A.fingerprint, ANEW)], "for as long as it is there"
 
 
-async def test_of_a_group_only_the_expired_are_claimed_anew(shared_ledger: Ledger, shared: PostgresStore) -> None:
+async def test_of_a_group_only_the_expired_are_claimed_anew(book: Ledger, shared: PostgresStore) -> None:
     await complete(shared, [A, B], [(A.key, JSON), (B.key, JSON)])
-    later(shared_ledger, A)
+    later(book, A)
     async with shared.transaction(group=1) as rival:
         await rival.claim([C])
         assert await found(shared, B, A, C, D) == [
@@ -91,20 +89,20 @@ async def test_of_a_group_only_the_expired_are_claimed_anew(shared_ledger: Ledge
         ]  # fmt: skip
 
 
-async def test_a_rollback_brings_it_back_expired(shared_ledger: Ledger, shared: PostgresStore) -> None:
+async def test_a_rollback_brings_it_back_expired(book: Ledger, shared: PostgresStore) -> None:
     await complete(shared, [A], [(A.key, JSON)])
-    later(shared_ledger, A)
+    later(book, A)
     assert await found(shared, A) == [Mark.CLAIMED]
-    assert shared_ledger.states == [State.COMPLETED]
-    assert shared_ledger.run("select body from idemconsumer.result") == [(JSON.body,)]
+    assert book.states == [State.COMPLETED]
+    assert book.run("select body from idemconsumer.result") == [(JSON.body,)]
     assert await found(shared, A) == [Mark.CLAIMED]
 
 
 async def test_of_two_that_claim_it_one_runs_and_the_other_gets_what_that_left(
-    shared_ledger: Ledger, shared: PostgresStore
+    book: Ledger, shared: PostgresStore
 ) -> None:
     await complete(shared, [A], [(A.key, JSON)])
-    later(shared_ledger, A)
+    later(book, A)
     async with shared.transaction(group=1) as first:
         assert await first.claim([A]) == [Mark.CLAIMED]
         async with asyncio.timeout(30):
@@ -114,19 +112,19 @@ async def test_of_two_that_claim_it_one_runs_and_the_other_gets_what_that_left(
 
 
 async def test_one_that_is_claimed_anew_between_two_statements_of_a_claim_is_found(
-    shared_ledger: Ledger, shared: PostgresStore
+    book: Ledger, shared: PostgresStore
 ) -> None:
     """The claim waits for a stranger, in its insert; when it goes on, what it then reads has been replaced."""
     await complete(shared, [A], [(A.key, JSON)])
-    later(shared_ledger, A)
-    async with await psycopg.AsyncConnection.connect(shared_ledger.dsn) as stranger:
+    later(book, A)
+    async with await psycopg.AsyncConnection.connect(book.dsn) as stranger:
         await stranger.execute(
             "insert into idemconsumer.record (key, scope_id, state, changed_at) values (%s, 1, 3, clock_timestamp())",
             [B.key],
         )
         claiming = asyncio.create_task(found(shared, B, A))
         blocked = "select 1 from pg_stat_activity where wait_event = 'transactionid' and query ~ 'claim'"
-        await until(lambda: shared_ledger.run(blocked))
+        await until(lambda: book.run(blocked))
         async with shared.transaction(group=1) as rival:
             assert await rival.claim([A]) == [Mark.CLAIMED]
             await rival.complete([(A.key, ANEW)], [])
@@ -135,20 +133,18 @@ async def test_one_that_is_claimed_anew_between_two_statements_of_a_claim_is_fou
 
 
 @pytest.mark.parametrize("state", [State.PENDING, State.PROCESSING, State.UNDOING, State.DEAD])
-async def test_only_what_is_completed_or_failed_expires(
-    shared_ledger: Ledger, shared: PostgresStore, state: State
-) -> None:
+async def test_only_what_is_completed_or_failed_expires(book: Ledger, shared: PostgresStore, state: State) -> None:
     async with shared.transaction(group=1) as open_:
         await open_.claim([A], state=state)
         await open_.complete([], [])
-    later(shared_ledger, A)
+    later(book, A)
     assert await found(shared, A) == await shared.peek([A.key]) == [Record(state, A.fingerprint)]
-    await prune_once(shared_ledger.dsn, SCHEMA)
-    assert shared_ledger.states == ([] if state is State.DEAD else [state]), "DEAD, without a letter"
+    await prune_once(book.dsn, SCHEMA)
+    assert book.states == ([] if state is State.DEAD else [state]), "DEAD, without a letter"
 
 
-async def test_a_saga_expires_so_long_after_its_end(shared_ledger: Ledger, shared: PostgresStore) -> None:
-    ((worker,),) = shared_ledger.run(
+async def test_a_saga_expires_so_long_after_its_end(book: Ledger, shared: PostgresStore) -> None:
+    ((worker,),) = book.run(
         "insert into idemconsumer.worker (name, lease, until)"
         " values ('test', '1 hour', clock_timestamp() + interval '1 hour') returning id"
     )
@@ -157,33 +153,33 @@ async def test_a_saga_expires_so_long_after_its_end(shared_ledger: Ledger, share
     assert isinstance(saga, LeasedSaga)
     async with leases.step(saga, "one", has_undo=False, undo=False) as step:
         await step.finish(None, overlapped=False)
-    later(shared_ledger, A)
+    later(book, A)
     undoing = await leases.undo(saga, JSON)
     assert undoing is not None
     await leases.complete(undoing, State.FAILED, ANEW)
     assert await found(shared, A) == [Record(State.FAILED, A.fingerprint, ANEW)]
-    assert lives(shared_ledger, A) == pytest.approx(HOUR, abs=1)
+    assert lives(book, A) == pytest.approx(HOUR, abs=1)
 
-    later(shared_ledger, A)
+    later(book, A)
     again = await leases.begin(A, message_of("a"), "pay", None)
     assert isinstance(again, LeasedSaga)
     assert await leases.steps(A.key) == [], "those of the former one are not its own"
 
 
-async def test_pruning_goes_by_the_time_of_the_record(shared_ledger: Ledger, shared: PostgresStore) -> None:
+async def test_pruning_goes_by_the_time_of_the_record(book: Ledger, shared: PostgresStore) -> None:
     await complete(shared, [A, B], [(A.key, JSON), (B.key, JSON)])
-    shared_ledger.run("update idemconsumer.scope set retain = '0 seconds'")
-    later(shared_ledger, B)
-    assert await prune_once(shared_ledger.dsn, SCHEMA) == 1
-    assert shared_ledger.run("select key from idemconsumer.record natural join idemconsumer.result") == [(A.key,)]
+    book.run("update idemconsumer.scope set retain = '0 seconds'")
+    later(book, B)
+    assert await prune_once(book.dsn, SCHEMA) == 1
+    assert book.run("select key from idemconsumer.record natural join idemconsumer.result") == [(A.key,)]
 
 
 async def test_a_range_is_looked_at_again_as_soon_as_what_comes_to_it_may_expire(
-    shared_ledger: Ledger, shared: PostgresStore
+    book: Ledger, shared: PostgresStore
 ) -> None:
     async with shared.transaction(group=1) as open_:
         await open_.claim([A], state=State.PENDING)
         await open_.complete([], [])
-    await prune_once(shared_ledger.dsn, SCHEMA)
+    await prune_once(book.dsn, SCHEMA)
     soon = "select bool_and(look_at <= looked_at + interval '61 minutes') from idemconsumer.upkeep_range"
-    assert shared_ledger.run(soon) == [(True,)]
+    assert book.run(soon) == [(True,)]

@@ -37,7 +37,7 @@ either = pytest.mark.parametrize("send", [through_tx, through_the_connection])
 @either
 @pytest.mark.parametrize("create", ["create temp table if not exists", "create temporary table"])
 async def test_each_message_has_a_temporary_table_of_its_own(
-    shared_ledger: Ledger, engine: Engine, send: Act, create: str
+    book: Ledger, engine: Engine, send: Act, create: str
 ) -> None:
     runs: list[object] = []
 
@@ -49,7 +49,7 @@ async def test_each_message_has_a_temporary_table_of_its_own(
         await tx.execute("insert into witness (id) select id from staging")
 
     assert kinds(await to_the_end(engine, works(handler, *"abcd"))) == ["applied"] * 4
-    assert shared_ledger.effects == runs == [*"abcd"]
+    assert book.effects == runs == [*"abcd"]
 
 
 STATE = [
@@ -64,7 +64,7 @@ STATE = [
 @either
 @pytest.mark.parametrize(("statement", "state"), STATE)
 async def test_what_would_end_with_the_transaction_ends_with_its_message(
-    shared_ledger: Ledger, engine: Engine, send: Act, statement: str, state: LiteralString
+    book: Ledger, engine: Engine, send: Act, statement: str, state: LiteralString
 ) -> None:
     seen: list[object] = []
 
@@ -77,7 +77,7 @@ async def test_what_would_end_with_the_transaction_ends_with_its_message(
     assert kinds(await to_the_end(engine, works(handler, *"abc"))) == ["applied"] * 3
     assert len(seen) == 3
     assert len(set(seen)) == 1
-    assert shared_ledger.effects == [*"abc"]
+    assert book.effects == [*"abc"]
 
 
 @either
@@ -87,7 +87,7 @@ async def test_what_would_end_with_the_transaction_ends_with_its_message(
      "do $$ begin set constraints all deferred; end $$", "set /* */ local transaction read write"],
 )  # fmt: skip
 async def test_nobody_follows_in_a_transaction_that_cannot_be_made_as_it_was(
-    shared_ledger: Ledger, engine: Engine, send: Act, statement: str
+    book: Ledger, engine: Engine, send: Act, statement: str
 ) -> None:
     seen: dict[object, int] = {}
 
@@ -101,12 +101,10 @@ async def test_nobody_follows_in_a_transaction_that_cannot_be_made_as_it_was(
     assert kinds(await to_the_end(engine, works(handler, *"abcd"))) == ["applied"] * 4
     assert seen["a"] == seen["b"]
     assert seen["c"] == seen["d"] != seen["b"]
-    assert shared_ledger.effects == [*"abcd"]
+    assert book.effects == [*"abcd"]
 
 
-async def test_what_ends_with_the_transaction_costs_no_prepared_statement(
-    shared_ledger: Ledger, engine: Engine
-) -> None:
+async def test_what_ends_with_the_transaction_costs_no_prepared_statement(book: Ledger, engine: Engine) -> None:
     names: list[list[str]] = []
 
     @idempotent_handler(SOURCE, key="id", group_size=8)
@@ -123,7 +121,7 @@ async def test_what_ends_with_the_transaction_costs_no_prepared_statement(
 @either
 @pytest.mark.parametrize("catches", [False, True])
 async def test_nobody_rolls_back_to_the_savepoint_of_a_neighbour(
-    shared_ledger: Ledger, engine: Engine, send: Act, catches: bool
+    book: Ledger, engine: Engine, send: Act, catches: bool
 ) -> None:
     runs: list[object] = []
 
@@ -143,13 +141,13 @@ async def test_nobody_rolls_back_to_the_savepoint_of_a_neighbour(
 
     outcomes = kinds(await to_the_end(engine, works(handler, "one", "two", "invalid", "three")))
     assert outcomes == ["applied", "applied", "dead", "applied"]  # as it would alone: there is no such savepoint
-    assert shared_ledger.effects == ["one", "three", "two"]
+    assert book.effects == ["one", "three", "two"]
     assert runs.count("three") == 1
 
 
 @either
 async def test_a_savepoint_of_ones_own_works_whoever_has_one_of_that_name(
-    shared_ledger: Ledger, engine: Engine, send: Act
+    book: Ledger, engine: Engine, send: Act
 ) -> None:
     @idempotent_handler(SOURCE, key="id", max_attempts=1, group_size=8)
     async def handler(order: dict[str, Any], tx: Tx) -> None:
@@ -161,7 +159,7 @@ async def test_a_savepoint_of_ones_own_works_whoever_has_one_of_that_name(
             await send(tx, "release s")
 
     assert kinds(await to_the_end(engine, works(handler, *"abc"))) == ["applied"] * 3
-    assert shared_ledger.effects == [*"abc"]
+    assert book.effects == [*"abc"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- roles
@@ -182,9 +180,9 @@ def clerk(ledger: Ledger) -> None:
 @pytest.mark.parametrize("statement", ROLES)
 @pytest.mark.parametrize("ids", ["a", "abc"])
 async def test_a_handler_may_take_a_role_that_may_write_no_record(
-    shared_ledger: Ledger, engine: Engine, send: Act, statement: LiteralString, ids: str
+    book: Ledger, engine: Engine, send: Act, statement: LiteralString, ids: str
 ) -> None:
-    clerk(shared_ledger)
+    clerk(book)
     roles: list[str] = []
 
     @idempotent_handler(SOURCE, key="id", max_attempts=1, group_size=8)
@@ -196,7 +194,7 @@ async def test_a_handler_may_take_a_role_that_may_write_no_record(
 
     for _ in range(2):  # in the same session
         assert set(kinds(await to_the_end(engine, works(handler, *ids)))) <= {"applied", "duplicate"}
-    assert shared_ledger.effects == [*ids]
+    assert book.effects == [*ids]
     assert set(roles) == {"clerk"}
 
 

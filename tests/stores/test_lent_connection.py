@@ -40,7 +40,7 @@ async def backend(engine: Engine, id: object) -> int:
     return pids[0]
 
 
-async def test_all_that_psycopg_does_with_a_connection_works(shared_ledger: Ledger, engine: Engine) -> None:
+async def test_all_that_psycopg_does_with_a_connection_works(book: Ledger, engine: Engine) -> None:
     async def use(tx: Tx) -> None:
         connection = tx.connection
         assert tx.connection is connection
@@ -75,7 +75,7 @@ async def test_all_that_psycopg_does_with_a_connection_works(shared_ledger: Ledg
         connection.prepare_threshold = None
 
     assert await run(engine, use) == ["applied"]
-    assert shared_ledger.effects == ["copied", "many", "piped", "piped through tx"]
+    assert book.effects == ["copied", "many", "piped", "piped through tx"]
 
     async def look(tx: Tx) -> None:
         assert await (await tx.execute("select %s::jsonb", (Json(1),), into=int)).one() == 1
@@ -132,7 +132,7 @@ USES: dict[str, Callable[[psycopg.AsyncConnection[Any]], Any]] = {
 
 
 @pytest.mark.parametrize("end", ["returned", "failed", "timed out", "cancelled"])
-async def test_what_is_held_of_it_after_the_run_raises_at_once(shared_ledger: Ledger, engine: Engine, end: str) -> None:
+async def test_what_is_held_of_it_after_the_run_raises_at_once(book: Ledger, engine: Engine, end: str) -> None:
     held: list[Any] = []
     inside = asyncio.Event()
 
@@ -166,13 +166,13 @@ async def test_what_is_held_of_it_after_the_run_raises_at_once(shared_ledger: Le
         with pytest.raises(HandlerFault):
             await late
     assert await reading.fetchall() == [(1,), (2,)]  # received already
-    assert shared_ledger.effects == []
+    assert book.effects == []
     assert await run(engine, lambda tx: write(tx, "next"), 2) == ["applied"]
 
 
 @pytest.mark.parametrize("through", ["tx", "connection"])
 async def test_what_a_helper_sends_after_its_sibling_failed_reaches_no_later_message(
-    shared_ledger: Ledger, engine: Engine, through: str
+    book: Ledger, engine: Engine, through: str
 ) -> None:
     """asyncio.gather raises the first error, and the other goes on."""
     helpers: list[asyncio.Future[Any]] = []
@@ -203,13 +203,11 @@ async def test_what_a_helper_sends_after_its_sibling_failed_reaches_no_later_mes
 
     assert kinds(await engine.run(works(pay, "fails"))) == ["retrying"]
     assert kinds(await engine.run(works(pay, "next"))) == ["applied"]
-    assert shared_ledger.effects == ["next"]
+    assert book.effects == ["next"]
 
 
 @pytest.mark.parametrize("through", ["tx", "connection"])
-async def test_what_is_under_way_when_its_run_fails_ends_at_once(
-    shared_ledger: Ledger, engine: Engine, through: str
-) -> None:
+async def test_what_is_under_way_when_its_run_fails_ends_at_once(book: Ledger, engine: Engine, through: str) -> None:
     sleepers: list[asyncio.Task[Any]] = []
     before = await backend(engine, "before")
 
@@ -222,7 +220,7 @@ async def test_what_is_under_way_when_its_run_fails_ends_at_once(
 
     def is_asleep() -> bool:
         asleep = "select 1 from pg_stat_activity where wait_event = 'PgSleep' and pid = %s"
-        return shared_ledger.run(asleep, [before]) != []
+        return book.run(asleep, [before]) != []
 
     async with asyncio.timeout(20):
         assert await run(engine, fail) == ["retrying"]
@@ -231,9 +229,9 @@ async def test_what_is_under_way_when_its_run_fails_ends_at_once(
     assert await backend(engine, "after") != before
 
 
-async def test_what_waits_for_the_lock_when_its_run_fails_is_not_sent(shared_ledger: Ledger, engine: Engine) -> None:
+async def test_what_waits_for_the_lock_when_its_run_fails_is_not_sent(book: Ledger, engine: Engine) -> None:
     helpers: list[asyncio.Task[Any]] = []
-    shared_ledger.run("create sequence sent")  # no rollback undoes what it counts
+    book.run("create sequence sent")  # no rollback undoes what it counts
 
     async def let_go(tx: Any, lock: asyncio.Lock) -> None:
         while not tx._over:
@@ -250,12 +248,12 @@ async def test_what_waits_for_the_lock_when_its_run_fails_is_not_sent(shared_led
 
     assert await run(engine, fail) == ["retrying"]
     assert isinstance((await asyncio.gather(*helpers, return_exceptions=True))[0], HandlerFault)
-    assert shared_ledger.run("select is_called from sent") == [(False,)]
+    assert book.run("select is_called from sent") == [(False,)]
 
 
 @pytest.mark.parametrize("through", ["tx", "connection"])
 async def test_what_is_under_way_when_its_connection_is_closed_is_told_why(
-    shared_ledger: Ledger, store: PostgresStore, through: str
+    book: Ledger, store: PostgresStore, through: str
 ) -> None:
     async with store.transaction(group=1) as claims:
         await claims.begin()
@@ -264,7 +262,7 @@ async def test_what_is_under_way_when_its_connection_is_closed_is_told_why(
         sleeping = asyncio.ensure_future(execute("select pg_sleep(60)"))
         asleep = "select 1 from pg_stat_activity where wait_event = 'PgSleep' and pid = %s"
         pid = claims._connection.info.backend_pid
-        await until(lambda: shared_ledger.run(asleep, [pid]))
+        await until(lambda: book.run(asleep, [pid]))
         claims.end()
         await claims._connection.close()
         with pytest.raises(HandlerFault):
@@ -355,7 +353,7 @@ def holding() -> Iterator[None]:
 @pytest.mark.parametrize("left", LEFT_OPEN, ids=[left.__name__ for left in LEFT_OPEN])
 @pytest.mark.parametrize("end", ["returned", "failed", "timed out"])
 async def test_what_is_left_open_keeps_no_lane(
-    shared_ledger: Ledger, engine: Engine, holding: None, left: Any, end: str
+    book: Ledger, engine: Engine, holding: None, left: Any, end: str
 ) -> None:
     """psycopg's stream() and COPY have the connection's lock while the handler looks at a row."""
 
@@ -370,15 +368,13 @@ async def test_what_is_left_open_keeps_no_lane(
             engine, lambda tx: left(tx.connection, then), timeout="0.3s" if end == "timed out" else "30s"
         ) == ["retrying"]
         assert await run(engine, lambda tx: write(tx, "next"), 2) == ["applied"]
-    assert shared_ledger.effects == ["next"]
+    assert book.effects == ["next"]
     if end == "returned":
-        ((error,),) = shared_ledger.run("select error from idemconsumer.attempt")
+        ((error,),) = book.run("select error from idemconsumer.attempt")
         assert ("read a stream() to its end" in error) or left is waits_in_copy
 
 
-async def test_a_stream_that_is_left_early_is_undone_with_its_block_alone(
-    shared_ledger: Ledger, engine: Engine
-) -> None:
+async def test_a_stream_that_is_left_early_is_undone_with_its_block_alone(book: Ledger, engine: Engine) -> None:
     """As the handbook says. There are more rows than psycopg reads at once, so closing it cancels the statement."""
     rows = "select generate_series(1, 1000000)"
 
@@ -400,10 +396,10 @@ async def test_a_stream_that_is_left_early_is_undone_with_its_block_alone(
     assert await run(engine, in_a_block, 1) == ["applied"]
     assert await run(engine, on_the_server, 2) == ["applied"]
     assert await run(engine, lambda tx: first_row(tx.connection), 3) == ["retrying"]
-    assert shared_ledger.effects == ["in a block", "on the server"]
+    assert book.effects == ["in a block", "on the server"]
 
 
-async def test_a_pipeline_of_a_run_that_has_ended_has_a_name(shared_ledger: Ledger, engine: Engine) -> None:
+async def test_a_pipeline_of_a_run_that_has_ended_has_a_name(book: Ledger, engine: Engine) -> None:
     """psycopg logs it as it leaves its block. A name that raises would make a traceback of many lines of that."""
     pipelines: list[Any] = []
 
@@ -432,7 +428,7 @@ async def test_nobody_waits_for_the_lock_without_end(store: PostgresStore) -> No
     ("error", "kind"), [(ValueError, "retrying"), (lambda: Reject("no"), "failed")], ids=["error", "reject"]
 )
 async def test_a_connection_that_a_failed_handler_took_is_closed(
-    shared_ledger: Ledger, engine: Engine, error: Callable[[], Exception], kind: str
+    book: Ledger, engine: Engine, error: Callable[[], Exception], kind: str
 ) -> None:
     async def take(tx: Tx, *, take: bool) -> None:
         if take:
@@ -446,15 +442,15 @@ async def test_a_connection_that_a_failed_handler_took_is_closed(
     assert await backend(engine, "taken") != before
 
 
-async def test_one_that_returned_gives_it_to_the_next(shared_ledger: Ledger, engine: Engine) -> None:
+async def test_one_that_returned_gives_it_to_the_next(book: Ledger, engine: Engine) -> None:
     before = await backend(engine, "before")
     assert await run(engine, lambda tx: tx.connection.execute("select 1")) == ["applied"]
     assert await backend(engine, "after") == before
 
 
-async def test_what_a_failed_handler_does_with_its_connection_is_applied_once(shared_ledger: Ledger) -> None:
+async def test_what_a_failed_handler_does_with_its_connection_is_applied_once(book: Ledger) -> None:
     """Four lanes, forty messages. Each fails once, and its helper goes on while its lane runs the next one."""
-    store = await PostgresStore.open(shared_ledger.dsn, SCHEMA, connections=4, longest_run=30.0)
+    store = await PostgresStore.open(book.dsn, SCHEMA, connections=4, longest_run=30.0)
     engine = Engine(store, lanes=4)
     failed: set[str] = set()
     ends: list[type] = []
@@ -493,4 +489,4 @@ async def test_what_a_failed_handler_does_with_its_connection_is_applied_once(sh
     await store.close()
     assert len(failed) == 40
     assert ends == [HandlerFault] * 40
-    assert shared_ledger.effects == sorted(id for lane in lanes for id in lane)
+    assert book.effects == sorted(id for lane in lanes for id in lane)

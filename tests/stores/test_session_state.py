@@ -59,7 +59,7 @@ STATE = [
 @pytest.mark.parametrize(("statement", "state"), STATE, ids=[statement for statement, _ in STATE])
 @pytest.mark.parametrize("together", [False, True], ids=["one after another", "in one group"])
 async def test_what_a_handler_does_to_the_session_is_not_seen_by_the_next(
-    shared_ledger: Ledger, engine: Engine, statement: Any, state: str, together: bool
+    book: Ledger, engine: Engine, statement: Any, state: str, together: bool
 ) -> None:
     seen: list[object] = []
 
@@ -84,14 +84,14 @@ async def test_what_a_handler_does_to_the_session_is_not_seen_by_the_next(
 
 @pytest.mark.parametrize("statement", [statement for statement, _ in STATE])
 async def test_through_tx_it_is_refused_with_what_to_write_instead(
-    shared_ledger: Ledger, engine: Engine, statement: Any
+    book: Ledger, engine: Engine, statement: Any
 ) -> None:
     @idempotent_handler(SOURCE, key="id", max_attempts=1)
     async def handler(order: dict[str, Any], tx: Tx) -> None:
         await tx.execute(statement)
 
     assert kinds(await engine.run(works(handler, 1))) == ["dead"]
-    ((error,),) = shared_ledger.run("select error from idemconsumer.dead_letter")
+    ((error,),) = book.run("select error from idemconsumer.dead_letter")
     known = special(statement)
     assert known is not None
     assert known.effect is Effect.REFUSED
@@ -134,7 +134,7 @@ def test_what_a_text_tells(statement: str, effect: Effect | None) -> None:
     assert (None if known is None else known.effect) is effect
 
 
-async def test_what_no_text_shows_is_reset_too(shared_ledger: Ledger, engine: Engine) -> None:
+async def test_what_no_text_shows_is_reset_too(book: Ledger, engine: Engine) -> None:
     seen: list[object] = []
 
     @idempotent_handler(SOURCE, key="id")
@@ -160,26 +160,26 @@ HIDDEN = [
 
 @pytest.mark.parametrize(("call", "state"), HIDDEN, ids=[call for call, _ in HIDDEN])
 async def test_what_a_function_of_the_database_does_to_the_session_is_not_seen_by_the_next_transaction(
-    shared_ledger: Ledger, engine: Engine, call: str, state: str
+    book: Ledger, engine: Engine, call: str, state: str
 ) -> None:
-    await after_a_function_that_changes_the_session(shared_ledger, engine, call, state, together=False)
+    await after_a_function_that_changes_the_session(book, engine, call, state, together=False)
 
 
 @pytest.mark.parametrize(("call", "state"), HIDDEN[:5], ids=[call for call, _ in HIDDEN[:5]])
 async def test_what_a_function_of_the_database_does_to_the_session_is_found_in_a_group(
-    shared_ledger: Ledger, engine: Engine, call: str, state: str
+    book: Ledger, engine: Engine, call: str, state: str
 ) -> None:
-    await after_a_function_that_changes_the_session(shared_ledger, engine, call, state, together=True)
+    await after_a_function_that_changes_the_session(book, engine, call, state, together=True)
 
 
 async def after_a_function_that_changes_the_session(
-    shared_ledger: Ledger, engine: Engine, call: str, state: str, *, together: bool
+    book: Ledger, engine: Engine, call: str, state: str, *, together: bool
 ) -> None:
     """The text of a statement does not show it, so it is the session that is looked at."""
     seen: list[object] = []
-    shared_ledger.run("create schema if not exists other")
+    book.run("create schema if not exists other")
     define: Any = f"create or replace function hidden() returns text language sql as $$ select {call} $$"
-    shared_ledger.run(define)
+    book.run(define)
 
     @idempotent_handler(SOURCE, key="id", max_attempts=1, group_size=8)
     async def handler(order: dict[str, Any], tx: Tx) -> None:
@@ -199,9 +199,9 @@ async def after_a_function_that_changes_the_session(
 
 
 async def test_a_small_commit_of_the_engine_is_not_another_roles(
-    shared_ledger: Ledger, store: PostgresStore, engine: Engine
+    book: Ledger, store: PostgresStore, engine: Engine
 ) -> None:
-    shared_ledger.run(
+    book.run(
         "create or replace function hidden() returns text language sql as"
         " $$ select set_config('role', 'pg_read_all_data', false) $$"
     )
@@ -216,11 +216,11 @@ async def test_a_small_commit_of_the_engine_is_not_another_roles(
 
 
 async def test_a_function_that_changes_the_session_for_its_transaction_alone_is_found_in_a_group(
-    shared_ledger: Ledger, engine: Engine
+    book: Ledger, engine: Engine
 ) -> None:
-    shared_ledger.run("create schema if not exists other")
-    shared_ledger.run("create table if not exists other.witness (like public.witness)")
-    shared_ledger.run(
+    book.run("create schema if not exists other")
+    book.run("create table if not exists other.witness (like public.witness)")
+    book.run(
         "create or replace function hidden() returns text language sql as"
         " $$ select set_config('search_path', 'other, public', true) $$"
     )
@@ -231,14 +231,14 @@ async def test_a_function_that_changes_the_session_for_its_transaction_alone_is_
         await tx.execute("select hidden()")
 
     assert kinds(await to_the_end(engine, works(handler, *"abc"))) == ["applied"] * 3
-    assert shared_ledger.effects == [*"abc"]
+    assert book.effects == [*"abc"]
 
 
 @pytest.mark.parametrize("through", ["tx", "connection"])
 @pytest.mark.parametrize("statement", ["reset all", "set constraints all immediate"])
-async def test_what_is_legitimate_works(shared_ledger: Ledger, engine: Engine, through: str, statement: Any) -> None:
-    shared_ledger.run("create table if not exists parent (id int primary key)")
-    shared_ledger.run("create table if not exists child (parent int references parent deferrable initially deferred)")
+async def test_what_is_legitimate_works(book: Ledger, engine: Engine, through: str, statement: Any) -> None:
+    book.run("create table if not exists parent (id int primary key)")
+    book.run("create table if not exists child (parent int references parent deferrable initially deferred)")
 
     @idempotent_handler(SOURCE, key="id", max_attempts=1, group_size=8)
     async def handler(order: dict[str, Any], tx: Tx) -> None:
@@ -251,26 +251,24 @@ async def test_what_is_legitimate_works(shared_ledger: Ledger, engine: Engine, t
 
     group = works(handler, 1, 2, "orphan", "commits", 3)
     assert kinds(await to_the_end(engine, group)) == ["applied", "applied", "dead", "dead", "applied"]
-    assert shared_ledger.effects == ["1", "2", "3"]
-    assert shared_ledger.states == [State.COMPLETED] * 3 + [State.DEAD] * 2
-    (orphan,), (commits,) = shared_ledger.run("select error from idemconsumer.dead_letter order by id")
+    assert book.effects == ["1", "2", "3"]
+    assert book.states == [State.COMPLETED] * 3 + [State.DEAD] * 2
+    (orphan,), (commits,) = book.run("select error from idemconsumer.dead_letter order by id")
     assert "violates foreign key" in orphan
     assert "somebody other than the engine" in commits
 
 
-async def test_reset_all_through_tx_works_though_its_connection_was_taken(
-    shared_ledger: Ledger, engine: Engine
-) -> None:
+async def test_reset_all_through_tx_works_though_its_connection_was_taken(book: Ledger, engine: Engine) -> None:
     async def use(tx: Tx) -> None:
         await tx.connection.execute("select 1")
         await tx.execute("reset all")
         await write(tx, "mine")
 
     assert await alone(engine, use) == ["applied"]
-    assert shared_ledger.effects == ["mine"]
+    assert book.effects == ["mine"]
 
 
-async def test_a_reset_does_not_vouch_for_another_transaction(shared_ledger: Ledger, engine: Engine) -> None:
+async def test_a_reset_does_not_vouch_for_another_transaction(book: Ledger, engine: Engine) -> None:
     @idempotent_handler(SOURCE, key="id", max_attempts=1)
     async def handler(order: dict[str, Any], tx: Tx) -> None:
         await write(tx, "before")
@@ -280,11 +278,11 @@ async def test_a_reset_does_not_vouch_for_another_transaction(shared_ledger: Led
         await write(tx, "after")
 
     assert kinds(await to_the_end(engine, works(handler, "silent", "resets"))) == ["dead"] * 2
-    assert shared_ledger.effects == []
+    assert book.effects == []
 
 
 async def test_a_reset_between_handlers_does_not_vouch_for_another_transaction_either(
-    shared_ledger: Ledger, engine: Engine
+    book: Ledger, engine: Engine
 ) -> None:
     @idempotent_handler(SOURCE, key="id", max_attempts=1, group_size=2)
     async def handler(order: dict[str, Any], tx: Tx) -> None:
@@ -293,7 +291,7 @@ async def test_a_reset_between_handlers_does_not_vouch_for_another_transaction_e
         await write(tx, order["id"])
 
     assert kinds(await to_the_end(engine, works(handler, "bad", "good"))) == ["dead", "applied"]
-    assert shared_ledger.effects == ["good"]
+    assert book.effects == ["good"]
 
 
 # ------------------------------------------------------------------------------------------------ idle time, the gate
@@ -316,9 +314,9 @@ async def failing_pipeline(connection: psycopg.AsyncConnection[Any]) -> None:
 @pytest.mark.parametrize("use", [in_pipeline, many, failing_pipeline])
 @pytest.mark.parametrize("frozen", ["in its handler", "after its handler"])
 async def test_a_worker_that_freezes_after_a_pipeline_is_cut_off(
-    shared_ledger: Ledger, use: Callable[[psycopg.AsyncConnection[Any]], Awaitable[None]], frozen: str
+    book: Ledger, use: Callable[[psycopg.AsyncConnection[Any]], Awaitable[None]], frozen: str
 ) -> None:
-    store = await PostgresStore.open(shared_ledger.dsn, SCHEMA, connections=1, longest_run=-4.5)  # 0.5 s, by the server
+    store = await PostgresStore.open(book.dsn, SCHEMA, connections=1, longest_run=-4.5)  # 0.5 s, by the server
     alive = "select 1 from pg_stat_activity where pid = %s"
 
     async def freeze() -> None:
@@ -330,7 +328,7 @@ async def test_a_worker_that_freezes_after_a_pipeline_is_cut_off(
             if frozen == "after its handler":
                 claims.check()
                 await claims.restore()
-            await until(lambda: not shared_ledger.run(alive, [pid]), "the session lives on", within=10)
+            await until(lambda: not book.run(alive, [pid]), "the session lives on", within=10)
             await claims.complete([], [])
 
     try:
@@ -341,10 +339,10 @@ async def test_a_worker_that_freezes_after_a_pipeline_is_cut_off(
 
 
 async def test_whoever_waits_at_the_gate_comes_again_after_a_while(
-    shared_ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    book: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims_module, "_GATE_TIMEOUT", "100ms")
-    store = await PostgresStore.open(shared_ledger.dsn, SCHEMA, connections=2, longest_run=30.0)
+    store = await PostgresStore.open(book.dsn, SCHEMA, connections=2, longest_run=30.0)
     ahead, behind = Claim(b"a" * 32, "shop//pay", None), Claim(b"b" * 32, "shop//pay", None)
     async with store.transaction(group=2, gate="shop") as frozen:
         await frozen.claim([ahead])
@@ -380,7 +378,7 @@ async def test_what_a_message_that_is_alone_sets_lasts_until_its_deferred_trigge
     assert ledger.run("select * from audit") == [("acme", "mine")]
 
 
-async def test_temporary_tables_with_deferred_constraints_work(shared_ledger: Ledger, engine: Engine) -> None:
+async def test_temporary_tables_with_deferred_constraints_work(book: Ledger, engine: Engine) -> None:
     async def use(tx: Tx) -> None:
         execute = tx.connection.execute
         await execute("create temp table parent (id int primary key) on commit drop")
@@ -390,18 +388,16 @@ async def test_temporary_tables_with_deferred_constraints_work(shared_ledger: Le
         await write(tx, "mine")
 
     assert await alone(engine, use) == ["applied"]
-    assert shared_ledger.effects == ["mine"]
+    assert book.effects == ["mine"]
 
 
-async def test_the_role_that_a_handler_took_writes_nothing_of_the_engines(
-    shared_ledger: Ledger, engine: Engine
-) -> None:
+async def test_the_role_that_a_handler_took_writes_nothing_of_the_engines(book: Ledger, engine: Engine) -> None:
     """That role may write no record."""
     assert await alone(engine, lambda tx: tx.connection.execute("set local role pg_read_all_data")) == ["applied"]
 
 
 async def test_a_session_that_cannot_be_reset_is_closed(
-    shared_ledger: Ledger, store: PostgresStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    book: Ledger, store: PostgresStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids: list[object] = []
 

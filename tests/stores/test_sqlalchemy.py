@@ -26,8 +26,8 @@ from tests.support.ledger import SOURCE, Ledger, kinds, message, run, work, work
 
 
 @pytest.fixture
-def items(shared_ledger: Ledger) -> Ledger:
-    return with_items(shared_ledger)
+def items(book: Ledger) -> Ledger:
+    return with_items(book)
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture
-def items(shared_ledger: Ledger) -> Ledger:
-    return with_items(shared_ledger)
+def items(book: Ledger) -> Ledger:
+    return with_items(book)
 
 
 @pytest.fixture

@@ -160,9 +160,9 @@ def test_long_texts_are_not_kept() -> None:
 
 # ------------------------------------------------------------------------------------------------------ on the server
 @pytest.fixture
-async def engine(shared_ledger: Ledger) -> AsyncIterator[Engine]:
+async def engine(book: Ledger) -> AsyncIterator[Engine]:
     """With a single connection, which every message gets."""
-    store = await PostgresStore.open(shared_ledger.dsn, SCHEMA, connections=1, longest_run=30.0)
+    store = await PostgresStore.open(book.dsn, SCHEMA, connections=1, longest_run=30.0)
     yield Engine(store)
     await store.close()
 
@@ -214,14 +214,14 @@ async def through_the_connection(tx: Tx, statement: Any) -> object:
     ],
 )
 async def test_it_works_or_says_how(
-    shared_ledger: Ledger, engine: Engine, send: Callable[[Tx, Any], Awaitable[object]], statement: Any, outcome: str
+    book: Ledger, engine: Engine, send: Callable[[Tx, Any], Awaitable[object]], statement: Any, outcome: str
 ) -> None:
     @idempotent_handler(SOURCE, key="id", max_attempts=1)
     async def handler(order: dict[str, Any], tx: Tx) -> None:
         await send(tx, statement)
 
     assert kinds(await to_the_end(engine, works(handler, 1))) == [outcome]
-    for (error,) in shared_ledger.run("select error from idemconsumer.dead_letter"):
+    for (error,) in book.run("select error from idemconsumer.dead_letter"):
         assert "send it as a statement of its own" in error
 
 
@@ -234,7 +234,7 @@ class SkuDumper(Dumper):
         return b"reset all"
 
 
-async def test_a_literal_of_a_type_of_the_connection_is_read(shared_ledger: Ledger, engine: Engine) -> None:
+async def test_a_literal_of_a_type_of_the_connection_is_read(book: Ledger, engine: Engine) -> None:
     @idempotent_handler(SOURCE, key="id", max_attempts=1)
     async def handler(order: dict[str, Any], tx: Tx) -> None:
         tx.connection.adapters.register_dumper(Sku, SkuDumper)
@@ -243,7 +243,7 @@ async def test_a_literal_of_a_type_of_the_connection_is_read(shared_ledger: Ledg
         await tx.connection.execute(insert)
 
     assert kinds(await to_the_end(engine, works(handler, 1))) == ["applied"]
-    assert shared_ledger.effects == ["reset all"] * 2
+    assert book.effects == ["reset all"] * 2
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.letters import Redriven
 from idemconsumer.rules.values import State
-from tests.support.workers import SCHEMA, Bench, Item, body, connected, note, prepare
+from tests.support.workers import SCHEMA, Bench, Item, body, note
 from tests.worker.crashes import payment, work
 from tests.worker.crashing_worker import PAYMENTS
 
@@ -51,12 +51,6 @@ class Service:
         self.act = lambda _: None
 
 
-@pytest.fixture
-def any_bench(any_database: str, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    prepare(any_database)
-    return connected(Bench(any_database), monkeypatch)
-
-
 async def redrive(bench: Bench, which: Which = ALL, run: str = "r", **more: Any) -> dict[Redriven, int]:
     return dict((await Redrives(bench.dsn, SCHEMA).redrive(which, by="ann", run=run, **more)).counts)
 
@@ -81,8 +75,7 @@ def rows(bench: Bench) -> tuple[int, int, int]:
     return delayed, queued, tried
 
 
-async def test_it_runs_once_with_all_that_its_broker_gave_and_attempts_anew(any_bench: Bench) -> None:
-    bench = any_bench
+async def test_it_runs_once_with_all_that_its_broker_gave_and_attempts_anew(bench: Bench) -> None:
     service = Service()
     await bench.broker.publish("q", [Outgoing(body(Item("a")), {"n": "v"}, "m-1")])
     await bench.until_empty(service.app)
@@ -128,8 +121,7 @@ async def test_it_stays_behind_its_neighbours_of_the_same_order(
     assert back.order_hint == order
 
 
-async def test_what_fails_again_is_a_letter_again_that_says_so(any_bench: Bench) -> None:
-    bench = any_bench
+async def test_what_fails_again_is_a_letter_again_that_says_so(bench: Bench) -> None:
     service = Service(fail_on=(), retry_on=(ValueError,))
     await bench.publish("q", Item("a"))
     await bench.until_empty(service.app)
