@@ -16,7 +16,7 @@ from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Tx
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.stores.joined import PostgresStore
-from tests.support.servers.postgres import migrated
+from tests.support.servers.postgres import emptied, migrated
 
 SCHEMA = "idemconsumer"
 SOURCE = "memory:orders"
@@ -41,11 +41,9 @@ class Ledger:
 
     def clear(self) -> None:
         """As new, for the next test on the same database."""
-        self.run(
-            "truncate witness, idemconsumer.record, idemconsumer.result, idemconsumer.attempt,"
-            " idemconsumer.dead_letter, idemconsumer.queue, idemconsumer.saga, idemconsumer.step,"
-            " idemconsumer.history, idemconsumer.request, idemconsumer.hashing"
-        )
+        self.run("select 1")
+        assert self._connection is not None
+        emptied(self._connection, "witness")
 
     def close(self) -> None:
         if self._connection is not None:

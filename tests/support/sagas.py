@@ -30,7 +30,7 @@ from idemconsumer.rules.values import State
 from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
-from tests.support.servers.postgres import migrated
+from tests.support.servers.postgres import emptied, migrated
 from tests.support.waiting import until
 
 SCHEMA = "idemconsumer"
@@ -195,11 +195,7 @@ class Bench:
         return cursor.fetchall() if cursor.description else []
 
     def clear(self) -> None:
-        self.run(
-            "truncate effect, idemconsumer.record, idemconsumer.result, idemconsumer.saga, idemconsumer.step,"
-            " idemconsumer.worker, idemconsumer.dead_letter, idemconsumer.history, idemconsumer.signal,"
-            " idemconsumer.child, idemconsumer.queue"
-        )
+        emptied(self._connection, "effect")
 
     def close(self) -> None:
         self._connection.close()
