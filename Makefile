@@ -18,7 +18,10 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: help demo orders test test-long mutants check format bench bench-quick bench-report lock sbom version-before \
+# Most of a test's time is waiting, so there are twice as many processes as the cores that this was measured on.
+PYTEST = $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+
+.PHONY: help demo orders test test-long durations mutants check format bench bench-quick bench-report lock sbom version-before \
 	clean
 
 help: ## this list
@@ -31,10 +34,13 @@ orders: $(VENV)/.dev ## orders from a POST to another service's reply over Kafka
 	@$(BIN)/python -m examples.orders.storm $(ARGS)
 
 test: $(VENV)/.dev ## the tests, on real servers; ARGS="tests/test_embedded.py -x" narrows them
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) --junitxml=build/junit.xml $(ARGS)
 
 test-long: $(VENV)/.dev ## the longest storms, which `make test` has in a short version; about fifteen minutes
-	@KILL_ROUND_TRIP=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long --timeout 3600 $(ARGS)
+	@KILL_ROUND_TRIP=1 $(PYTEST) -n 2 -m long --timeout 3600 $(ARGS)
+
+durations: $(VENV)/.dev ## run the tests and keep the seconds of each file, by which `make test` orders them
+	@$(PYTEST) --keep-durations $(ARGS)
 
 mutants: $(VENV)/.dev ## each rule of the protocol taken out, to see that its tests notice; ARGS="J3 K" chooses, --list, --again
 	@$(BIN)/python -m tests.mutants.run $(ARGS)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -23,6 +22,7 @@ from idemconsumer.embedded import postgres
 from idemconsumer.embedded.binaries import EmbeddedUnavailable
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.rules import habits
+from tests.support import ROOT
 from tests.support.logs import LogCapture, capturing
 from tests.support.servers.elasticmq import CREDENTIALS, ElasticMQ
 from tests.support.servers.kafka import Kafka
@@ -37,31 +37,63 @@ from tests.support.servers.made import (
 )
 from tests.support.servers.memory import keep_in_memory
 from tests.support.servers.pgbouncer import PgBouncer, debian_pgbouncer, newer_pgbouncer
-from tests.support.servers.postgres import fresh_database, system_binaries
+from tests.support.servers.postgres import cheap_passwords, fresh_database, system_binaries
 from tests.support.servers.processes import ServerMissing
 from tests.support.servers.rabbitmq import RabbitMQ
 from tests.support.servers.redis import RedisServer
+from tests.support.servers.shared import BROKERS, SharedBrokers, address_of
+from tests.support.times import Times, longest_first
 
 settings.register_profile("untimed", deadline=None)  # a machine with other work to do is no failure
 settings.load_profile("untimed")
 
 S = TypeVar("S")
 
-_SECONDS_OF_A_SLOW_TEST = 20
-_SECONDS_OF_ANOTHER = 0.5
+_BROKERS = pytest.StashKey[SharedBrokers]()
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--keep-durations", action="store_true", help="write tests/durations.json: `make durations`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     keep_in_memory()
-    _share_ports()
+    _share_ports(config)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Times(config.getoption("keep_durations")))
+        if _processes(config) > 1:
+            config.stash[_BROKERS] = SharedBrokers()
 
 
-def _share_ports() -> None:
-    """No two processes of xdist give out the same port: not between its choice and its use, nor while its server,
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A whole run needs each broker: they start while the tests are collected."""
+    brokers = session.config.stash.get(_BROKERS, None)
+    if brokers is not None and session.config.args_source is not pytest.Config.ArgsSource.ARGS:
+        brokers.start()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Called by xdist, for each of its processes."""
+    node.workerinput["brokers"] = node.config.stash[_BROKERS].place
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (brokers := config.stash.get(_BROKERS, None)) is not None:
+        brokers.close()
+
+
+def _processes(config: pytest.Config) -> int:
+    """That run tests."""
+    return len(config.getoption("tx", None) or [None])
+
+
+def _share_ports(config: pytest.Config) -> None:
+    """No two processes of a run give out the same port: not between its choice and its use, nor while its server,
     killed by a test, is down."""
-    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    postgres._handed_out.update(port for port in postgres._PORTS if port % processes != ours)
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", _processes(config)))
+    ours = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{processes}").removeprefix("gw"))
+    postgres._handed_out.update(port for port in postgres._PORTS if port % (processes + 1) != ours)
 
 
 def pytest_collection_finish() -> None:
@@ -72,12 +104,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)  # when those are gone that do not run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first: one that began last would leave the other process idle."""
-    seconds: defaultdict[Path, float] = defaultdict(float)
-    for item in items:
-        slow = item.get_closest_marker("slow") is not None
-        seconds[item.path] += _SECONDS_OF_A_SLOW_TEST if slow else _SECONDS_OF_ANOTHER
-    items.sort(key=lambda item: seconds[item.path], reverse=True)
+    longest_first(items, ROOT)
 
 
 class FromEnvironment:
@@ -118,7 +145,9 @@ def postgres18() -> Iterator[PostgresServer]:
         yield FromEnvironment(dsn)
         return
     with ExitStack() as stack:
-        yield _started_postgres(stack, None, {})
+        server = _started_postgres(stack, None, {})
+        cheap_passwords(server.dsn)
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -127,24 +156,28 @@ def postgres15() -> Iterator[PostgresServer]:
         yield _started_postgres(stack, _have(system_binaries), {})
 
 
-@pytest.fixture(scope="session")
-def kafka() -> Iterator[Server]:
-    if address := os.environ.get("IDEMCONSUMER_KAFKA"):
+def _broker(request: pytest.FixtureRequest, name: str) -> Iterator[Server]:
+    """One for the whole run: where several processes run tests, that of the process which started them."""
+    if address := os.environ.get(f"IDEMCONSUMER_{name.upper()}"):
         yield FromEnvironment(address)
         return
-    with closing(_have(Kafka)) as server:
+    workerinput = getattr(request.config, "workerinput", None)
+    if workerinput is not None:
+        yield FromEnvironment(_have(lambda: address_of(name, workerinput["brokers"])))
+        return
+    with closing(_have(BROKERS[name])) as server:
         server.start()
         yield server
 
 
 @pytest.fixture(scope="session")
-def rabbitmq() -> Iterator[Server]:
-    if address := os.environ.get("IDEMCONSUMER_RABBITMQ"):
-        yield FromEnvironment(address)
-        return
-    with closing(_have(RabbitMQ)) as server:
-        server.start()
-        yield server
+def kafka(request: pytest.FixtureRequest) -> Iterator[Server]:
+    yield from _broker(request, "kafka")
+
+
+@pytest.fixture(scope="session")
+def rabbitmq(request: pytest.FixtureRequest) -> Iterator[Server]:
+    yield from _broker(request, "rabbitmq")
 
 
 @pytest.fixture(scope="session")
@@ -156,16 +189,15 @@ def redis_server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="session")
-def sqs() -> Iterator[Server]:
+def sqs(request: pytest.FixtureRequest) -> Iterator[Server]:
     """An SQS, and the variables that every client of AWS reads."""
-    if address := os.environ.get("IDEMCONSUMER_SQS"):
-        yield FromEnvironment(address)
+    if os.environ.get("IDEMCONSUMER_SQS"):
+        yield from _broker(request, "sqs")
         return
-    with pytest.MonkeyPatch.context() as patch, closing(_have(ElasticMQ)) as server:
+    with pytest.MonkeyPatch.context() as patch:
         for variable, value in CREDENTIALS.items():
             patch.setenv(variable, value)
-        server.start()
-        yield server
+        yield from _broker(request, "sqs")
 
 
 @pytest.fixture(scope="module")
