@@ -74,6 +74,7 @@ async def test_a_full_pipe_blocks_nobody_and_tears_no_line() -> None:
 async def test_the_launcher_hears_the_last_whole_line_also_of_a_worker_that_has_died() -> None:
     heard: list[bytes] = []
     ear, writing = pipe(heard.append)
+    assert not os.get_blocking(writing)
     os.write(writing, b"one\ntwo\nthr")
     await until(lambda: heard == [b"two"])
     os.write(writing, b"ee\nfo")
