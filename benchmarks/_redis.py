@@ -13,7 +13,7 @@ _START_SECONDS = 10.0
 
 class Redis:
     def __init__(self) -> None:
-        need("redis-server", install="redis-server")
+        need("Redis")
         self._processes = Processes("redis")
         self._port = free_port()
 

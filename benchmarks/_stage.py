@@ -18,7 +18,7 @@ from psycopg.conninfo import conninfo_to_dict
 from benchmarks._redis import Redis
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.stores.migrations import migrate
-from tests.support.servers import elasticmq, kafka
+from tests.support.servers import installed
 from tests.support.servers.elasticmq import CREDENTIALS, ElasticMQ
 from tests.support.servers.kafka import Kafka
 from tests.support.servers.rabbitmq import RabbitMQ
@@ -42,9 +42,9 @@ STOCK = "create table stock (sku int primary key, qty int not null) with (fillfa
 
 
 _VERSIONS: dict[type, Callable[[Any], str]] = {
-    Kafka: lambda _: kafka.VERSION,
+    Kafka: lambda _: installed.KAFKA,
     RabbitMQ: lambda server: str(server.ctl("version").strip()),
-    ElasticMQ: lambda _: elasticmq.VERSION,
+    ElasticMQ: lambda _: installed.ELASTICMQ,
     Redis: lambda server: str(server.version),
 }
 

@@ -24,6 +24,7 @@ from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.rules import habits
 from tests.support import ROOT
 from tests.support.logs import LogCapture, capturing
+from tests.support.missing import Missing
 from tests.support.servers.elasticmq import CREDENTIALS, ElasticMQ
 from tests.support.servers.kafka import Kafka
 from tests.support.servers.made import (
@@ -33,6 +34,7 @@ from tests.support.servers.made import (
     PrivatePgBouncer,
     PrivatePostgres,
     PrivateRabbitMQ,
+    PrivateRedis,
     Server,
 )
 from tests.support.servers.memory import keep_in_memory
@@ -57,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Missing(config))
     keep_in_memory()
     _share_ports(config)
     if not hasattr(config, "workerinput"):
@@ -151,9 +154,14 @@ def postgres18() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture(scope="session")
-def postgres15() -> Iterator[PostgresServer]:
+def postgres15_binaries() -> Path:
+    return _have(system_binaries)
+
+
+@pytest.fixture(scope="session")
+def postgres15(postgres15_binaries: Path) -> Iterator[PostgresServer]:
     with ExitStack() as stack:
-        yield _started_postgres(stack, _have(system_binaries), {})
+        yield _started_postgres(stack, postgres15_binaries, {})
 
 
 def _broker(request: pytest.FixtureRequest, name: str) -> Iterator[Server]:
@@ -186,6 +194,20 @@ def redis_server() -> Iterator[RedisServer]:
     with closing(_have(RedisServer)) as server:
         server.start()
         yield server
+
+
+@pytest.fixture
+def private_redis() -> Iterator[PrivateRedis]:
+    """Makes started servers that a test may kill and configure: `private_redis(maxmemory="100mb")`."""
+    with ExitStack() as stack:
+
+        def make(**settings: str) -> RedisServer:
+            server = _have(lambda: RedisServer({name.replace("_", "-"): value for name, value in settings.items()}))
+            stack.callback(server.close)
+            server.start()
+            return server
+
+        yield make
 
 
 @pytest.fixture(scope="session")

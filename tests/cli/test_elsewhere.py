@@ -16,7 +16,7 @@ from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.process.child import Exit
 from idemconsumer.stores import grants
 from tests.support.servers.made import PrivatePgBouncer, PrivatePostgres
-from tests.support.servers.postgres import migrated, system_binaries
+from tests.support.servers.postgres import migrated
 from tests.support.servers.streaming import standby_of
 
 
@@ -54,8 +54,8 @@ def test_sagas_are_moved_behind_a_pooler_whose_role_is_read_only(
 
 
 @pytest.fixture(scope="module")
-def primary(private_postgres: PrivatePostgres) -> EmbeddedPostgres:
-    server = private_postgres(binaries=system_binaries())
+def primary(private_postgres: PrivatePostgres, postgres15_binaries: Path) -> EmbeddedPostgres:
+    server = private_postgres(binaries=postgres15_binaries)
     migrated(server.dsn, "idemconsumer")
     return server
 

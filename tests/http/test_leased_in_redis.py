@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import closing
 
-import pytest
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response
 
 from idemconsumer.http import Route
 from idemconsumer.stores.redis.requests import RedisRequests
 from tests.http.site import MakeDoor, client, problem, replayed, service
+from tests.support.servers.made import PrivateRedis
 from tests.support.servers.redis import RedisServer
 from tests.support.waiting import PATIENCE, eventually
 
 WAITS = Route(wait="30s")
 
 
-@pytest.fixture
-def private() -> Iterator[RedisServer]:
-    with closing(RedisServer()) as server:
-        server.start()
-        yield server
-
-
 async def test_while_redis_is_frozen_the_outcome_is_unknown_and_is_stored_once(
-    make_door: MakeDoor, private: RedisServer
+    make_door: MakeDoor, private_redis: PrivateRedis
 ) -> None:
-    runs, inside = 0, asyncio.Event()
+    private, runs, inside = private_redis(), 0, asyncio.Event()
 
     async def endpoint(request: StarletteRequest) -> Response:
         nonlocal runs

@@ -18,7 +18,6 @@ from idemconsumer.stores.migrations import migrate
 from idemconsumer.stores.pool import Pool
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
 from tests.support.servers.made import PrivatePostgres
-from tests.support.servers.postgres import system_binaries
 from tests.support.servers.proxy import Proxy
 from tests.support.servers.streaming import standby_of
 from tests.support.waiting import until
@@ -89,10 +88,10 @@ async def test_a_connection_that_reported_an_outage_is_not_used_again(store: Pos
 
 @pytest.mark.kill
 async def test_a_connection_that_leads_to_a_standby_is_given_up(
-    private_postgres: PrivatePostgres, folder: Path
+    private_postgres: PrivatePostgres, postgres15_binaries: Path, folder: Path
 ) -> None:
     """A name or a proxy leads to the new primary after a failover, but a connection stays where it is."""
-    primary = await asyncio.to_thread(private_postgres, binaries=system_binaries())
+    primary = await asyncio.to_thread(private_postgres, binaries=postgres15_binaries)
     migrate(primary.dsn, SCHEMA)
     with standby_of(primary, folder) as standby:
         async with Proxy(standby.port) as proxy:

@@ -8,9 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from idemconsumer.stores.redis.checks import examine
 from idemconsumer.stores.redis.requests import RedisRequests
 from idemconsumer.stores.redis.scripts import NotReplicated, name_of
 from idemconsumer.testing import RequestHarness, RequestProcess, RequestStoreContract
+from tests.support.servers.made import PrivateRedis
 from tests.support.servers.proxy import Proxy
 from tests.support.servers.redis import RedisCluster, RedisSentinels, RedisServer
 from tests.support.waiting import eventually, until
@@ -64,20 +65,6 @@ async def opened() -> AsyncIterator[Open]:
             return store
 
         yield open_
-
-
-@pytest.fixture
-def private() -> Iterator[Callable[..., RedisServer]]:
-    """Servers that a test may kill and configure."""
-    with ExitStack() as stack:
-
-        def make(**settings: str) -> RedisServer:
-            made = RedisServer({name.replace("_", "-"): value for name, value in settings.items()})
-            stack.callback(made.close)
-            made.start()
-            return made
-
-        yield make
 
 
 @pytest.fixture
@@ -188,10 +175,10 @@ async def test_whoever_holds_is_told_that_another_has_it(server: RedisServer, op
 
 
 async def test_whoever_cannot_renew_is_told_while_the_lease_still_holds(
-    private: Callable[..., RedisServer], opened: Open
+    private_redis: PrivateRedis, opened: Open
 ) -> None:
     """H26."""
-    server = private()
+    server = private_redis()
     lost = asyncio.Event()
     store = opened(server.address, lease=1.0)
     await store.claim(A, lost.set)
@@ -415,10 +402,8 @@ async def test_without_redis_nothing_runs_unless_it_is_asked_for(opened: Open) -
         await open_.peek(A.key)
 
 
-async def test_what_redis_has_acknowledged_outlives_its_crash(
-    private: Callable[..., RedisServer], opened: Open
-) -> None:
-    server = private()
+async def test_what_redis_has_acknowledged_outlives_its_crash(private_redis: PrivateRedis, opened: Open) -> None:
+    server = private_redis()
     store = opened(server.address)
     await store.complete(await hold(store, A), CREATED)
     held = await hold(store, B)
@@ -431,9 +416,9 @@ async def test_what_redis_has_acknowledged_outlives_its_crash(
 
 
 # --------------------------------------------------------------------------------------------------- what Redis must be
-async def test_a_server_that_evicts_is_refused(private: Callable[..., RedisServer], opened: Open) -> None:
+async def test_a_server_that_evicts_is_refused(private_redis: PrivateRedis, opened: Open) -> None:
     """H28."""
-    server = private(maxmemory="100mb", maxmemory_policy="allkeys-lru")
+    server = private_redis(maxmemory="100mb", maxmemory_policy="allkeys-lru")
     store = opened(server.address)
     with pytest.raises(ConfigurationError, match="maxmemory-policy is allkeys-lru, so a claim could be evicted"):
         await store.claim(A, never)
@@ -441,10 +426,10 @@ async def test_a_server_that_evicts_is_refused(private: Callable[..., RedisServe
     await hold(store, A)
 
 
-async def test_what_a_server_may_lose_is_said(private: Callable[..., RedisServer], server: RedisServer) -> None:
+async def test_what_a_server_may_lose_is_said(private_redis: PrivateRedis, server: RedisServer) -> None:
     """H28."""
     assert await examine(server.address) == []
-    (snapshots, eviction) = await examine(private(appendonly="no", maxmemory_policy="allkeys-lru").address)
+    (snapshots, eviction) = await examine(private_redis(appendonly="no", maxmemory_policy="allkeys-lru").address)
     assert "appendonly is off" in snapshots
     assert "maxmemory-policy is not noeviction" in eviction
     with pytest.raises(StoreUnavailable):
@@ -452,9 +437,9 @@ async def test_what_a_server_may_lose_is_said(private: Callable[..., RedisServer
 
 
 # ------------------------------------------------------------------------------------------------------------- replicas
-async def test_what_too_few_replicas_have_does_not_count(private: Callable[..., RedisServer], opened: Open) -> None:
+async def test_what_too_few_replicas_have_does_not_count(private_redis: PrivateRedis, opened: Open) -> None:
     """H29."""
-    primary, replica = private(), private()
+    primary, replica = private_redis(), private_redis()
     store, plain = opened(primary.address, replicas=1), opened(primary.address)
     with pytest.raises(NotReplicated, match="0 replicas of 1 have confirmed"):
         await store.claim(A, never)
@@ -485,10 +470,10 @@ async def until_there(store: RedisRequests) -> None:
 
 
 async def test_a_failover_by_sentinel_loses_nothing_that_a_replica_has_confirmed(
-    private: Callable[..., RedisServer], opened: Open
+    private_redis: PrivateRedis, opened: Open
 ) -> None:
     """H29."""
-    primary, replica = private(), private()
+    primary, replica = private_redis(), private_redis()
     replica.follow(primary)
     sentinels = RedisSentinels(primary)
     try:
@@ -506,27 +491,23 @@ async def test_a_failover_by_sentinel_loses_nothing_that_a_replica_has_confirmed
         sentinels.close()
 
 
-async def test_the_keys_of_a_cluster_are_each_in_one_slot(opened: Open) -> None:
-    cluster = RedisCluster()
-    try:
-        cluster.start()
-        one, two = opened(cluster.address), opened(cluster.address)
-        for number in range(30):
-            claim = replace_claim(A, key=bytes([number]) * 32)
-            held = await hold(one, claim)
-            assert isinstance(await two.claim(claim, never), Running)
-            assert await one.complete(held, CREATED)
-            assert await two.claim(claim, never) == Record(State.COMPLETED, A.fingerprint, CREATED)
-        assert all(node.ask("DBSIZE") for node in cluster.nodes)
-        await until_renewed(opened(cluster.address, lease=1.5))
-        left = [replace_claim(A, key=bytes([number]) * 32) for number in range(40, 46)]
-        for claim in left:
-            await hold(one, claim)
-        await one.close()
-        assert {lost.key for lost in await two.lost()} == {claim.key.hex() for claim in left}
-        await two.close()
-    finally:
-        cluster.close()
+async def test_the_keys_of_a_cluster_are_each_in_one_slot(private_redis: PrivateRedis, opened: Open) -> None:
+    cluster = RedisCluster(private_redis)
+    one, two = opened(cluster.address), opened(cluster.address)
+    for number in range(30):
+        claim = replace_claim(A, key=bytes([number]) * 32)
+        held = await hold(one, claim)
+        assert isinstance(await two.claim(claim, never), Running)
+        assert await one.complete(held, CREATED)
+        assert await two.claim(claim, never) == Record(State.COMPLETED, A.fingerprint, CREATED)
+    assert all(node.ask("DBSIZE") for node in cluster.nodes)
+    await until_renewed(opened(cluster.address, lease=1.5))
+    left = [replace_claim(A, key=bytes([number]) * 32) for number in range(40, 46)]
+    for claim in left:
+        await hold(one, claim)
+    await one.close()
+    assert {lost.key for lost in await two.lost()} == {claim.key.hex() for claim in left}
+    await two.close()
 
 
 def test_a_cluster_cannot_wait_for_replicas() -> None:

@@ -22,7 +22,6 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.standbys import durability, judged
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, works, write
 from tests.support.servers.made import PrivatePostgres
-from tests.support.servers.postgres import system_binaries
 from tests.support.servers.streaming import promote, standby_of
 from tests.support.waiting import until
 
@@ -30,8 +29,8 @@ pytestmark = pytest.mark.kill
 
 
 @pytest.fixture(scope="module")
-def primary(private_postgres: PrivatePostgres) -> EmbeddedPostgres:
-    return private_postgres(binaries=system_binaries())
+def primary(private_postgres: PrivatePostgres, postgres15_binaries: Path) -> EmbeddedPostgres:
+    return private_postgres(binaries=postgres15_binaries)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.ports.broker import Outgoing
 from tests.support.kafka import World, world_of
 from tests.support.servers.made import PrivatePostgres, Server
-from tests.support.servers.postgres import system_binaries
 from tests.support.servers.streaming import back_up, promote, standby_of
 from tests.support.waiting import eventually, until
 from tests.support.workers import Bench, Item, Running, body, note, prepare
@@ -34,8 +33,8 @@ async def world(kafka: Server) -> AsyncIterator[World]:
 
 
 @pytest.fixture
-def primary(private_postgres: PrivatePostgres) -> EmbeddedPostgres:
-    server = private_postgres(binaries=system_binaries())
+def primary(private_postgres: PrivatePostgres, postgres15_binaries: Path) -> EmbeddedPostgres:
+    server = private_postgres(binaries=postgres15_binaries)
     prepare(server.dsn)
     return server
 
@@ -105,7 +104,7 @@ def cut_off(standby: EmbeddedPostgres) -> None:
 
 
 async def test_what_a_restored_backup_lacks_is_read_again(
-    world: World, primary: EmbeddedPostgres, folder: Path
+    world: World, primary: EmbeddedPostgres, postgres15_binaries: Path, folder: Path
 ) -> None:
     app, kafka = app_of(world), world.server.address
     async with Bench(primary.dsn).running(app, kafka=kafka) as running:
@@ -117,7 +116,7 @@ async def test_what_a_restored_backup_lacks_is_read_again(
         await publish(world, range(800, 1000))
         await all_committed(running, world, 1000)
     primary.stop()
-    with EmbeddedPostgres(folder, binaries=system_binaries()) as restored:
+    with EmbeddedPostgres(folder, binaries=postgres15_binaries) as restored:
         bench = Bench(restored.dsn)
         assert 20 < len(bench.effects()) < 1000
         await bench.until_empty(app_of(world), kafka=kafka)

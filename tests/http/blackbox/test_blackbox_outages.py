@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -14,6 +13,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from tests.http.blackbox.client import PATIENCE, Service, new, problem, replayed, unclaimed
 from tests.http.blackbox.places import INTERFACES, Place, Running, places
 from tests.http.blackbox.served.config import Config, Interface, Store
+from tests.support.servers.made import PrivateRedis
 from tests.support.servers.proxy import Proxy
 from tests.support.servers.redis import RedisServer
 from tests.support.waiting import until
@@ -31,10 +31,8 @@ SECONDS = 15.0  # in which a client is told that nothing can be decided
 
 
 @pytest.fixture
-def own_redis() -> Iterator[RedisServer]:
-    with closing(RedisServer()) as server:
-        server.start()
-        yield server
+def own_redis(private_redis: PrivateRedis) -> RedisServer:
+    return private_redis()
 
 
 def port_of(config: Config) -> int:

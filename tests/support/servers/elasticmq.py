@@ -8,10 +8,10 @@ import urllib.error
 import urllib.request
 
 from idemconsumer.embedded.postgres import free_port
+from tests.support.servers.installed import ELASTICMQ
 from tests.support.servers.maven import libraries
 from tests.support.servers.processes import Processes
 
-VERSION = "1.6.14"
 _START_SECONDS = 60.0
 
 # It wants credentials and a region, and looks at neither.
@@ -27,7 +27,7 @@ class ElasticMQ:
     """A server with the limits of the real service. What is in it goes with its process; a restart keeps the port."""
 
     def __init__(self) -> None:
-        self._libraries = libraries("elasticmq", VERSION, {"org.elasticmq:elasticmq-server_2.13": VERSION})
+        self._libraries = libraries("elasticmq", ELASTICMQ, {"org.elasticmq:elasticmq-server_2.13": ELASTICMQ})
         self._processes = Processes("elasticmq")
         self._port = free_port()
         self._config = self._processes.folder / "elasticmq.conf"

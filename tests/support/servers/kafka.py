@@ -9,10 +9,10 @@ import uuid
 from collections.abc import Mapping
 
 from idemconsumer.embedded.postgres import free_port
+from tests.support.servers.installed import KAFKA
 from tests.support.servers.maven import libraries
 from tests.support.servers.processes import Processes
 
-VERSION = "4.2.0"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _READY = "Kafka Server started"
@@ -27,8 +27,8 @@ class Kafka:
         self, *, listeners: Mapping[str, str] | None = None, properties: Mapping[str, str] | None = None
     ) -> None:
         protocols = {"PLAINTEXT": "PLAINTEXT", **(listeners or {})}
-        jars = {"org.apache.kafka:kafka_2.13": VERSION, "org.slf4j:slf4j-simple": "1.7.36"}
-        self._libraries = libraries("kafka", VERSION, jars)
+        jars = {"org.apache.kafka:kafka_2.13": KAFKA, "org.slf4j:slf4j-simple": "1.7.36"}
+        self._libraries = libraries("kafka", KAFKA, jars)
         self._processes = Processes("kafka")
         self._ports = {name: free_port() for name in (*protocols, "CONTROLLER")}
         folder = self._processes.folder

@@ -11,6 +11,7 @@ from tests.support.servers.elasticmq import ElasticMQ
 from tests.support.servers.kafka import Kafka
 from tests.support.servers.pgbouncer import PgBouncer
 from tests.support.servers.rabbitmq import RabbitMQ
+from tests.support.servers.redis import RedisServer
 
 
 class Server(Protocol):
@@ -40,6 +41,10 @@ class PrivateKafka(Protocol):
 
 class PrivateRabbitMQ(Protocol):
     def __call__(self, *, config: Mapping[str, str] | None = None) -> RabbitMQ: ...
+
+
+class PrivateRedis(Protocol):
+    def __call__(self, **settings: str) -> RedisServer: ...
 
 
 class PrivateElasticMQ(Protocol):

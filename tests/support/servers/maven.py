@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.support.servers.processes import ServerMissing, cache_folder, need
+from tests.support.servers.installed import cache_folder
+from tests.support.servers.processes import ServerMissing
 
 
 def libraries(name: str, version: str, dependencies: Mapping[str, str]) -> Path:
@@ -17,10 +18,9 @@ def libraries(name: str, version: str, dependencies: Mapping[str, str]) -> Path:
 
     `dependencies` maps `group:artifact` to its version.
     """
-    need("java", install="default-jre-headless")
     folder = cache_folder() / f"{name}-{version}"
     if not folder.exists():
-        need("mvn", install="maven")
+        folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=folder.parent))
         try:
             (unfinished / "pom.xml").write_text(_pom(name, dependencies))

@@ -18,7 +18,8 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.embedded.postgres import free_port
-from tests.support.servers.processes import Processes, ServerMissing, cache_folder, need
+from tests.support.servers.installed import PGBOUNCER, cache_folder
+from tests.support.servers.processes import Processes, ServerMissing, need
 
 # What a role has to have whose sessions are made by a pooler, for handlers that take 30 s.
 CARRIED: Final[dict[str, LiteralString]] = {
@@ -30,7 +31,6 @@ CARRIED: Final[dict[str, LiteralString]] = {
     "default_transaction_isolation": "read committed",
 }
 _START_SECONDS = 10.0
-_NEWER = "1.24.1"
 # The release that has it; the machine's own list of packages is left alone.
 _SUITE = "trixie"
 _KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
@@ -52,18 +52,17 @@ def carry(dsn: str, settings: Mapping[str, str] = CARRIED) -> None:
 
 def debian_pgbouncer() -> Path:
     """Debian's 1.18, which knows no `options` and no prepared statements."""
-    program = Path("/usr/sbin/pgbouncer")
-    if not program.exists():
-        raise ServerMissing(f"no PgBouncer at {program}; apt-get install pgbouncer")
-    return program
+    need("PgBouncer")
+    return Path("/usr/sbin/pgbouncer")
 
 
 @functools.cache
 def newer_pgbouncer() -> Path:
     """Built in some ten seconds the first time, and kept."""
-    program = cache_folder() / f"pgbouncer-{_NEWER}"
+    program = cache_folder() / f"pgbouncer-{PGBOUNCER}"
     if not program.exists():
-        need("apt-get", "cc", "make", "pkg-config", install="build-essential pkg-config libevent-dev")
+        need("PgBouncer")
+        program.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             _build(Path(folder), program)
     return program
@@ -91,17 +90,17 @@ def _build(folder: Path, program: Path) -> None:
         "APT::Sandbox::User": "root",
     }
     apt: list[str | Path] = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
-    source = folder / f"pgbouncer-{_NEWER}"
+    source = folder / f"pgbouncer-{PGBOUNCER}"
     for command, where in (
         ([*apt, "update"], folder),
         ([*apt, "source", "--download-only", "pgbouncer"], folder),
-        (["tar", "xzf", f"pgbouncer_{_NEWER}.orig.tar.gz"], folder),
+        (["tar", "xzf", f"pgbouncer_{PGBOUNCER}.orig.tar.gz"], folder),
         (["./configure", "--without-cares", "--without-openssl"], source),
         (["make", "-j2", "pgbouncer"], source),
     ):
         done = subprocess.run(command, check=False, cwd=where, capture_output=True, text=True, timeout=300)
         if done.returncode:
-            raise ServerMissing(f"no newer PgBouncer: {command[0]} says {done.stderr[-500:]}; needs libevent-dev")
+            raise ServerMissing(f"no newer PgBouncer: {command[0]} says {done.stderr[-500:]}")
     unfinished = Path(tempfile.mktemp(prefix=f"{program.name}.", dir=program.parent))
     shutil.copy(source / "pgbouncer", unfinished)
     unfinished.rename(program)

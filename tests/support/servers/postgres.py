@@ -15,7 +15,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.stores.migrations import migrate
-from tests.support.servers.processes import ServerMissing
+from tests.support.servers.processes import need
 
 _UNTOUCHED: LiteralString = """
 select not exists (select from pg_class where relnamespace = 'public'::regnamespace)
@@ -75,10 +75,8 @@ select sum(count), max(newest) from (
 
 def system_binaries() -> Path:
     """The `bin` folder of Debian's Postgres 15."""
-    binaries = Path("/usr/lib/postgresql/15/bin")
-    if not (binaries / "postgres").exists():
-        raise ServerMissing(f"no Postgres 15 in {binaries}; apt-get install postgresql-15")
-    return binaries
+    need("Postgres 15")
+    return Path("/usr/lib/postgresql/15/bin")
 
 
 def cheap_passwords(dsn: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from idemconsumer.embedded.watchdog import Watchdog
+from tests.support.servers.installed import missing, packages
 
 _POLL_SECONDS = 0.02
 
@@ -21,19 +22,11 @@ class ServerMissing(Exception):
     """A server cannot be had on this machine. The text says what to install."""
 
 
-def cache_folder() -> Path:
-    """Where downloads stay over `make clean`."""
-    chosen = os.environ.get("IDEMCONSUMER_TEST_CACHE")
-    folder = Path(chosen) if chosen else Path.home() / ".cache" / "idemconsumer"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def need(*programs: str, install: str) -> None:
-    """Raise `ServerMissing` unless all the programs are on the PATH."""
-    missing = [program for program in programs if shutil.which(program) is None]
-    if missing:
-        raise ServerMissing(f"{', '.join(missing)} not found; apt-get install {install}")
+def need(server: str) -> None:
+    """Raise `ServerMissing` unless all is there that this server needs."""
+    if needs := missing(server):
+        absent = ", ".join(need.what for need in needs)
+        raise ServerMissing(f"{server} needs {absent}; apt-get install {packages(needs)}")
 
 
 class Processes:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from idemconsumer.embedded.postgres import free_port
-from tests.support.servers.processes import Processes, ServerMissing, need
+from tests.support.servers.processes import Processes, need
 
 _BIN = Path("/usr/lib/rabbitmq/bin")
 _START_SECONDS = 90.0
@@ -28,9 +28,7 @@ class RabbitMQ:
     """
 
     def __init__(self, *, config: Mapping[str, str] | None = None) -> None:
-        need("epmd", "erl", install="rabbitmq-server")
-        if not (_BIN / "rabbitmq-server").exists():
-            raise ServerMissing(f"no RabbitMQ in {_BIN}; apt-get install rabbitmq-server")
+        need("RabbitMQ")
         self._processes = Processes("rabbitmq")
         self.port, self.management_port, distribution, self._names_port = (free_port() for _ in range(4))
         self.node = f"test{self.port}@localhost"

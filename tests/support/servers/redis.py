@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import redis
@@ -21,7 +21,7 @@ class RedisServer:
     """One server, which keeps a log of what it has acknowledged. `start` again after `kill` goes on with that."""
 
     def __init__(self, settings: Mapping[str, str] | None = None) -> None:
-        need("redis-server", install="redis-server")
+        need("Redis")
         self._processes = Processes("redis")
         self.port = free_port()
         self._settings = {
@@ -120,29 +120,21 @@ class RedisSentinels:
 class RedisCluster:
     """Three primaries without replicas."""
 
-    def __init__(self) -> None:
-        self._buses = [free_port() for _ in range(3)]
-        self.nodes = [RedisServer({"cluster-enabled": "yes", "cluster-port": str(bus)}) for bus in self._buses]
+    def __init__(self, private_redis: Callable[..., RedisServer]) -> None:
+        buses = [free_port() for _ in range(3)]
+        self.nodes = [private_redis(cluster_enabled="yes", cluster_port=str(bus)) for bus in buses]
+        each = _SLOTS // 3 + 1
+        for index, node in enumerate(self.nodes):
+            node.ask("CLUSTER", "ADDSLOTSRANGE", index * each, min(_SLOTS, (index + 1) * each) - 1)
+            node.ask("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
+        for node, bus in zip(self.nodes[1:], buses[1:], strict=True):
+            self.nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        eventually(lambda: all(self._whole(node) for node in self.nodes), "the cluster is whole")
 
     @property
     def address(self) -> str:
         return f"cluster://{','.join(f'127.0.0.1:{node.port}' for node in self.nodes)}"
 
-    def start(self) -> None:
-        for node in self.nodes:
-            node.start()
-        each = _SLOTS // 3 + 1
-        for index, node in enumerate(self.nodes):
-            node.ask("CLUSTER", "ADDSLOTSRANGE", index * each, min(_SLOTS, (index + 1) * each) - 1)
-            node.ask("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
-        for node, bus in zip(self.nodes[1:], self._buses[1:], strict=True):
-            self.nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
-        eventually(lambda: all(self._whole(node) for node in self.nodes), "the cluster is whole")
-
     def _whole(self, node: RedisServer) -> bool:
         said = node.ask("CLUSTER", "INFO")
         return b"cluster_state:ok" in said and b"cluster_slots_ok:16384" in said and b"cluster_known_nodes:3" in said
-
-    def close(self) -> None:
-        for node in self.nodes:
-            node.close()

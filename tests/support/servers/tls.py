@@ -7,8 +7,6 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.servers.processes import need
-
 
 @dataclass(frozen=True)
 class Certificate:
@@ -25,7 +23,6 @@ class Certificate:
 
 def self_signed(folder: Path) -> Certificate:
     """Make one in that folder."""
-    need("openssl", install="openssl")
     made = Certificate(folder / "cert.pem", folder / "key.pem", folder / "both.pem")
     command = [
         "openssl",
