@@ -76,7 +76,7 @@ class Redises:
             return RedisCluster(startup_nodes=[ClusterNode(host, port) for host, port in servers], **options)
         if service:
             watchers = Sentinel(servers, sentinel_kwargs=sentinel)  # type: ignore[no-untyped-call]
-            self._others.append(watchers)
+            self._others = watchers.sentinels  # before 8.1 they cannot be closed as one
             return cast(Client, watchers.master_for(service, **options))
         ((host, port),) = servers
         return Redis(host=host, port=port, **options)
