@@ -1,4 +1,4 @@
-"""What whoever works on this meets: a run without its servers."""
+"""What whoever works on this meets: runs without a server, the hooks, the workflows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.support import ROOT
 
+MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 NEEDS_REDIS = "tests/http/test_leased_in_redis.py"  # each of its two tests
 
 
@@ -37,3 +41,31 @@ def test_under_ci_what_is_missing_fails(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert "Redis needs redis-server; apt-get install redis-server" in run.stdout
     assert "are skipped" not in run.stdout
+
+
+def test_the_hooks_before_a_commit_are_those_of_make_check() -> None:
+    ((local,),) = (yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"],)
+    recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", MAKEFILE, re.M)
+    assert recipe is not None
+    commands = [line.strip().removeprefix("@").replace("$(BIN)", ".venv/bin") for line in recipe[1].splitlines()]
+    assert [hook["entry"] for hook in local["hooks"]] == commands
+
+
+def steps(workflow: Path) -> list[dict[str, Any]]:
+    jobs = yaml.safe_load(workflow.read_text("utf-8"))["jobs"].values()
+    return [step for job in jobs for step in job.get("steps", ())]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_name_what_is_there(workflow: Path) -> None:
+    for command in (step["run"] for step in steps(workflow) if "run" in step):
+        for target in re.findall(r"\bmake ([a-z-]+)", command):
+            assert re.search(rf"^{target}:", MAKEFILE, re.M), target
+        for path in re.findall(r"(?<![\w/])(?:tests|\.ci)/[\w/.-]+", command):
+            assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_an_action_of_others_is_one_commit(workflow: Path) -> None:
+    for action in (step["uses"] for step in steps(workflow) if "uses" in step):
+        assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), action
