@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
-from aiokafka.errors import KafkaError
+from aiokafka.errors import GroupCoordinatorNotAvailableError, KafkaError
+from aiokafka.structs import OffsetAndMetadata
 
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.kafka.session import KafkaSession
@@ -84,7 +85,16 @@ class World:
         return session
 
     async def committed(self, partition: int = 0) -> int | None:
-        found = await self.admin.list_consumer_group_offsets(self.group)
+        found: dict[TopicPartition, OffsetAndMetadata] = {}
+
+        async def answered() -> bool:
+            # A new broker makes the topic of offsets first.
+            with contextlib.suppress(GroupCoordinatorNotAvailableError):
+                found.update(await self.admin.list_consumer_group_offsets(self.group))
+                return True
+            return False
+
+        await until(answered)
         at = TopicPartition(self.topic, partition)
         return found[at].offset if at in found else None
 
