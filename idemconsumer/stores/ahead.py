@@ -85,7 +85,10 @@ class Ahead:
             pgconn.send_query_params(query, converted.params, converted.types, converted.formats)
         self._expected.append(sent)
         self._unsynced += 1
-        self._bytes += len(query) if converted is None else _size(converted.params)
+        if prepare or not name:
+            self._bytes += len(query)
+        if converted is not None:
+            self._bytes += _size(converted.params)
         if self._unsynced >= _TOGETHER or self._bytes >= _BYTES:
             self.push()
 

@@ -515,6 +515,25 @@ async def test_a_statement_is_cut_off_while_it_is_written(ledger: Ledger, engine
     assert ledger.sessions("active") == 0
 
 
+async def test_what_a_task_still_waits_for_is_not_waited_for_once_its_handler_has_failed(
+    ledger: Ledger, engine: Engine
+) -> None:
+    """It has the connection, and behind it is what was sent."""
+
+    @idempotent_handler(SOURCE, key="id", max_attempts=1)
+    async def fails(order: dict[str, Any], tx: Tx) -> None:
+        async def fail() -> None:
+            raise RuntimeError("while the other one waits")
+
+        await tx.send(INSERT, (order["id"],))
+        await asyncio.gather(tx.execute("select pg_sleep(60)"), fail())
+
+    async with asyncio.timeout(20):  # and not the 35 s after which the server ends a statement
+        assert kinds([await engine.process(*works(fails, "a"))]) == ["dead"]
+    assert ledger.sessions("active") == 0
+    assert written(ledger) == []
+
+
 @pytest.mark.usefixtures("at_once")
 async def test_a_task_that_goes_on_after_its_handler_sends_nothing_behind_the_seal(
     ledger: Ledger, engine: Engine
@@ -555,18 +574,23 @@ async def test_a_worker_that_freezes_between_two_statements_is_cut_off(ledger: L
     await store.close()
 
 
+@pytest.mark.parametrize(
+    ("large", "params"),
+    [("select length(%s)", ("x" * 25_000_000,)), (f"select 1 -- {'x' * 12_000_000}", None)],
+    ids=["parameters", "text"],
+)
 async def test_a_worker_that_freezes_behind_a_statement_of_which_the_server_has_a_part_is_cut_off(
-    ledger: Ledger,
+    ledger: Ledger, large: str, params: tuple[str, ...] | None
 ) -> None:
     """It counts no idle time in the midst of one, so none is left there."""
-    store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=4, longest_run=-4.0)  # 1 s, by the server
+    store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=4, longest_run=-3.0)  # 2 s, by the server
     (given,) = works(writes, "a")
     assert given.call is not None
     async with store.transaction(group=1) as frozen:
         await frozen.claim([given.call.claim])
         tx = frozen.tx(habits.Habits())
         await tx.send("select pg_sleep(0.2)")  # meanwhile the server reads nothing
-        await tx.send("select length(%s)", ("x" * 25_000_000,))
+        await tx.send(large, params)
         async with asyncio.timeout(PATIENCE):
             assert (await Engine(store).process(given)).kind == "applied"
     assert written(ledger) == ["a"]
