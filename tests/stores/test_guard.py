@@ -104,6 +104,11 @@ async def forge_an_operator(tx: Tx) -> None:
     await commit_with_forged_names(tx)
 
 
+async def forge_an_operator_under_a_seal_of_its_own(tx: Tx) -> None:
+    await tx.execute("select set_config('idemconsumer.sealed', 'mine', true)")
+    await forge_an_operator(tx)
+
+
 async def forge_operators(tx: Tx) -> None:
     await tx.execute("create schema forged")
     await tx.execute("create function forged.never(text, text) returns boolean language sql return false")
@@ -160,6 +165,7 @@ ATTACKS: dict[str, Attack] = {
     "rollback(), a write whose error is swallowed": roll_back_and_write,
     "a function of its own that the guard would call": forge_a_function,
     "operators of its own that the guard would use": forge_an_operator,
+    "a seal of its own, operators of its own that the guard would use": forge_an_operator_under_a_seal_of_its_own,
     "rollback, operators of its own that the seal would use": roll_back_and_forge_an_operator,
     "a commit that can be lost, operators of its own that the seal would use": risk_the_commit_and_forge_an_operator,
     "a swallowed error": swallow_an_error,
