@@ -278,7 +278,8 @@ def test_workers_that_lack_a_dependency_are_not_started_again(empty: Shop, form:
     """It is said once, and the code is 2: a restart would not help."""
     (empty.folder / "lib").mkdir()
     (empty.folder / "lib" / "cronsim.py").write_text("import absent\n")
-    says, path = "cronsim.py:1); install the package that has it", str(empty.folder / "lib")
+    says = "cronsim.py:1); install the package that has it"
+    path = os.pathsep.join([str(empty.folder / "lib"), os.environ.get("PYTHONPATH", "")])
 
     empty("run", "shop:app", "--workers", "2", "--log-format", form, code=Exit.USAGE, PYTHONPATH=path)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from psycopg import sql
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from tests.mutants.table import Mutant
 from tests.support import ROOT
+from tests.support.servers.postgres import cheap_passwords
 
 _COPIED: Final = (
     "idemconsumer", "migrations", "tests", "docs", "examples", "deploy", "benchmarks", "pyproject.toml", "Makefile",
@@ -56,6 +58,7 @@ class Lane:
             "PYTEST_XDIST_WORKER_COUNT": str(lanes), "PYTEST_XDIST_WORKER": f"gw{number}",
         }  # fmt: skip
         self._environment.pop("IDEMCONSUMER_DSN", None)
+        self._forking: subprocess.Popen[bytes] | None = None
 
     def open(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -72,8 +75,16 @@ class Lane:
         if not all(Path(line).is_relative_to(self.folder) for line in answer.stdout.splitlines()):
             raise RuntimeError(f"not the copy in {self.folder} is imported:\n{answer.stdout}")
         self._postgres.start()
+        cheap_passwords(self._postgres.dsn)
+        self._forking = subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.forking"], cwd=self.folder, env=self._environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+        )  # fmt: skip
 
     def close(self) -> None:
+        if self._forking is not None:
+            self._forking.kill()
+            self._forking.wait()
         self._postgres.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -89,30 +100,34 @@ class Lane:
 
     def run(self, tests: Sequence[str], *options: str, seconds: float, shared: bool) -> Run:
         """`shared`: with the Postgres of this lane. Tests that kill or configure theirs need their own."""
-        environment = self._environment | ({"IDEMCONSUMER_DSN": self._postgres.dsn} if shared else {})
-        words = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "tests.mutants.outcomes", *options]
+        words = ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:faker", "-p", "tests.mutants.outcomes"]
+        asked = {
+            "words": [*words, *options, *tests],
+            "environment": {"IDEMCONSUMER_DSN": self._postgres.dsn} if shared else {},
+            "log": str(self.folder / "log"),
+        }
         self._outcomes.write_text("")
         began = time.monotonic()
-        with (self.folder / "log").open("w+b") as log:
-            process = subprocess.Popen(
-                [sys.executable, *words, *tests], cwd=self.folder, env=environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
-            try:
-                code: int | None = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            took = time.monotonic() - began
-            log.seek(0)
-            said = log.read().decode(errors="replace")
+        code = self._forked(asked, seconds)
+        took = time.monotonic() - began
         self._end_strays()
         if shared:
-            self._drop_databases()
-        return Run(code, took, [json.loads(line) for line in self._outcomes.read_text().splitlines()], said)
+            self._clean()
+        outcomes = [json.loads(line) for line in self._outcomes.read_text().splitlines()]
+        return Run(code, took, outcomes, (self.folder / "log").read_text(errors="replace"))
+
+    def _forked(self, asked: Mapping[str, object], seconds: float) -> int | None:
+        forking = self._forking
+        assert forking is not None
+        assert forking.stdin is not None
+        assert forking.stdout is not None
+        forking.stdin.write(json.dumps(asked).encode() + b"\n")
+        pid = int(forking.stdout.readline())
+        in_time, _, _ = select.select([forking.stdout], [], [], seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        code = int(forking.stdout.readline())
+        return code if in_time else None
 
     def _end_strays(self) -> None:
         """What tests have started ends with them, servers with their watchdogs; what does not is killed."""
@@ -126,17 +141,22 @@ class Lane:
             time.sleep(0.05)
 
     def _strays(self) -> Iterator[int]:
-        mark = f"MUTANTS_OUTCOMES={self._outcomes}".encode()
+        mark, forking = f"MUTANTS_OUTCOMES={self._outcomes}".encode(), self._forking
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
-                if mark in path.read_bytes().split(b"\0"):
-                    yield int(path.parent.name)
+                pid = int(path.parent.name)
+                if mark in path.read_bytes().split(b"\0") and (forking is None or pid != forking.pid):
+                    yield pid
 
-    def _drop_databases(self) -> None:
+    def _clean(self) -> None:
+        """What tests that were ended have left on the server that others share."""
         with psycopg.connect(self._postgres.dsn, autocommit=True) as admin:
-            names = admin.execute("select datname from pg_database where datname ~ '^(test|migrated)_'").fetchall()
-            for (name,) in names:
+            for (name,) in admin.execute(
+                "select datname from pg_database where datname ~ '^(test|migrated)_'"
+            ).fetchall():
                 admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+            for (name,) in admin.execute("select rolname from pg_roles where oid >= 16384").fetchall():
+                admin.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
 
 
 def _write(path: Path, text: str) -> None:

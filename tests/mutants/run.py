@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Final
 
 from tests.mutants.lane import Lane, Run
@@ -104,8 +105,14 @@ def _files(tests: Iterable[str]) -> list[str]:
 def _digest_of(words: str, *files: str) -> str:
     digest = hashlib.sha256(words.encode())
     for file in files:
-        digest.update((ROOT / file).read_bytes())
+        digest.update(_content(file))
     return digest.hexdigest()[:16]
+
+
+@cache
+def _content(file: str) -> bytes:
+    """As it was when it was copied, whoever writes to it meanwhile."""
+    return (ROOT / file).read_bytes()
 
 
 def _run(rows: Sequence[Mutant], kept: Kept, most: int) -> None:
