@@ -21,8 +21,8 @@ endif
 # Most of a test's time is waiting, so there are twice as many processes as the cores that this was measured on.
 PYTEST = $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo orders test test-long durations mutants check format bench bench-quick bench-report lock sbom version-before \
-	clean
+.PHONY: help demo orders test test-long durations mutants golden check format bench bench-quick bench-report lock sbom \
+	version-before clean
 
 help: ## this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,10 @@ durations: $(VENV)/.dev ## run the tests and keep the seconds of each file, by w
 
 mutants: $(VENV)/.dev ## each rule of the protocol taken out, to see that its tests notice; ARGS="J3 K" chooses, --list, --again
 	@$(BIN)/python -m tests.mutants.run $(ARGS)
+
+golden: $(VENV)/.dev ## write again what each command answers, in tests/cli/golden; look at the difference
+	@GOLDEN=renew $(BIN)/python -m pytest -n 0 -q tests/cli/test_golden.py $(ARGS)
+	@git diff --stat -- tests/cli/golden
 
 check: $(VENV)/.dev ## style, types and import layers
 	@$(BIN)/ruff check .

@@ -1,0 +1,100 @@
+"""What each command answers, as files: `golden/*.txt`, which `make golden` writes again."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from pathlib import Path
+
+import click
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from idemconsumer.cli.main import main
+from tests.cli.seeding import begin, seed
+from tests.cli.transcripts import Shell, Typed, typed
+from tests.support.servers.made import PostgresServer
+from tests.support.servers.postgres import fresh_database
+
+GOLDEN = Path(__file__).parent / "golden"
+FILES = sorted(GOLDEN.glob("*.txt"))
+ENDLESS = {"demo", "dev"}  # they have tests of their own
+CHANGING = {"dev", "migrate_up", "prune", "publish", "run"}
+
+
+def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """All, groups too, with the words by which they are typed."""
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from commands(below, (*path, name))
+
+
+COMMANDS = {"_".join(path) or "idemconsumer": command for path, command in commands(main)}
+
+
+@pytest.fixture(scope="module")
+def seeded(postgres18: PostgresServer) -> Iterator[str]:
+    """A database to copy."""
+    with fresh_database(postgres18.dsn) as dsn:
+        seed(dsn)
+        yield dsn
+
+
+@pytest.fixture(scope="module")
+def shared(postgres18: PostgresServer, seeded: str) -> Iterator[str]:
+    """A copy for those commands that only read."""
+    with copied(postgres18, seeded) as dsn:
+        yield dsn
+
+
+def copied(server: PostgresServer, dsn: str) -> AbstractContextManager[str]:
+    return fresh_database(server.dsn, f"template {conninfo_to_dict(dsn)['dbname']}")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_it_answers_as_it_is_written(file: Path, postgres18: PostgresServer, seeded: str, shared: str) -> None:
+    written = file.read_text()
+    with copied(postgres18, seeded) if changes(file) else nullcontext(shared) as dsn:
+        begin(dsn)
+        answered = Shell(GOLDEN, dsn).transcript(command for command, _ in typed(written))
+    if os.environ.get("GOLDEN") == "renew":
+        file.write_text(answered)
+    elif answered != written:
+        before, after = written.splitlines(), answered.splitlines()
+        diff = "\n".join(difflib.unified_diff(before, after, f"golden/{file.name}", "answered", lineterm=""))
+        pytest.fail(f"{diff}\nIf this is meant: `make golden`, and look at the difference.", pytrace=False)
+
+
+def changes(file: Path) -> bool:
+    """Whoever decides anything can say `by` whom."""
+    command = COMMANDS[file.stem]
+    return file.stem in CHANGING or any(parameter.name == "by" for parameter in command.params)
+
+
+def test_each_command_has_a_file_with_every_kind_of_answer() -> None:
+    assert {file.stem for file in FILES} == COMMANDS.keys()
+    assert list(chain.from_iterable(lacking(file, COMMANDS[file.stem]) for file in FILES)) == []
+
+
+def lacking(file: Path, command: click.Command) -> Iterator[str]:
+    found = list(typed(file.read_text()))
+    path = [] if file.stem == "idemconsumer" else file.stem.split("_")
+    yield from (f"{file.name}: another command, {each.line}" for each, _ in found if each.words[: len(path)] != path)
+    needed = {("--help", True), ("text", False)}
+    if not isinstance(command, click.Group) and file.stem not in ENDLESS:
+        needed.add(("text", True))
+        if any(parameter.name == "as_json" for parameter in command.params):
+            needed.add(("--json", True))
+    for kind, well in sorted(needed - {(kind_of(each), code == 0) for each, code in found}):
+        yield f"{file.name}: no {kind} that ends {'well' if well else 'in a failure'}"
+
+
+def kind_of(command: Typed) -> str:
+    return next((word for word in ("--help", "--json") if word in command.words), "text")
