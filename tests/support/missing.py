@@ -52,10 +52,8 @@ class Missing:
 
     @pytest.hookimpl(tryfirst=True)  # before their number is printed
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        if os.environ.get("CI"):
-            return
         for item in session.items:
-            if lacks := self._lacks(item):
+            if not os.environ.get("CI") and (lacks := self._lacks(item)):
                 self._skipped += 1
                 item.add_marker(pytest.mark.skip(f"missing: {', '.join(lacks)}"))
         if self._input is not None and self._input["workerid"] == "gw0":
