@@ -72,7 +72,7 @@ ACTS = idempotent_handler(SOURCE, key="id", name="acts")(act)
 LOOKS = idempotent_handler(SOURCE, key="id", name="looks")(looks)
 ONCE = idempotent_handler(SOURCE, key="id", name="once", max_attempts=1)(act)
 TENANTS = idempotent_handler(SOURCE, key="id", name="tenants", tenant="id")(act)
-DEFERRED = idempotent_handler(SOURCE, key="id", name="deferred", on_busy="defer")(act)
+DEFERRED = idempotent_handler(SOURCE, key="id", name="deferred", wait="0s")(act)
 
 
 class World:

@@ -277,7 +277,7 @@ class App(SagaCalls, Accepting, Pausing):
         yourself, by the outcome, and only after this returns; `retrying` and `busy` mean that it is not done. One
         attempt per call; the first call opens the database named by the settings, and makes the resources; `close`
         closes them. A saga runs in this call, under a lease of this process; one that another process runs is waited
-        for as its handler says (`on_busy`, `wait`). Not guaranteed: that what this process leaves unfinished is
+        for as its handler says (`wait`). Not guaranteed: that what this process leaves unfinished is
         resumed; that takes a worker, or another call. Raises StoreUnavailable when nothing could be decided.
         """
         chosen = self._decorated(handler or self._handler_of(message.source))

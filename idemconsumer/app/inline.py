@@ -81,7 +81,7 @@ class InlineRunner:
         await self._resources.close()
 
     async def process(self, handler: BoundHandler, message: Message) -> Outcome:
-        """One message to the end of one attempt. A saga that another run holds is waited for, if its handler waits."""
+        """One message to the end of one attempt. A saga that another run holds is waited for as its handler says."""
         if not self._resourceful:
             await self._open_resources()
         work = Work.of(handler, message, own_id=message.position or message.message_id or None)
@@ -89,8 +89,8 @@ class InlineRunner:
             return await self._joined(work)
         lease = self._saga_lease or await self._open_saga_lease(handler)
         outcome = await lease.engine.run(work, _settled_by_caller, unfed=True)
-        waits = handler.options.on_busy == "wait" and outcome.kind is OutcomeKind.BUSY
-        if waits and await self._results.over(work.key, handler.options.wait) is not None:
+        wait = handler.options.wait if outcome.kind is OutcomeKind.BUSY else 0.0
+        if wait and await self._results.over(work.key, wait) is not None:
             (replayed,) = await self._engine.replay_committed([work])
             return replayed or outcome
         return outcome

@@ -128,7 +128,7 @@ class Engine:
     async def _run(self, group: Sequence[Work], *, defer: bool) -> list[Outcome]:
         """Empty if the first one turns out to have been begun before."""
         head = group[0]
-        defer = defer or head.handler.options.on_busy == "defer"
+        defer = defer or not head.handler.options.wait
         if head.refusal is not None:
             return [await self.endings.refuse(head, head.refusal)]
         together = _together(group)

@@ -46,7 +46,6 @@ class UnnamedOptions(TypedDict, total=False):
     retain_dead: Duration
     retain_dead_body: Duration
     delivery_log: Duration | None
-    on_busy: Literal["wait", "defer"]
     wait: Duration
     timeout: Duration
     max_attempts: int
@@ -94,8 +93,8 @@ class Options(UnnamedOptions, total=False):
       with its headers and the error's text. For ever by default.
     * `delivery_log`: how long what became of each delivery is kept for `idemconsumer explain`, e.g. "1d"; None keeps
       nothing of this handler. Default the setting, which is to keep nothing.
-    * `on_busy`, `wait`: what a delivery does while its key is held elsewhere: "wait" in its lane for up to `wait`
-      (default "10s"), or "defer" at once and let others pass.
+    * `wait`: how long a delivery waits in its lane while its key is held elsewhere, before it lets others pass. Default
+      "10s"; "0s" lets them pass at once.
     * `timeout`: how long one run may take. Default "30s".
     * `max_attempts`: runs before the message becomes a dead letter. Default 5.
     * `max_contention`: how long a message may collide with other transactions in this process, again and again and at
@@ -139,7 +138,6 @@ class Resolved:
     retain_dead: float | None = None
     retain_dead_body: float | None = None
     delivery_log: float | None = None
-    on_busy: Literal["wait", "defer"] = "wait"
     wait: float = 10.0
     timeout: float = 30.0
     max_attempts: int = 5
@@ -183,7 +181,6 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
         "retain_dead": _positive,
         "retain_dead_body": _positive,
         "delivery_log": lambda h, o, v: 0.0 if v is None else _positive(h, o, v),
-        "on_busy": lambda h, o, v: _one_of(h, o, v, "wait", "defer"),
         "wait": _seconds,
         "timeout": _run,
         "max_attempts": lambda h, o, v: _integer(h, o, v, 1, 1_000),

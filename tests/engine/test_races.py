@@ -205,7 +205,7 @@ async def test_a_wait_that_is_over_says_busy_and_nothing_is_lost(
 
 
 async def test_who_defers_does_not_wait_at_all(ledger: Ledger, store: PostgresStore, meeting: Meeting) -> None:
-    @idempotent_handler(SOURCE, key="id", on_busy="defer", group_size=8, wait="1h")
+    @idempotent_handler(SOURCE, key="id", wait="0s", group_size=8)
     async def held(order: dict[str, Any], tx: Tx) -> None:
         await write(tx, order["id"])
         if order["id"] == "held":
@@ -244,7 +244,7 @@ async def test_many_messages_in_many_lanes_of_two_processes_are_each_applied_onc
 ) -> None:
     """No script, only load: 60 messages, delivered to 8 lanes, to each in a different order."""
 
-    @idempotent_handler(SOURCE, key="id", group_size=16, on_busy="defer")
+    @idempotent_handler(SOURCE, key="id", group_size=16, wait="0s")
     async def grouped(order: dict[str, Any], tx: Tx) -> None:
         await write(tx, order["id"])
 

@@ -250,7 +250,7 @@ async def test_who_catches_the_error_of_a_statement_catches_it_where_it_always_d
 async def test_a_duplicate_and_a_held_key_in_between_do_not_shift_the_blame(
     ledger: Ledger, engine: Engine, store: PostgresStore
 ) -> None:
-    @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=1, on_busy="defer")
+    @idempotent_handler(SOURCE, key="id", group_size=8, max_attempts=1, wait="0s")
     async def inserts(order: dict[str, Any], tx: Tx) -> None:
         runs[order["id"]] += 1
         await tx.execute(INSERT, (order["id"],))

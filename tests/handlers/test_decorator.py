@@ -337,16 +337,16 @@ def test_an_unknown_option_names_the_nearest_and_all() -> None:
 
 def test_options_are_resolved_to_seconds() -> None:
     options = bound().options
-    assert (options.group_size, options.max_attempts, options.on_busy) == (None, 5, "wait")
+    assert (options.group_size, options.max_attempts, options.wait) == (None, 5, 10.0)
     assert options.max_contention == 3_600.0
     assert (options.retain, options.wait, options.timeout) == (1_209_600.0, 10.0, 30.0)
     assert (options.backoff, options.fail_on, options.retry_on) == (Backoff(0.5, 2.0, 30.0), (), None)
     given = bound(
-        retain=timedelta(days=1), wait=0, timeout="2m", max_attempts=1, on_busy="defer", group_size=128,
+        retain=timedelta(days=1), wait=0, timeout="2m", max_attempts=1, group_size=128,
         backoff="100ms, 2s", retry="inline", fail_on=(ValueError,), retry_on=(OSError, KeyError),
     ).options  # fmt: skip
     assert (given.retain, given.wait, given.timeout) == (86_400.0, 0.0, 120.0)
-    assert (given.max_attempts, given.on_busy, given.group_size) == (1, "defer", 128)
+    assert (given.max_attempts, given.group_size) == (1, 128)
     assert given.backoff == Backoff(0.1, 2.0, 2.0)
     assert (given.fail_on, given.retry_on) == ((ValueError,), (OSError, KeyError))
 
@@ -369,7 +369,6 @@ def test_options_are_resolved_to_seconds() -> None:
         ("retain", "36501d", "is longer than 100 years"),
         ("timeout", -1, "is not a duration"),
         ("wait", None, "is not a duration"),
-        ("on_busy", "skip", 'write "wait" or "defer"'),
         ("retry", "later", 'write "inline" or "scheduled"'),
         ("backoff", "1s", '"0.5s, 30s"'),
         ("backoff", ("1s", "2s", "3s"), '"0.5s, 30s"'),

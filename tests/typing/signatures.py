@@ -347,7 +347,7 @@ async def use(tx: Tx, message: Message, order: Transfer) -> None:
 
 idempotent_handler("kafka:transfers")  # type: ignore[call-arg]
 idempotent_handler("kafka:transfers", key=5)  # type: ignore[arg-type]
-idempotent_handler("kafka:transfers", key="id", on_busy="skip")  # type: ignore[arg-type]
+idempotent_handler("kafka:transfers", key="id", envelope="skip")  # type: ignore[arg-type]
 idempotent_handler("kafka:transfers", key="id", retian="1d")  # type: ignore[call-arg]
 idempotent_handler("kafka:transfers", key=lambda message: 5)  # type: ignore[arg-type, return-value]
 

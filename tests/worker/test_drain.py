@@ -145,7 +145,7 @@ async def test_a_drain_leaves_the_room_and_a_lane_that_waits_for_it(
     monkeypatch.setattr(capacity, "ROOM", 1)
     busy = [f"busy-{n}" for n in range(3)]
     bench.enqueue("q", *map(Item, busy))
-    app = app_with(Gate(), "postgres:q", on_busy="defer", order_by="entity")
+    app = app_with(Gate(), "postgres:q", wait="0s", order_by="entity")
     async with (
         bench.rival(digest("drain", None, "handle", busy[0])),
         bench.rival(digest("drain", None, "handle", busy[1])),

@@ -85,7 +85,7 @@ async def test_a_delivery_follows_the_one_of_its_key_that_is_in_flight_and_never
     started, go = asyncio.Event(), asyncio.Event()
 
     # Ordered by something that differs between two deliveries of one key: only the lane rule brings them together.
-    @app.idempotent_handler("memory:q", key="id", order_by="entity", fingerprint=None, on_busy="defer")
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", fingerprint=None, wait="0s")
     async def handle(item: Item, tx: Tx) -> None:
         await note(tx, item)
         if item.id == "same":

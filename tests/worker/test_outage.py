@@ -163,7 +163,7 @@ async def test_a_record_table_that_somebody_locks_while_the_room_looks_is_waited
 ) -> None:
     app = App("outage")
 
-    @app.idempotent_handler("memory:q", key="id", on_busy="defer")
+    @app.idempotent_handler("memory:q", key="id", wait="0s")
     async def handle(item: Item, tx: Tx) -> None:
         await note(tx, item)
 

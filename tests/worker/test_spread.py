@@ -76,7 +76,7 @@ async def test_what_has_an_order_waits_for_its_lane_and_what_has_none_does_not(b
 async def test_deliveries_of_one_key_never_meet_as_rivals(bench: Bench) -> None:
     app, started, go = App("spread"), asyncio.Event(), asyncio.Event()
 
-    @app.idempotent_handler("memory:q", key="id", fingerprint=None, on_busy="defer", group_size=4)
+    @app.idempotent_handler("memory:q", key="id", fingerprint=None, wait="0s", group_size=4)
     async def handle(item: Item, tx: Tx) -> None:
         await note(tx, item)
         if item.id == "same":

@@ -51,7 +51,7 @@ async def test_a_busy_message_that_waits_stops_its_lane_until_its_rival_ends(ben
 async def test_a_busy_message_that_is_deferred_lets_its_lane_go_on(bench: Bench) -> None:
     app = App(APP)
 
-    @app.idempotent_handler("memory:q", key="id", order_by="entity", on_busy="defer", group_size=4)
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", wait="0s", group_size=4)
     async def handle(item: Item, tx: Tx) -> None:
         await note(tx, item)
 
@@ -116,7 +116,7 @@ async def test_a_full_room_stops_the_lane_and_says_so_once(
     app = App(APP)
 
     # What is behind busy ones in a group of theirs may run.
-    @app.idempotent_handler("memory:q", key="id", order_by="entity", on_busy="defer", group_size=1)
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", wait="0s", group_size=1)
     async def handle(item: Item, tx: Tx) -> None:
         await note(tx, item)
 
@@ -161,7 +161,7 @@ async def test_the_room_settles_at_once_what_its_rivals_have_committed(bench: Be
     def app_on(source: str, group_size: int) -> App:
         app = App(APP)  # of one name, so that they are two workers of one service
 
-        @app.idempotent_handler(source, key="id", on_busy="defer", group_size=group_size)
+        @app.idempotent_handler(source, key="id", wait="0s", group_size=group_size)
         async def handle(item: Item, tx: Tx) -> None:
             await note(tx, item)
             if item.id == names[-1]:
@@ -206,7 +206,7 @@ async def test_a_conflict_in_the_room_is_not_settled_before_its_dead_letter(
     def app_on(source: str) -> App:
         app = App(APP)
 
-        @app.idempotent_handler(source, key="id", on_busy="defer")
+        @app.idempotent_handler(source, key="id", wait="0s")
         async def handle(item: Item, tx: Tx) -> None:
             await note(tx, item)
             started.set()
@@ -235,7 +235,7 @@ async def test_a_conflict_in_the_room_is_not_settled_before_its_dead_letter(
 async def test_the_room_starts_nothing_more_in_the_midst_of_a_round(bench: Bench, end: str) -> None:
     app, gone = App(APP), asyncio.Event()
 
-    @app.idempotent_handler("memory:q", key="id", order_by="entity", on_busy="defer", group_size=1)
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", wait="0s", group_size=1)
     async def handle(item: Item, tx: Tx) -> None:
         lanes = running.worker._lanes
         assert lanes is not None
