@@ -23,7 +23,15 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, JoinedStore, NextAttempt
 from idemconsumer.redaction import traceback_text
 from idemconsumer.rules.values import Found, Outcome, OutcomeKind, Record, State
-from idemconsumer.rules.verdicts import Failure, Verdict, after_failure, contention_pause, refused, retryable
+from idemconsumer.rules.verdicts import (
+    MAX_CONTENTION,
+    Failure,
+    Verdict,
+    after_failure,
+    contention_pause,
+    refused,
+    retryable,
+)
 
 
 @dataclass(slots=True)
@@ -206,9 +214,9 @@ class Endings:
         )
 
     async def collided(self, work: Work, contention: Contention) -> Outcome:
-        """No message is at fault, so it costs no attempt (B3), until it has collided for `max_contention` (B15)."""
+        """No message is at fault, so it costs no attempt (B3), until it has collided for an hour (B15)."""
         streak = self.contended.collided(work.key)
-        if streak.seconds >= work.handler.options.max_contention:
+        if streak.seconds >= MAX_CONTENTION:
             return await self.bury(work, "contended", streak.describe(contention))
         return self._free_retry(work, contention, streak.collisions)
 

@@ -49,7 +49,6 @@ class UnnamedOptions(TypedDict, total=False):
     wait: Duration
     timeout: Duration
     max_attempts: int
-    max_contention: Duration
     backoff: Backoff | tuple[Duration, Duration] | str
     retry: Literal["inline", "scheduled"]
     lease: Duration
@@ -97,8 +96,6 @@ class Options(UnnamedOptions, total=False):
       "10s"; "0s" lets them pass at once.
     * `timeout`: how long one run may take. Default "30s".
     * `max_attempts`: runs before the message becomes a dead letter. Default 5.
-    * `max_contention`: how long a message may collide with other transactions in this process, again and again and at
-      no cost of an attempt, before it becomes a dead letter. Default "1h".
     * `backoff`: a Backoff, (first, cap) or "first, cap". Default half a second, doubling, at most 30 s.
     * `retry`: where a message waits for its next attempt. "inline" (default): in the worker, unsettled. "scheduled":
       stored in the database and settled, so that the pauses may be of any length, and any worker goes on; it gives up
@@ -141,7 +138,6 @@ class Resolved:
     wait: float = 10.0
     timeout: float = 30.0
     max_attempts: int = 5
-    max_contention: float = 3_600.0
     backoff: Backoff = Backoff()
     retry: Literal["inline", "scheduled"] = "inline"
     lease: float = 30.0
@@ -184,7 +180,6 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
         "wait": _seconds,
         "timeout": _run,
         "max_attempts": lambda h, o, v: _integer(h, o, v, 1, 1_000),
-        "max_contention": _positive,
         "backoff": _backoff,
         "lease": _lease,
         "version": _version,

@@ -15,6 +15,7 @@ from idemconsumer.errors import Reject, Retry
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.values import ENDED, Found, Mark, Outcome, OutcomeKind, Record, State
 
+MAX_CONTENTION: Final = 3_600.0  # seconds of nothing but collisions, until a person is to look (B15)
 _MOST_TEXT: Final = 4_000  # characters
 
 

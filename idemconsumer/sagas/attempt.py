@@ -27,7 +27,7 @@ from idemconsumer.rules import saga as rules
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.saga import ANY_VERSION, LastResort, Start
 from idemconsumer.rules.values import Outcome, OutcomeKind, State, StepRow
-from idemconsumer.rules.verdicts import refused, retryable
+from idemconsumer.rules.verdicts import MAX_CONTENTION, refused, retryable
 from idemconsumer.sagas.children import Children, ChildRuns
 from idemconsumer.sagas.endings import At, Endings, describe_in
 from idemconsumer.sagas.functions import StepFunctions
@@ -381,12 +381,12 @@ class Attempt:
         return await endings.put_aside("undo_failed", text, error)
 
     async def _collided(self, collision: Contention) -> Outcome:
-        """It costs no attempt (B3), until the saga has done nothing else for `max_contention` (B15)."""
+        """It costs no attempt (B3), until the saga has done nothing else for an hour (B15)."""
         saga = self._saga
         # Between two collisions here, another worker may have brought it further.
         progress = (saga.state, saga.attempt, None if self.run is None else self.run.recovery_point)
         streak = self._contended.collided(saga.key, progress)
-        if streak.seconds >= self._options.max_contention:
+        if streak.seconds >= MAX_CONTENTION:
             return await self._endings.put_aside("contended", streak.describe(collision))
         return await self._endings.collided(collision, streak.collisions)
 

@@ -84,18 +84,6 @@ async def test_an_hour_is_one_of_nothing_but_collisions(
     assert (reasons[0], reasons[2], ledger.letters) == ("contention", "contention", [])
 
 
-async def test_the_length_of_the_hour_is_the_handlers(ledger: Ledger, engine: Engine, clock: Clock) -> None:
-    @idempotent_handler(SOURCE, key="id", max_contention="5m")
-    async def impatient(order: dict[str, Any], tx: Tx) -> None:
-        await collide(tx)
-
-    reasons = []
-    with a_lock_is_taken(ledger.dsn):
-        for clock.now in (0.0, 299.0, 300.0):
-            reasons.append((await engine.process(*works(impatient, 1))).reason)
-    assert reasons == ["contention", "contention", "contended"]
-
-
 def test_pauses_are_short_at_first_and_grow_to_half_a_minute() -> None:
     assert [round(contention_pause(n, 0.0), 3) for n in (1, 2, 5, 10)] == [0.024, 0.029, 0.05, 0.124]
     pauses = [contention_pause(n, 0.5) for n in range(1, 60)]

@@ -338,7 +338,6 @@ def test_an_unknown_option_names_the_nearest_and_all() -> None:
 def test_options_are_resolved_to_seconds() -> None:
     options = bound().options
     assert (options.group_size, options.max_attempts, options.wait) == (None, 5, 10.0)
-    assert options.max_contention == 3_600.0
     assert (options.retain, options.wait, options.timeout) == (1_209_600.0, 10.0, 30.0)
     assert (options.backoff, options.fail_on, options.retry_on) == (Backoff(0.5, 2.0, 30.0), (), None)
     given = bound(
