@@ -25,6 +25,7 @@ select not exists (select from pg_class where relnamespace = 'public'::regnamesp
 """
 _templates: dict[tuple[str, str, str], str] = {}  # by server and schema
 # Waits for whoever still writes, as TRUNCATE would, and makes no new files, which takes a millisecond for each table.
+# Scopes stay: they are never deleted, and open stores know their numbers.
 _EMPTY: LiteralString = """
 do $$
 declare
@@ -34,7 +35,7 @@ begin
     for own in
         select c.oid::regclass as name, pg_relation_size(c.oid) > 1000000 as large from pg_class as c
         where c.relkind = 'r' and pg_relation_size(c.oid) > 0
-            and (c.relnamespace = 'idemconsumer'::regnamespace and c.relname <> 'migration'
+            and (c.relnamespace = 'idemconsumer'::regnamespace and c.relname not in ('migration', 'scope')
                 or c.relnamespace = 'public'::regnamespace and c.relname = {})
         order by c.oid
     loop
@@ -101,7 +102,7 @@ def fresh_database(dsn: str, options: LiteralString = "") -> Iterator[str]:
 
 
 def emptied(connection: psycopg.Connection, witness: str) -> None:
-    """Our tables have no rows any more, but for the migrations, and nor has the one in which tests count effects."""
+    """Our tables, but for migrations and scopes, have no rows any more; nor has the one in which tests count effects."""
     connection.execute(sql.SQL(_EMPTY).format(sql.Literal(witness)))
 
 
