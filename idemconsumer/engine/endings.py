@@ -15,13 +15,14 @@ from idemconsumer.engine.letters import dead_letter
 from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import BadMessage, CommitUnknown, ConnectionLost, Contention, Fenced, Retry
-from idemconsumer.handlers.durations import MAX_INLINE_DELAY, retry_delay
+from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.logs import log
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, JoinedStore, NextAttempt
 from idemconsumer.redaction import traceback_text
+from idemconsumer.rules.backoff import MAX_UNSETTLED
 from idemconsumer.rules.values import Found, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import (
     MAX_CONTENTION,
@@ -124,7 +125,7 @@ class Endings:
         """D17: all messages of its handler fail, so this one is not to blame."""
         self.contended.ended(work.key)
         work.spared += 1
-        due = work.handler.options.backoff.delay(work.attempts + work.spared, self._chance())
+        due = min(MAX_UNSETTLED, work.handler.options.backoff.delay(work.attempts + work.spared, self._chance()))
         kind = OutcomeKind.RETRYING
         return Outcome(kind, due=due, attempt=work.attempt - 1, reason="failing", error=type(error).__name__)
 
@@ -149,7 +150,7 @@ class Endings:
         if work.attempts >= work.handler.options.max_attempts:
             return await self.bury(work, "lost_connection", describe(loss), loss)
         await self.count(work, loss)
-        return self._hold(work, loss, self._pause(work, loss, work.attempts))
+        return self._hold(work, loss, min(MAX_UNSETTLED, self._pause(work, loss, work.attempts)[0]))
 
     async def conclude(self, work: Work, error: Exception) -> Outcome:
         """What follows from a failure that was counted."""
@@ -158,13 +159,15 @@ class Endings:
             reason = "attempts_exhausted" if retryable(error, options.retry_on) else "not_retryable"
             return await self.bury(work, reason, describe(error), error)
         later = await self._put_off(work, error, counted=True)
-        return later or self._hold(work, error, self._pause(work, error, work.attempts))
+        return later or self._hold(work, error, self._pause(work, error, work.attempts)[0])
 
-    def _pause(self, work: Work, error: Exception, attempts: int) -> float:
-        """Seconds until the attempt after so many that failed."""
+    def _pause(self, work: Work, error: Exception, attempts: int) -> tuple[float, bool]:
+        """Seconds until the attempt after so many that failed, and whether a worker stores it for that time (D7)."""
         if isinstance(error, Retry) and error.after is not None:
-            return retry_delay(error.after, work.handler.name)
-        return work.handler.options.backoff.delay(attempts, self._chance())
+            due = retry_delay(error.after, work.handler.name)
+            return due, due > MAX_UNSETTLED
+        backoff = work.handler.options.backoff
+        return backoff.delay(attempts, self._chance()), backoff.stores(attempts)
 
     def _hold(self, work: Work, error: Exception, due: float) -> Outcome:
         return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempts, reason="retry", error=type(error).__name__)
@@ -173,8 +176,8 @@ class Endings:
         """Store it until its next attempt, with its failure unless that is `counted` (D18). None: it is to be held, or
         no attempt is left."""
         handler = work.handler
-        due = self._pause(work, error, work.attempts + (not counted))
-        if not self._in_worker or (handler.options.retry == "inline" and due <= MAX_INLINE_DELAY):
+        due, stored = self._pause(work, error, work.attempts + (not counted))
+        if not (stored and self._in_worker):
             return None
         later = NextAttempt(
             queue=handler.retry_source.partition(":")[2],

@@ -10,11 +10,9 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.logs import log
 from idemconsumer.ports.handler import Duration
 
-MAX_INLINE_DELAY = 30.0  # seconds; longer pauses are stored (D7)
 MAX_RUN = 20 * 86_400.0  # seconds; Postgres and the kernel count them as milliseconds in 31 bits
 MAX_DURATION = 36_500 * 86_400.0  # seconds; times of the database end some thousands of years from now
 MIN_LEASE = 1.0  # seconds; it is renewed three times in that time
-MAX_INLINE_TOTAL = 15 * 60.0  # seconds; RabbitMQ closes a channel that leaves a delivery unacked for 30 minutes
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*", re.ASCII)
 

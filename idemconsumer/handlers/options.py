@@ -9,13 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypedDict
 
 from idemconsumer.errors import ConfigurationError, HandlerError
-from idemconsumer.handlers.durations import (
-    MAX_INLINE_DELAY,
-    MAX_INLINE_TOTAL,
-    MAX_RUN,
-    MIN_LEASE,
-    parse_duration,
-)
+from idemconsumer.handlers.durations import MAX_RUN, MIN_LEASE, parse_duration
 from idemconsumer.message.envelopes import Envelope
 from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message
@@ -50,7 +44,6 @@ class UnnamedOptions(TypedDict, total=False):
     timeout: Duration
     max_attempts: int
     backoff: Backoff | tuple[Duration, Duration] | str
-    retry: Literal["inline", "scheduled"]
     lease: Duration
     version: str
     on_stale: Literal["resume", "review"]
@@ -96,10 +89,9 @@ class Options(UnnamedOptions, total=False):
       "10s"; "0s" lets them pass at once.
     * `timeout`: how long one run may take. Default "30s".
     * `max_attempts`: runs before the message becomes a dead letter. Default 5.
-    * `backoff`: a Backoff, (first, cap) or "first, cap". Default half a second, doubling, at most 30 s.
-    * `retry`: where a message waits for its next attempt. "inline" (default): in the worker, unsettled. "scheduled":
-      stored in the database and settled, so that the pauses may be of any length, and any worker goes on; it gives up
-      its place in an order. Not for sagas, which are always stored.
+    * `backoff`: a Backoff, (first, cap) or "first, cap". Default half a second, doubling, at most 30 s. Up to 30 s, and
+      15 minutes in all, a message pauses in its worker, unsettled and in its place in an order. For a longer pause it
+      is stored in the database and settled: any worker goes on, and it gives up its place. Sagas are always stored.
     * `lease` (sagas): how long others wait for a lost worker before they take its sagas over. Default "30s"; the
       shortest of a worker's handlers counts, and bounds the transaction of each of their steps.
     * `version` (sagas): raise it when the steps change so that sagas already begun must not go on by themselves.
@@ -139,7 +131,6 @@ class Resolved:
     timeout: float = 30.0
     max_attempts: int = 5
     backoff: Backoff = Backoff()
-    retry: Literal["inline", "scheduled"] = "inline"
     lease: float = 30.0
     version: str | None = None
     on_stale: Literal["resume", "review"] = "resume"
@@ -183,7 +174,6 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
         "backoff": _backoff,
         "lease": _lease,
         "version": _version,
-        "retry": lambda h, o, v: _one_of(h, o, v, "inline", "scheduled"),
         "settle": lambda h, o, v: _one_of(h, o, v, "claimed", "finished"),
         "on_stale": lambda h, o, v: _one_of(h, o, v, "resume", "review"),
         "max_duration": _positive,
@@ -197,23 +187,16 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
     return Resolved(**{name: check(handler, name, given[name]) for name, check in read.items() if name in given})
 
 
-def check_pauses(handler: str, options: Resolved, *, saga: bool) -> None:
-    """Refuse a `backoff` that would hold a delivery too long (D7). A saga, and what is to be "scheduled", is stored
-    while it waits. Raises HandlerError."""
-    if not (options.settle == "finished" if saga else options.retry == "inline"):
-        return
-    pauses, backoff = options.max_attempts - 1, options.backoff
-    longest = backoff.delay(pauses, 0.0) if pauses else 0.0
-    if longest > MAX_INLINE_DELAY:
-        held = "keep the saga's delivery unsettled" if saga else "stop the handler's lane"
-        problem = f"a `backoff` of {longest:g} s would {held} for more than {MAX_INLINE_DELAY:g} s"
-    elif backoff.longest(pauses) >= MAX_INLINE_TOTAL:
-        minutes = backoff.longest(pauses) / 60
-        problem = f"{options.max_attempts} attempts would pause for {minutes:.0f} minutes in all; the limit is 15"
-    else:
-        return
-    instead = 'write settle="claimed", which settles' if saga else 'write retry="scheduled", which stores'
-    raise HandlerError(handler, problem, f"lower `backoff` or `max_attempts`, or {instead} a message meanwhile")
+def check_pauses(handler: str, options: Resolved) -> None:
+    """Refuse a `backoff` that would keep the delivery of a saga unsettled for too long (D7). Raises HandlerError."""
+    pauses = options.max_attempts - 1
+    if options.settle == "finished" and pauses and options.backoff.stores(pauses):
+        raise HandlerError(
+            handler,
+            f"{pauses} pauses of its `backoff` would keep the saga's delivery unsettled for more than 30 s, or for 15 "
+            "minutes in all",
+            'lower `backoff` or `max_attempts`, or write settle="claimed", which settles a message meanwhile',
+        )
 
 
 def _integer(handler: str, option: str, value: Any, least: int, most: int) -> int:

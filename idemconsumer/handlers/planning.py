@@ -26,9 +26,8 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
     options = resolve(name, given)
     _check_sources(name, sources)
     signature = read_signature(name, fn)
-    if signature.needs_saga and "retry" in given:
-        raise HandlerError(name, "`retry` is not for sagas", "remove it: a saga is stored while it waits, in any case")
-    check_pauses(name, options, saga=signature.needs_saga)
+    if signature.needs_saga:
+        check_pauses(name, options)
     _check_reply(name, sources, options, leased=signature.needs_saga)
     if (to := options.dead_letter_to) is not None and any(consumes(source, to) for source in sources):
         raise HandlerError(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.rules.verdicts import backoff
+
+MAX_UNSETTLED: Final = 30.0  # seconds that a message may pause at its broker, in its place in an order
+_MAX_UNSETTLED_IN_ALL: Final = 15 * 60.0  # RabbitMQ closes a channel that leaves a delivery unacked for 30 minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,10 @@ class Backoff:
     def delay(self, attempt: int, jitter: float) -> float:
         """Seconds to pause after `attempt` (from 1). `jitter` in [0, 1) takes off up to a quarter."""
         return backoff(attempt, first=self.first, factor=self.factor, cap=self.cap, jitter=jitter)
+
+    def stores(self, attempt: int) -> bool:
+        """Whether the pause after `attempt` is too long to be made unsettled, by itself or with those before (D7)."""
+        return self.delay(attempt, 0.0) > MAX_UNSETTLED or self.longest(attempt) >= _MAX_UNSETTLED_IN_ALL
 
     def longest(self, pauses: int) -> float:
         """The most seconds that `pauses` of them can take together."""

@@ -14,12 +14,12 @@ from idemconsumer.engine.letters import dead_letter
 from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import Contention, Retry
-from idemconsumer.handlers.durations import MAX_INLINE_DELAY, retry_delay
+from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.redaction import traceback_text
-from idemconsumer.rules.backoff import Backoff
+from idemconsumer.rules.backoff import MAX_UNSETTLED, Backoff
 from idemconsumer.rules.saga import overdue_in
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.rules.verdicts import contention_pause
@@ -83,7 +83,7 @@ class Endings:
         if isinstance(error, Retry) and error.after is not None:
             delay = retry_delay(error.after, self._handler.name)
         if self._handler.options.settle == "finished":  # its delivery is held meanwhile
-            delay = min(delay, MAX_INLINE_DELAY)
+            delay = min(delay, MAX_UNSETTLED)
         return await self._release(error, text, delay, count=count)
 
     async def leave_to_newer(self, error: BaseException) -> Outcome:

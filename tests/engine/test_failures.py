@@ -96,6 +96,14 @@ async def test_a_retry_says_when_and_a_bad_when_does_not_stop_the_worker(
     assert (outcome.kind, outcome.due) == ("retrying", due)
 
 
+async def test_what_fails_with_all_others_is_tried_again_within_half_a_minute(store: PostgresStore) -> None:
+    """At no cost of an attempt (D17), so it is not stored; and once the others succeed it is not to wait for hours."""
+    engine = Engine(store, watched=True)
+    outcomes = [await engine.process(*works(failing(ValueError(), backoff="1h, 1h"), n)) for n in range(8)]
+    assert [outcome.reason for outcome in outcomes] == ["scheduled"] * 4 + ["failing"] * 4
+    assert all(outcome.due is not None and (outcome.due > 30) is (outcome.state is not None) for outcome in outcomes)
+
+
 async def test_a_retry_that_is_asked_for_for_ever_ends_as_a_dead_letter(ledger: Ledger, engine: Engine) -> None:
     outcomes = await to_the_end(engine, works(failing(Retry(), max_attempts=3, retry_on=(OSError,)), 1))
     assert (kinds(outcomes), ledger.letters) == (["dead"], [("attempts_exhausted", 1)])

@@ -141,6 +141,16 @@ async def test_from_the_third_on_it_is_on_record_before_it_runs_and_runs_alone(l
     assert losing.runs == {"a": 4, "bad": 6, "b": 1}, "those before it are committed once it runs alone"
 
 
+async def test_between_two_counted_losses_it_pauses_for_half_a_minute_at_most(engine: Engine) -> None:
+    losing, pauses = Losing(ends_its_session, max_attempts=3, backoff="1h, 1h"), list[float | None]()
+    (work,) = works(losing.handler, "bad")
+    async with asyncio.timeout(3 * PATIENCE):
+        while not pauses:
+            with suppress(StoreUnavailable):
+                pauses += [each.due for each in await engine.run([work]) if each.kind is OutcomeKind.RETRYING]
+    assert pauses == [30.0]
+
+
 @pytest.mark.parametrize("act", [ends_its_session, closes_it])
 async def test_an_item_of_a_batch_is_found(ledger: Ledger, engine: Engine, act: Act) -> None:
     @idempotent_handler(SOURCE, key="id", max_attempts=2, group_size=8)

@@ -69,9 +69,7 @@ if "CRASH_BATCHES" in os.environ:
 
 if "CRASH_SCHEDULED" in os.environ:
     app = App("crashing")
-    app.idempotent_handler(
-        SOURCE, key="id", group_size=1, concurrency=1, max_attempts=4, backoff="10ms, 10ms", retry="scheduled"
-    )(pay)
+    app.idempotent_handler(SOURCE, key="id", group_size=1, concurrency=1, max_attempts=4, backoff="1h, 1h")(pay)
 
 
 if "CRASH_PUBLISH" in os.environ:

@@ -40,14 +40,11 @@ class Shop:
         self.app = App("shop", publishes=())
         self.asked: list[str] = []
         self.answer: Callable[[Item, Tx, Message], Any] = lambda item, tx, message: NotDone()
-        options: Any = {"max_age": 1e-6, "reconcile": self.reconcile, "max_attempts": 3, "backoff": "1h, 1h",
-                        "retry": "scheduled"}  # fmt: skip
+        options: Any = {"max_age": 1e-6, "reconcile": self.reconcile, "max_attempts": 3, "backoff": "1h, 1h"}
 
         @self.app.idempotent_handler("memory:q", key="id", **options)
         async def pay(item: Item, tx: Tx) -> None:
             await note(tx, item)
-
-        del options["retry"]
 
         @self.app.idempotent_handler("memory:rides", key="id", **options | {"backoff": "20s, 20s"})
         async def ride(item: Item, saga: Saga) -> None: ...

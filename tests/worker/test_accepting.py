@@ -289,7 +289,7 @@ def test_each_state_is_told(bench: Bench) -> None:
 
 
 async def test_what_waits_for_its_next_attempt_is_pending_and_then_dead(bench: Bench) -> None:
-    shop = Shop(retry="scheduled", backoff="1h, 1h", max_attempts=2)
+    shop = Shop(backoff="1h, 1h", max_attempts=2)
     shop.act = lambda message: 1 / 0
     shop.app._settings = bench.settings()
     await shop.app.accept(shop.pay, Item("a"), key="k")
@@ -389,7 +389,7 @@ def test_a_rejection_says_no() -> None:
 @pytest.fixture
 async def hurried(bench: Bench) -> AsyncIterator[Shop]:
     """Everything it accepts is too old at once."""
-    shop = Shop(max_age=1e-6, retry="scheduled")
+    shop = Shop(max_age=1e-6, backoff="1h, 1h")
     shop.app._settings = bench.settings()
     yield shop
     await shop.app.close()

@@ -226,7 +226,7 @@ async def test_what_failed_is_awaited_as_before(bench: Bench) -> None:
 
 
 async def test_what_waits_for_its_next_attempt_is_not_taken_by_a_copy(bench: Bench) -> None:
-    shop = Shop(retry="scheduled", backoff="1h, 1h")
+    shop = Shop(backoff="1h, 1h")
     shop.app._settings = bench.settings()
     shop.act = lambda message: 1 / 0
     await shop.accept("a")
@@ -245,7 +245,7 @@ async def test_what_waits_for_its_next_attempt_is_not_taken_by_a_copy(bench: Ben
 
 async def test_a_copy_that_comes_after_a_kill_costs_what_waits_no_attempt(bench: Bench) -> None:
     """The worker was killed between storing the next attempt and telling the broker: the message comes as a suspect."""
-    shop = Shop(retry="scheduled", backoff="1h, 1h", max_attempts=3)
+    shop = Shop(backoff="1h, 1h", max_attempts=3)
     shop.app._settings = bench.settings()
     shop.act = lambda message: 1 / 0
     await shop.accept("a")

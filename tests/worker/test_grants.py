@@ -83,7 +83,7 @@ class Shop:
         self.app = App("shop")
         self.buggy = True
 
-        @self.app.idempotent_handler("postgres:orders", key="id", max_attempts=2, retry="scheduled", backoff="1h, 1h")
+        @self.app.idempotent_handler("postgres:orders", key="id", max_attempts=2, backoff="1h, 1h")
         async def order(item: Item, tx: Tx) -> str:
             if item.id == "rejected":
                 raise Reject("no")

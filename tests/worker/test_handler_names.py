@@ -30,7 +30,7 @@ class Service:
 
             return decorated
 
-        @handler("postgres:pays", retry="scheduled", backoff="1h, 1h", max_attempts=2)
+        @handler("postgres:pays", backoff="1h, 1h", max_attempts=2)
         async def pay(item: Item, tx: Tx) -> str:
             await note(tx, item)
             if self.fails:

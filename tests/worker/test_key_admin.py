@@ -52,7 +52,7 @@ async def explained(known: Keys) -> KeyDetail:
 
 
 async def test_a_story_is_told_from_the_first_failure_to_the_end(bench: Bench, known: Keys) -> None:
-    service = Service(retry="scheduled", backoff="1h, 1h")
+    service = Service(backoff="1h, 1h")
     await bench.publish("q", Item("a"))
     await bench.until_empty(service.app)
     found = await explained(known)
@@ -172,7 +172,7 @@ async def test_a_key_in_somebodys_hands_is_waited_for(bench: Bench, known: Keys)
 
 
 async def test_what_is_stored_or_a_sagas_is_neither_forgotten_nor_released(bench: Bench, known: Keys) -> None:
-    service = Service(retry="scheduled", backoff="1h, 1h")
+    service = Service(backoff="1h, 1h")
     await bench.publish("q", Item("a"))
     await bench.until_empty(service.app)
     app = App("shop")

@@ -63,7 +63,7 @@ async def take(order: dict, tx: Tx) -> None:
             while not pathlib.Path("go on").exists():
                 time.sleep(0.01)
 
-@app.idempotent_handler("postgres:mails", key="id", timeout="0.5s", retry="scheduled", backoff=("1h", "1h"))
+@app.idempotent_handler("postgres:mails", key="id", timeout="0.5s", backoff=("1h", "1h"))
 async def mail(order: dict, tx: Tx) -> None:
     raise Retry
 

@@ -160,7 +160,7 @@ async def test_a_rejection_is_an_outcome_too(bench: Bench) -> None:
 
 
 async def test_it_may_be_put_off_like_any_other(bench: Bench) -> None:
-    service = Service(retry="scheduled", backoff="1h, 1h")
+    service = Service(backoff="1h, 1h")
     await bench.publish("q", Item("a"))
     await bench.until_empty(service.app)
     bench.do("update idemconsumer.delayed set due_at = clock_timestamp()")

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from msgspec.structs import replace
 
-from idemconsumer import App, Batch, ConfigurationError, Message, Reject, Retry, Saga, Tx
+from idemconsumer import App, Backoff, Batch, Message, Reject, Retry, Tx
 from idemconsumer.cli.inspect import findings
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.ports.broker import Outgoing
@@ -32,7 +32,7 @@ class Service:
         self.app = App("later")
         self.act = act
         self.seen: list[Message] = []
-        options = {"retry": "scheduled", "backoff": "1h, 1h", "key": "id", **options}
+        options = {"backoff": "1h, 1h", "key": "id", **options}
 
         @self.app.idempotent_handler("memory:q", **options)
         async def handle(item: Item, tx: Tx, message: Message) -> None:
@@ -138,7 +138,7 @@ async def test_a_retry_that_is_longer_than_can_be_held_is_kept_wherever_others_w
         if b'"a"' in message.body and message.attempt == 1:
             raise Retry(after="3d")
 
-    service = Service(act, retry="inline", backoff="10ms, 10ms", order_by=order)
+    service = Service(act, backoff="10ms, 10ms", order_by=order)
     await bench.publish("q", Item("a", "e"), Item("b", "e"))
     await bench.until_empty(service.app)
     assert (bench.effects(), rows(bench)) == (["b"], (1, 0, 1)), "what is behind it goes on"
@@ -148,8 +148,8 @@ async def test_a_retry_that_is_longer_than_can_be_held_is_kept_wherever_others_w
     assert (bench.effects(), rows(bench)) == (["b", "a"], (0, 0, 0))
 
 
-async def test_short_pauses_are_held_unless_they_are_to_be_stored(bench: Bench) -> None:
-    service = Service(failing(1, after="10ms"), retry="inline", backoff="10ms, 10ms")
+async def test_short_pauses_are_made_unsettled(bench: Bench) -> None:
+    service = Service(failing(1, after="10ms"))
     await bench.publish("q", Item("a"))
     worker = await bench.until_empty(service.app)
     assert worker.counts == {"retrying": 1, "applied": 1}
@@ -204,7 +204,7 @@ async def test_after_another_deploy_its_record_is_still_its_own(bench: Bench) ->
 
     other = App("later")
 
-    @other.idempotent_handler("memory:q", key="entity", retry="scheduled", decode=fussy)
+    @other.idempotent_handler("memory:q", key="entity", decode=fussy)
     async def handle(item: dict[str, str], tx: Tx) -> None:
         await note(tx, Item(item["id"]))
 
@@ -285,22 +285,23 @@ async def test_without_a_worker_nothing_is_stored(bench: Bench, monkeypatch: pyt
     await service.app.close()
 
 
-def test_it_allows_pauses_of_any_length_and_is_not_for_sagas() -> None:
-    app = App("later")
+async def test_of_growing_pauses_the_short_ones_are_made_unsettled_and_in_order_the_long_ones_are_stored(
+    bench: Bench,
+) -> None:
+    def act(message: Message) -> None:
+        if b'"a"' in message.body and message.attempt <= 3:
+            raise ValueError
 
-    def decorated(**options: Any) -> None:
-        @app.idempotent_handler("memory:q", key="id", name=str(len(app.handlers)), **options)
-        async def handle(item: Item, tx: Tx) -> None: ...
-
-    decorated(retry="scheduled", backoff="1h, 1d", max_attempts=30)
-    with pytest.raises(ConfigurationError, match='or write retry="scheduled"'):
-        decorated(backoff="1h, 1d")
-    with pytest.raises(ConfigurationError, match='"inline" or "scheduled"'):
-        decorated(retry="later")
-    with pytest.raises(ConfigurationError, match="`retry` is not for sagas"):
-
-        @app.idempotent_handler("memory:r", key="id", retry="scheduled")
-        async def saga(item: Item, saga: Saga) -> None: ...
+    service = Service(act, backoff=Backoff(0.01, 100.0, 3_600.0), order_by="entity")
+    await bench.publish("q", Item("a", "e"), Item("b", "e"))
+    worker = await bench.until_empty(service.app)
+    assert worker.counts == {"retrying": 3, "applied": 1}
+    tried = [(message.position, message.attempt) for message in service.seen]
+    assert tried == [("q#1", 1), ("q#1", 2), ("q#1", 3), ("q#2", 1)], "after 10 ms, and 1 s; then it is due in 100 s"
+    assert (bench.effects(), rows(bench), bench.attempts()) == (["b"], (1, 0, 1), 3)
+    fall_due(bench)
+    await bench.until_empty(service.app)
+    assert (bench.effects(), rows(bench)) == (["b", "a"], (0, 0, 0))
 
 
 def test_workers_of_the_last_version_do_not_know_its_queue() -> None:
@@ -310,7 +311,7 @@ def test_workers_of_the_last_version_do_not_know_its_queue() -> None:
 
 
 # Of one message that fails once: where it is stored and not settled; settled; run, and not committed; committed and not
-# settled.
+# settled. And from which worker on it is killed there.
 CRASHES = [
     (Point.ATTEMPT_COUNTED, 1),
     (Point.SETTLED, 1),
@@ -321,15 +322,16 @@ CRASHES = [
 
 
 @pytest.mark.kill
-@pytest.mark.parametrize(("point", "nth"), CRASHES)
-def test_a_crash_at(bench: Bench, point: Point, nth: int) -> None:
+@pytest.mark.parametrize(("point", "worker"), CRASHES)
+def test_a_crash_at(bench: Bench, point: Point, worker: int) -> None:
     dsn, scheduled = bench.dsn, {"IDEMCONSUMER_SCHEMA": SCHEMA, "CRASH_SCHEDULED": "1"}
     bench.do("drop table effect")
     bench.do("create table effect (id text, amount int)")
     bench.do("select idemconsumer.publish_bytes(%s, %s)", PAYMENTS, payment("flaky-1"))
-    crash, crashed = f"{point}:{nth}", False
-    for _ in range(4):  # a worker leaves what is not due, if only by milliseconds
-        crashed = work(dsn, *(() if crashed else (crash,)), **scheduled) == -signal.SIGKILL or crashed
+    crashed = False
+    for number in range(1, 5):  # each leaves what is not due
+        crash = () if crashed or number < worker else (f"{point}:1",)
+        crashed = work(dsn, *crash, **scheduled) == -signal.SIGKILL or crashed
         bench.do("update idemconsumer.queue set visible_at = clock_timestamp()")
         fall_due(bench)
         if crashed and rows(bench) == (0, 0, 0):

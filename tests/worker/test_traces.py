@@ -102,7 +102,7 @@ def test_a_trace_that_is_given_is_not_mixed_with_the_current_one() -> None:
 async def test_stored_retries_and_redrives_are_linked_to_who_sent(bench: Bench, spans: Spans) -> None:
     app, fails = App("shop"), [ValueError("once"), ValueError("twice")]
 
-    @app.idempotent_handler("memory:q", key="id", retry="scheduled", backoff="1h, 1h", max_attempts=2)
+    @app.idempotent_handler("memory:q", key="id", backoff="1h, 1h", max_attempts=2)
     async def take(item: Item, tx: Tx) -> None:
         if fails:
             raise fails.pop()

@@ -34,7 +34,7 @@ async def take_order(order: Order, tx: Tx) -> dict[str, str]:
     return {"order": order.id}
 
 
-@app.idempotent_handler("postgres:mails", key="id", max_attempts=2, backoff="300d, 300d", retry="scheduled")
+@app.idempotent_handler("postgres:mails", key="id", max_attempts=2, backoff="300d, 300d")
 async def send_mail(order: Order, tx: Tx) -> None:
     raise Retry("the gateway is away")
 
