@@ -34,7 +34,6 @@ _HINTS: Final[Mapping[str, str]] = {
     "`sagas resume`: no finished step runs again.",
     "undo_failed": "A finished step could not be undone. Fix what `error` names, then `sagas resume`.",
     "max_duration": "It has taken longer than its `max_duration`. Raise that and `sagas resume`, or `sagas abandon`.",
-    "review": "Its worker was lost, and on_stale leaves it to a person: `sagas resume` or `sagas abandon`.",
 }
 _OTHER_HINT: Final = "See `error`."
 

@@ -46,9 +46,7 @@ class UnnamedOptions(TypedDict, total=False):
     backoff: Backoff | tuple[Duration, Duration] | str
     lease: Duration
     version: str
-    on_stale: Literal["resume", "review"]
     max_duration: Duration
-    on_max_duration: Literal["dead", "undo"]
     reconcile: Callable[..., Awaitable[Done[Any] | NotDone | Unknown]]
     settle: Literal["claimed", "finished"]
     fail_on: tuple[type[Exception], ...]
@@ -95,13 +93,13 @@ class Options(UnnamedOptions, total=False):
     * `lease` (sagas): how long others wait for a lost worker before they take its sagas over. Default "30s"; the
       shortest of a worker's handlers counts, and bounds the transaction of each of their steps.
     * `version` (sagas): raise it when the steps change so that sagas already begun must not go on by themselves.
-    * `on_stale` (sagas): "resume" on any worker (the default), or "review": a person decides.
-    * `max_duration` (sagas): how long a saga may take from its beginning, pauses included. No limit by default.
-      `on_max_duration`: then it becomes a dead letter ("dead", the default), or is undone ("undo").
+    * `max_duration` (sagas): how long a saga may take from its beginning, pauses included. Then `reconcile` is asked;
+      without one it becomes a dead letter. No limit by default.
     * `reconcile`: an async function of payload, Tx and the like. It is called before a saga runs again after its worker
-      was lost: `Done(result)` completes it, `NotDone()` runs it, `Unknown()` leaves it to a person. And before what was
-      accepted is rejected by `max_age`: `Done(result)` completes it, Reject rejects it, `NotDone()` rejects it with
-      504, `Unknown()` and Retry wait longer.
+      was lost: `Done(result)` completes it, `NotDone()` runs it, `Unknown()` leaves it to a person. And when a saga has
+      taken longer than `max_duration`: `NotDone()` undoes it then. And before what was accepted is rejected by
+      `max_age`: `Done(result)` completes it, Reject rejects it, `NotDone()` rejects it with 504, `Unknown()` and Retry
+      wait longer.
     * `settle` (sagas): when the delivery is settled: "claimed", once the message is stored; "finished", at the end.
     * `fail_on`: exceptions that no further attempt would cure. `retry_on`: the only ones tried again.
     * `reply`: True sends the result, or the rejection, to the address that the message names, before it is settled; a
@@ -133,9 +131,7 @@ class Resolved:
     backoff: Backoff = Backoff()
     lease: float = 30.0
     version: str | None = None
-    on_stale: Literal["resume", "review"] = "resume"
     max_duration: float | None = None
-    on_max_duration: Literal["dead", "undo"] = "dead"
     settle: Literal["claimed", "finished"] = "claimed"
     fail_on: tuple[type[Exception], ...] = ()
     retry_on: tuple[type[Exception], ...] | None = None
@@ -175,9 +171,7 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
         "lease": _lease,
         "version": _version,
         "settle": lambda h, o, v: _one_of(h, o, v, "claimed", "finished"),
-        "on_stale": lambda h, o, v: _one_of(h, o, v, "resume", "review"),
         "max_duration": _positive,
-        "on_max_duration": lambda h, o, v: _one_of(h, o, v, "dead", "undo"),
         "fail_on": _exceptions,
         "retry_on": _exceptions,
         "reply": _reply,

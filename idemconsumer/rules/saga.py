@@ -50,7 +50,6 @@ class Start(Enum):
 
     RUN = "run"
     RECONCILE = "reconcile"  # its worker was lost, and the handler can say whether the saga is done
-    REVIEW = "review"  # its worker was lost, and a person is to decide
     KILLED_WORKER = "killed_worker"  # too many workers ended while it ran
     OTHER_VERSION = "other_version"
 
@@ -60,7 +59,6 @@ def start(
     stale: bool,
     phase: State,
     reconciles: bool,
-    review: bool,
     suspect: bool,
     attempt: int,
     max_attempts: int,
@@ -68,22 +66,19 @@ def start(
     version: str | None,
     cancelled: bool = False,
 ) -> Start:
-    """`stale`: its worker was lost; `review`: a person decides about such a saga, unless its handler `reconciles` (L8).
+    """`stale`: its worker was lost; a handler that `reconciles` is asked about such a saga first (L8).
 
     `suspect`: it may kill its workers, and then it has the handler's attempts. Others may have more, by the step that
     failed (L45). `begun_with` and `version` are the handler's version when the saga began and now. How an undoing saga
     ends is decided already, so its handler is not asked; the same goes for one that is to be
     `cancelled` (L50).
     """
-    stale = stale and not cancelled
-    reconcile = stale and reconciles and phase is State.PROCESSING
-    if stale and review and not reconcile:
-        return Start.REVIEW
     if suspect and attempt > max_attempts:
         return Start.KILLED_WORKER
     if begun_with not in (version, ANY_VERSION):
         return Start.OTHER_VERSION
-    return Start.RECONCILE if reconcile else Start.RUN
+    asked = stale and reconciles and phase is State.PROCESSING and not cancelled
+    return Start.RECONCILE if asked else Start.RUN
 
 
 def overdue_in(*, now: float, begun: float, max_duration: float | None) -> float | None:

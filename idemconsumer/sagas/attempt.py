@@ -43,6 +43,7 @@ from idemconsumer.sagas.waits import Paused
 from idemconsumer.user_code.cancellation import from_cancellation, run_isolated, uninterrupted
 
 _MOST_NAMES: Final = 50  # in the error of a dead letter
+_LOST: Final = (UnknownEffect.reason, "its worker was lost")
 
 
 class _Overdue(Exception):
@@ -113,18 +114,12 @@ class Attempt:
         return self._saga.key in keys and self._saga.state is State.PROCESSING and self._saga.cancel is None
 
     async def _go(self) -> Outcome:
-        if self._endings.left() == 0.0:
-            if self._options.on_max_duration == "dead":
-                return await self._endings.put_aside(rules.MAX_DURATION, str(self._overdue()))
-            self._work.of_saga.leased = replace(self._saga, cancel=True)
-            self._code = rules.MAX_DURATION
+        if self._endings.left() == 0.0 and (end := await self._end_overdue()) is not None:
+            return end
         if self._cancelling and (end := await self._cancel_at_once()) is not None:
             return end
         call, saga = self._work.call, self._saga
         match start := self._start():
-            case Start.REVIEW:
-                why = "its worker was lost, and on_stale says that a person decides"
-                return await self._endings.put_aside("review", why)
             case Start.KILLED_WORKER:
                 why = "its last workers died, and it has no attempt left"
                 return await self._endings.put_aside("killed_worker", why)
@@ -134,7 +129,7 @@ class Attempt:
                 )
         if call is None:
             raise SagaChanged(str(self._work.refusal or "its message no longer decodes"))
-        if start is Start.RECONCILE and (end := await self._reconcile(call)) is not None:
+        if start is Start.RECONCILE and (end := await self._reconcile(call, *_LOST)) is not None:
             return end
         run = await self._open_run()
         value, error = await self._run_handler(run, call)
@@ -149,7 +144,6 @@ class Attempt:
             stale=saga.stale,
             phase=saga.state,
             reconciles=self._handler.reconciles,
-            review=options.on_stale == "review",
             suspect=saga.suspect,
             attempt=saga.attempt,
             max_attempts=options.max_attempts,
@@ -396,35 +390,55 @@ class Attempt:
             return await self._go()
         if self._saga.state is State.UNDOING:
             return await self._not_undone("undo", loss)
+        if self._endings.left() == 0.0 and self._asks:
+            return await self._unanswered(loss, rules.MAX_DURATION)
         if self._start() is Start.RECONCILE:
-            return await self._unanswered(loss)
+            return await self._unanswered(loss, UnknownEffect.reason)
         return await self._failed(await self._open_run(), loss)
 
-    # -------------------------------------------------------------------------------------------- after a lost worker
-    async def _reconcile(self, call: Call) -> Outcome | None:
-        """Ask the handler's `reconcile` whether the lost worker got it done. None: not done, so it is to run."""
-        saga, options, endings = self._saga, self._options, self._endings
+    # ------------------------------------------------------------------- after a lost worker, or too long a time (L58)
+    @property
+    def _asks(self) -> bool:
+        """Whether the handler can be asked what became of its saga."""
+        can_run = self._start() in (Start.RUN, Start.RECONCILE)
+        return can_run and self._handler.reconciles and self._work.call is not None
+
+    async def _end_overdue(self) -> Outcome | None:
+        """Of a saga that has taken as long as it may. None: it is not done, so it is to be undone."""
+        why = str(self._overdue())
+        if not self._asks:
+            return await self._endings.put_aside(rules.MAX_DURATION, why)
+        assert self._work.call is not None
+        if (end := await self._reconcile(self._work.call, rules.MAX_DURATION, why)) is not None:
+            return end
+        self._work.of_saga.leased = replace(self._saga, cancel=True)
+        self._code = rules.MAX_DURATION
+        return None
+
+    async def _reconcile(self, call: Call, reason: str, why: str) -> Outcome | None:
+        """Ask the handler's `reconcile` whether it is done. None: it is not. If that cannot tell, a person is to, for
+        this reason."""
+        saga, endings = self._saga, self._endings
         try:
             answer = await complete_if_done(self._leases, saga, self._handler, call, self._functions, endings.at)
         except Exception as error:
             if rules.undecided(error):
                 raise
-            return await self._unanswered(error)
+            return await self._unanswered(error, reason)
         if isinstance(answer, Done):
             return endings.finished(OutcomeKind.APPLIED, State.COMPLETED, answer.result)
         if isinstance(answer, NotDone):
             await self._leases.note(saga.key, "reconciled", "not done")
             return None
-        reason = "review" if options.on_stale == "review" else UnknownEffect.reason
-        return await endings.put_aside(reason, "its worker was lost, and reconcile cannot tell whether it was done")
+        return await endings.put_aside(reason, f"{why}, and reconcile cannot tell whether it was done")
 
-    async def _unanswered(self, error: Exception) -> Outcome:
+    async def _unanswered(self, error: Exception, reason: str) -> Outcome:
         """`reconcile` failed, so it is not known yet whether the saga is done."""
         saga, endings, text = self._saga, self._endings, describe_in("reconcile", error)
         endings.warn("reconcile failed", error)
         if rules.may_try_again(attempt=saga.attempt, max_attempts=self._options.max_attempts):
-            return await endings.release(error, text, failures=saga.attempt)
-        return await endings.put_aside(UnknownEffect.reason, text, error)
+            return await endings.release(error, text, failures=saga.attempt, overdue=reason == rules.MAX_DURATION)
+        return await endings.put_aside(reason, text, error)
 
     async def _both_lists(self) -> str:
         """What a person compares to decide about a changed handler."""

@@ -72,19 +72,26 @@ class Endings:
         )
 
     async def release(
-        self, error: BaseException, text: str, *, failures: int, count: bool = True, backoff: Backoff | None = None
+        self,
+        error: BaseException,
+        text: str,
+        *,
+        failures: int,
+        count: bool = True,
+        backoff: Backoff | None = None,
+        overdue: bool = False,
     ) -> Outcome:
         """Another attempt, on any worker, after the backoff for this many `failures`, or the delay of a Retry.
 
         `text` goes into the saga's history. With `count=False` this attempt is not counted. `backoff`: of the step that
-        failed, if it has one of its own.
+        failed, if it has one of its own. `overdue`: it has taken as long as it may already.
         """
         delay = (backoff or self._handler.options.backoff).delay(failures, self._chance())
         if isinstance(error, Retry) and error.after is not None:
             delay = retry_delay(error.after, self._handler.name)
         if self._handler.options.settle == "finished":  # its delivery is held meanwhile
             delay = min(delay, MAX_UNSETTLED)
-        return await self._release(error, text, delay, count=count)
+        return await self._released(delay, text, type(error).__name__, count=count, overdue=overdue)
 
     async def leave_to_newer(self, error: BaseException) -> Outcome:
         """A newer worker may know what is recorded and this one does not: it is released at no cost (L29)."""
@@ -124,9 +131,16 @@ class Endings:
         return await self._released(delay, text, type(error).__name__, count=count)
 
     async def _released(
-        self, delay: float, text: str | None, kind: str | None, *, count: bool, held: bool = False
+        self,
+        delay: float,
+        text: str | None,
+        kind: str | None,
+        *,
+        count: bool,
+        held: bool = False,
+        overdue: bool = False,
     ) -> Outcome:
-        saga, left = self._saga, self.left()
+        saga, left = self._saga, None if overdue else self.left()
         delay = delay if left is None else min(delay, left)
         await self._leases.release(saga, delay, text, count=count, held=held)
         self.at(SagaPoint.RELEASED)

@@ -90,7 +90,7 @@ SCENARIOS = {
     "cancel": Scenario((CHARGED,), (charges_only,) * 2, cancel=1, rejects=True),
     "cancel and undo": Scenario((CREATED, CHARGED), (charges, charges), cancel=2, rejects=True, faults=1),
     "cancel what waits": Scenario((APPROVED, BOOKED), (waits, waits), cancel=2),
-    "cancel, a person is to decide": Scenario((CREATED, CHARGED), (charges, charges), cancel=2, review=True),
+    "cancel, a person is to decide": Scenario((CREATED, CHARGED), (charges, charges), cancel=2, asks_a_person=True),
     "cancel, an earlier worker": Scenario((CREATED, CHARGED), (charges, charges), cancel=1, earlier=True),
     "decide": Scenario((CREATED, CHARGED), (charges, charges), decides=True, unsure=True, rejects=True),
     "decide and cancel": Scenario((CHARGED,), (charges_only,) * 2, decides=True, cancel=1),

@@ -27,7 +27,7 @@ def broken(its: Scenario, before: World, after: World) -> str | None:
         after.parked
         and not before.parked
         and after.cancel
-        and its.review
+        and its.asks_a_person
         and unknown_call(its.asks, after.rows) is None
     ):
         return "put aside, though it was to be cancelled"

@@ -103,10 +103,10 @@ class Workers(Rows):
                 yield from self._opens(world, me, "intend", step)
                 return
         start = rules.start(
-            stale=worker.stale, phase=State.PROCESSING, reconciles=False, review=its.review, suspect=False, attempt=1,
+            stale=worker.stale, phase=State.PROCESSING, reconciles=its.asks_a_person, suspect=False, attempt=1,
             max_attempts=1, begun_with=None, version=None, cancelled=bool(worker.cancel) and self.rules.nobody_asked,
         )  # fmt: skip
-        if start is rules.Start.REVIEW:
+        if start is rules.Start.RECONCILE:  # and nobody can tell
             yield from self._opens(world, me, "park", 0)
             return
         if worker.cancel:

@@ -41,7 +41,7 @@ class Rules:
     request_locks: bool = True  # L50: a request locks the row, as a completion does
     calls_learnt: bool = True  # L50: how an open call ended is learnt first
     request_due: bool = True  # L50: what is to be cancelled does not wait
-    nobody_asked: bool = True  # L50: not a person either, whom on_stale names
+    nobody_asked: bool = True  # L50: the handler's reconcile is not, nor a person
     earlier_refused: bool = True  # L51: no request while a worker lives that knows none
     earlier_kept: bool = True  # L51: such a worker does not take what is to be cancelled
     only_open: bool = True  # L52: only a call whose end is not known is decided about
@@ -63,7 +63,7 @@ class Scenario:
     decides: bool = False  # somebody says how a call ended
     unsure: bool = False  # only a person can say how a call ended
     rejects: bool = False  # the handler may reject at its end
-    review: bool = False  # on_stale="review"
+    asks_a_person: bool = False  # reconcile says Unknown()
     earlier: bool = False  # the first worker knows no cancellation; it is away at first
 
 

@@ -37,7 +37,7 @@ class Declined(Exception):
 
 def begin(**changes: Any) -> Start:
     usual: dict[str, Any] = {
-        "stale": False, "phase": State.PROCESSING, "reconciles": False, "review": False, "suspect": False,
+        "stale": False, "phase": State.PROCESSING, "reconciles": False, "suspect": False,
         "attempt": 1, "max_attempts": 3, "begun_with": "1", "version": "1",
     }  # fmt: skip
     return start(**(usual | changes))
@@ -73,21 +73,13 @@ def test_a_person_can_let_it_go_on_with_any_version() -> None:
     assert begin(begun_with=ANY_VERSION, version="2") is Start.RUN
 
 
-def test_a_saga_of_a_lost_worker_goes_to_a_person_where_the_handler_says_review() -> None:
-    assert begin(stale=True, review=True) is Start.REVIEW
-    assert begin(stale=False, review=True) is Start.RUN
-    assert begin(stale=True, review=False) is Start.RUN
-
-
 def test_a_handler_that_reconciles_is_asked_first_and_only_about_a_lost_worker() -> None:
     assert begin(stale=True, reconciles=True) is Start.RECONCILE
-    assert begin(stale=True, reconciles=True, review=True) is Start.RECONCILE
     assert begin(stale=False, reconciles=True) is Start.RUN
 
 
 def test_an_undoing_saga_is_not_asked_about_since_its_end_is_decided() -> None:
     assert begin(stale=True, reconciles=True, phase=State.UNDOING) is Start.RUN
-    assert begin(stale=True, reconciles=True, phase=State.UNDOING, review=True) is Start.REVIEW
 
 
 def test_a_handler_of_another_version_is_not_asked_either() -> None:

@@ -246,9 +246,14 @@ async def test_a_saga_that_was_put_aside_is_cancelled_too(bench: Bench, one: Sta
     assert result(bench) == CANCELLED
 
 
-@pytest.mark.parametrize("reconciles", [False, True])
+async def person(order: dict[str, Any]) -> Done[Any] | NotDone | Unknown:
+    """Whoever is asked knows nothing."""
+    return Unknown()
+
+
+@pytest.mark.parametrize("knows", [False, True])
 async def test_a_lost_workers_saga_is_cancelled_whoever_was_to_decide(
-    bench: Bench, one: Station, two: Station, reconciles: bool
+    bench: Bench, one: Station, two: Station, knows: bool
 ) -> None:
     async def done(order: dict[str, Any]) -> Done[Any] | NotDone | Unknown:
         return Done("it was done")
@@ -257,7 +262,7 @@ async def test_a_lost_workers_saga_is_cancelled_whoever_was_to_decide(
         await saga.tx("a", put, "a", undo=take_back)
         raise Retry(after=0)
 
-    handler = saga(book, on_stale="review", reconcile=done) if reconciles else saga(book, on_stale="review")
+    handler = saga(book, reconcile=done if knows else person)
     await one.deliver(handler)
     assert await one.take(handler) is not None
     assert (await cancel(bench)).accepted
@@ -269,7 +274,7 @@ async def test_a_lost_workers_saga_is_cancelled_whoever_was_to_decide(
 async def test_a_worker_that_was_lost_in_a_call_leaves_nothing_for_review(
     bench: Bench, one: Station, two: Station, remote: Remote, gate: Gate
 ) -> None:
-    handler = booking(remote, gate, on_stale="review")
+    handler = booking(remote, gate, reconcile=person)
     running = await in_the_call(one, handler, gate)
     await cancel(bench)
     bench.expire(one)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx, idempotent_handler
+from idemconsumer import Done, NotDone, OutcomeKind, Reject, Saga, Step, Tx, Unknown, idempotent_handler
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.store import DeadLetter
@@ -241,7 +241,12 @@ async def test_a_lost_answer_when_an_unreadable_message_is_put_aside_is_found_ou
 
 
 # ------------------------------------------------------------------------------------------------------ stale (L8)
-async def test_on_stale_review_leaves_a_stale_saga_to_a_person(bench: Bench, one: Station, two: Station) -> None:
+async def person(order: dict[str, Any]) -> Done[Any] | NotDone | Unknown:
+    """Whoever is asked knows nothing."""
+    return Unknown()
+
+
+async def test_who_cannot_tell_leaves_a_stale_saga_to_a_person(bench: Bench, one: Station, two: Station) -> None:
     begun = asyncio.Event()
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
@@ -251,18 +256,18 @@ async def test_on_stale_review_leaves_a_stale_saga_to_a_person(bench: Bench, one
             await asyncio.Event().wait()
         await saga.tx("b", put, "b")
 
-    handler = saga(book, on_stale="review")
+    handler = saga(book, reconcile=person)
     frozen = asyncio.create_task(one.deliver(handler))
     await begun.wait()
     bench.expire(one)
     outcome = await two.resume(handler)
-    assert (outcome.kind, outcome.reason, bench.effects) == (OutcomeKind.DEAD, "review", ["a"])
+    assert (outcome.kind, outcome.reason, bench.effects) == (OutcomeKind.DEAD, "unknown_effect", ["a"])
     assert bench.state is State.DEAD
     one.engine.lose()
     assert (await frozen).kind is OutcomeKind.FENCED
 
 
-async def test_on_stale_review_does_not_mind_a_retry(bench: Bench, one: Station, two: Station) -> None:
+async def test_nobody_is_asked_after_a_retry(bench: Bench, one: Station, two: Station) -> None:
     fails = [ValueError()]
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
@@ -270,6 +275,6 @@ async def test_on_stale_review_does_not_mind_a_retry(bench: Bench, one: Station,
         if fails:
             raise fails.pop()
 
-    handler = saga(book, on_stale="review")
+    handler = saga(book, reconcile=person)
     await one.deliver(handler)
     assert (await two.resume(handler)).kind is OutcomeKind.APPLIED

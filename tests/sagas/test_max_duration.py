@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from idemconsumer import OutcomeKind, Retry, Saga, Step
+from idemconsumer import Done, NotDone, OutcomeKind, Retry, Saga, Step, Tx, Unknown
+from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.rules.saga import overdue_in
 from idemconsumer.rules.values import State
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
 from tests.support.waiting import PATIENCE
+
+Answer = Done[Any] | NotDone | Unknown
 
 
 def age(bench: Bench) -> None:
@@ -70,7 +73,7 @@ async def test_before_it_is_undone_the_outcome_of_a_call_is_learnt(bench: Bench,
         await saga.call("charged", charge, "card", undo=remote.refund)
         await saga.tx("last", put, "last")
 
-    handler = saga(book, max_duration="24h", on_max_duration="undo")
+    handler = saga(book, max_duration="24h", reconcile=Asked(NotDone()).reconcile)
     outcomes = await one.to_the_end(handler, await one.deliver(handler))
     assert outcomes[-1].kind is OutcomeKind.FAILED
     assert b'"max_duration"' in (outcomes[-1].result or b"")
@@ -78,6 +81,70 @@ async def test_before_it_is_undone_the_outcome_of_a_call_is_learnt(bench: Bench,
     assert remote.effects == ["card", "refund:card:charged:card"]
     assert len(remote.keys("card")) == 1
     assert bench.state is State.FAILED
+
+
+class Asked:
+    """A reconcile that answers, or raises, as told."""
+
+    def __init__(self, *answers: Answer | Exception) -> None:
+        self.answers = list(answers)
+
+    async def reconcile(self, order: dict[str, Any], tx: Tx) -> Answer:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def begin(self, bench: Bench, one: Station, **options: Any) -> BoundHandler:
+        """A saga that has finished a step, and has then taken longer than it may."""
+
+        async def book(order: dict[str, Any], saga: Saga) -> None:
+            await saga.tx("first", put, "first", undo=take_back)
+            raise ValueError
+
+        handler = saga(book, max_duration="24h", reconcile=self.reconcile, **options)
+        assert (await one.deliver(handler)).kind is OutcomeKind.RETRYING
+        age(bench)
+        return handler
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "effects"),
+    [
+        (Done("was done"), OutcomeKind.APPLIED, ["first"]),
+        (NotDone(), OutcomeKind.FAILED, ["first", "undo:first:out:first"]),
+        (Unknown(), OutcomeKind.DEAD, ["first"]),
+    ],
+    ids=str,
+)
+async def test_its_reconcile_says_how_it_ends(
+    bench: Bench, one: Station, answer: Answer, kind: OutcomeKind, effects: list[str]
+) -> None:
+    handler = await Asked(answer).begin(bench, one)
+    *_, last = await one.to_the_end(handler, await one.resume(handler))
+    assert (last.kind, bench.effects) == (kind, effects)
+    assert bench.letters == (["max_duration"] if kind is OutcomeKind.DEAD else [])
+    assert last.result == {"applied": b'"was done"', "failed": b'{"code":"max_duration","body":null}'}.get(kind)
+
+
+async def test_a_question_that_fails_is_asked_again_after_a_pause_and_then_left_to_a_person(
+    bench: Bench, one: Station
+) -> None:
+    asked = Asked(*[ValueError("no table")] * 2, NotDone())
+    handler = await asked.begin(bench, one, max_attempts=3)
+    outcome = await one.resume(handler)
+    assert outcome.kind is OutcomeKind.RETRYING
+    assert outcome.due, "not at once, though it has no time left"
+    outcome = await one.resume(handler)
+    assert (outcome.kind, bench.letters, len(asked.answers)) == (OutcomeKind.DEAD, ["max_duration"], 1)
+    assert (bench.effects, "reconcile: ValueError: no table" in bench.letter) == (["first"], True)
+
+
+async def test_a_saga_that_may_not_run_is_not_asked_about(bench: Bench, one: Station) -> None:
+    handler = await Asked(Done("not asked")).begin(bench, one, version="1")
+    bench.run("update idemconsumer.saga set version = '0'")
+    assert (await one.resume(handler)).kind is OutcomeKind.DEAD
+    assert bench.letters == ["max_duration"]
 
 
 @pytest.mark.parametrize("place", ["in a step", "between steps"])

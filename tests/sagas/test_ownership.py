@@ -86,7 +86,7 @@ async def test_what_is_held_has_the_key_that_it_is_stored_under_whatever_the_key
     work = Work.of(changed, taken.message, leased=taken.handle)
     hands.dispatch(work, taken, session)
     assert hands.keys == [work.key] == [taken.handle.key]
-    assert dead_letter(work, "review", "", 1).scope == "shop/-/book"
+    assert dead_letter(work, "unknown_effect", "", 1).scope == "shop/-/book"
     assert await session.fetch() == []
     outcome = await two.run(work)
     assert outcome.kind is (OutcomeKind.APPLIED if rule == "another" else OutcomeKind.DEAD)
@@ -111,7 +111,7 @@ async def test_the_same_message_under_another_fingerprint_rule_is_no_conflict_on
 async def test_a_saga_that_begins_while_the_source_looks_is_not_taken_from_its_own_run(
     bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch, seam: str
 ) -> None:
-    """What was in hand was read before the statement ran. It then counted as stale: on_stale parked it."""
+    """What was in hand was read before the statement ran. It then counted as stale, and its reconcile was asked."""
     hands: list[bytes] = []
     pool = one.store.pool
 

@@ -86,21 +86,12 @@ async def test_what_is_not_done_runs_and_what_the_question_wrote_is_rolled_back(
     assert ("reconciled", "not done") in history(bench)
 
 
-@pytest.mark.parametrize(("on_stale", "reason"), [("resume", "unknown_effect"), ("review", "review")])
-async def test_what_nobody_can_tell_is_left_to_a_person(
-    bench: Bench, one: Station, two: Station, on_stale: Any, reason: str
-) -> None:
-    handler = Asked(Unknown()).handler(on_stale=on_stale)
+async def test_what_nobody_can_tell_is_left_to_a_person(bench: Bench, one: Station, two: Station) -> None:
+    handler = Asked(Unknown()).handler()
     await lost(bench, one, handler)
     outcome = await two.resume(handler)
-    assert (outcome.kind, outcome.reason, bench.state) == (OutcomeKind.DEAD, reason, State.DEAD)
-    assert (bench.effects, bench.letters) == ([], [reason])
-
-
-async def test_with_review_an_answer_spares_the_person(bench: Bench, one: Station, two: Station) -> None:
-    handler = Asked(NotDone()).handler(on_stale="review")
-    await lost(bench, one, handler)
-    assert (await two.resume(handler)).kind is OutcomeKind.APPLIED
+    assert (outcome.kind, outcome.reason, bench.state) == (OutcomeKind.DEAD, "unknown_effect", State.DEAD)
+    assert (bench.effects, bench.letters) == ([], ["unknown_effect"])
 
 
 # ------------------------------------------------------------------------------------------------------- no answer yet
@@ -171,19 +162,17 @@ async def test_a_drain_leaves_the_question_to_the_next_worker(
     assert (await three.resume(handler)).result == b'"was done"'
 
 
-@pytest.mark.parametrize("on_stale", ["resume", "review"])
 async def test_a_saga_given_back_before_it_ran_is_still_that_of_a_lost_worker(
-    bench: Bench, one: Station, two: Station, on_stale: Any
+    bench: Bench, one: Station, two: Station
 ) -> None:
-    asked = Asked(DONE)
-    handler = saga(asked.book, on_stale="review") if on_stale == "review" else asked.handler()
+    handler = Asked(DONE).handler()
     await lost(bench, one, handler)
     session = await due_sagas(two, FreeLanes(1))
     delivered = await session.fetch()
     await session.release(delivered)
     await session.close()
     outcome = await two.resume(handler)
-    assert (outcome.reason, outcome.result) == (("review", None) if on_stale == "review" else (None, b'"was done"'))
+    assert (outcome.reason, outcome.result) == (None, b'"was done"')
     assert "a" not in bench.effects
 
 
@@ -281,7 +270,7 @@ async def test_a_lost_answer_to_its_commit_is_found_out(
     bench: Bench, one: Station, two: Station, committed: bool
 ) -> None:
     asked = Asked(DONE)
-    handler = asked.handler(on_stale="review")
+    handler = asked.handler()
     completion: Callable[[LeasedSaga], Any] = two.leases.completion
     loses = [True]
 

@@ -247,7 +247,7 @@ async def settle(order: Transfer, saga: Saga) -> int:
 async def unsettle(tx: Tx, child: Child[int], order: Transfer) -> None: ...
 
 
-@app.idempotent_handler("rabbitmq:rides", key="id", lease="10s", on_stale="review", settle="finished", version="2")
+@app.idempotent_handler("rabbitmq:rides", key="id", lease="10s", settle="finished", version="2")
 async def book(order: Transfer, saga: Saga, client: Gateway) -> str:
     assert_type(await saga.tx("reserved", reserve, order, undo=unreserve), int)
     charged = await saga.call("charged", charge, client, order.amount, undo=refund, reconcile=find)
