@@ -413,7 +413,7 @@ class App(SagaCalls, Accepting, Pausing):
 
 
 def _delivery_log(settings: Settings) -> float:
-    """For how many seconds deliveries are logged where their handler does not say. Raises ConfigurationError."""
+    """For how many seconds deliveries are logged, 0 for none. Raises ConfigurationError."""
     try:
         return 0.0 if settings.delivery_log is None else parse_duration(settings.delivery_log)
     except ConfigurationError as error:

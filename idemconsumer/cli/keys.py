@@ -74,7 +74,7 @@ def _explained(flags: dict[str, Any]) -> KeyDetail:
 def explain(as_json: bool, **flags: Any) -> None:
     """Tell all that is known of a key, in order, and what would happen if its message came again now.
 
-    Its deliveries are told where the setting `delivery_log`, or its handler, has them kept.
+    Its deliveries are told where the setting `delivery_log` has them kept.
     """
     detail = _explained(flags)
     if as_json:

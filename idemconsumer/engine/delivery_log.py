@@ -43,7 +43,7 @@ class _Waiting(NamedTuple):
 
 
 class DeliveryLog:
-    """Of one engine. Handlers without `delivery_log` cost it nothing."""
+    """Of one engine. Without `delivery_log` it costs nothing."""
 
     def __init__(self, store: JoinedStore) -> None:
         self._store = store

@@ -72,7 +72,7 @@ class HandlerPlan:
         delivery_log: float = 0.0,
     ) -> BoundHandler:
         """This handler as part of `app`, whose name is part of every key. `resources` is read at each call; `starter`
-        is the app for sagas that start others; `delivery_log` is what the settings say."""
+        is the app for sagas that start others; `delivery_log`: for how many seconds deliveries are logged."""
         return BoundHandler(self, app, max_message_bytes, resources, starter, delivery_log)
 
     def identity(self, app: str) -> StoredName:
@@ -152,8 +152,7 @@ class BoundHandler:
         self.max_message_bytes = max_message_bytes
         self.name = plan.name
         self.options = plan.options
-        asked = plan.options.delivery_log
-        self.delivery_log = delivery_log if asked is None else asked
+        self.delivery_log = delivery_log
         self.needs_tx = plan.signature.needs_tx
         self.leased = plan.signature.needs_saga
         self.batch = plan.signature.batch

@@ -39,7 +39,6 @@ class UnnamedOptions(TypedDict, total=False):
     retain: Duration
     retain_dead: Duration
     retain_dead_body: Duration
-    delivery_log: Duration | None
     wait: Duration
     timeout: Duration
     max_attempts: int
@@ -81,8 +80,6 @@ class Options(UnnamedOptions, total=False):
     * `retain`: how long a record is kept, longer than the broker may redeliver. Default "14d".
     * `retain_dead`: how long a dead letter is kept after its last arrival; `retain_dead_body`: how long its message is,
       with its headers and the error's text. For ever by default.
-    * `delivery_log`: how long what became of each delivery is kept for `idemconsumer explain`, e.g. "1d"; None keeps
-      nothing of this handler. Default the setting, which is to keep nothing.
     * `wait`: how long a delivery waits in its lane while its key is held elsewhere, before it lets others pass. Default
       "10s"; "0s" lets them pass at once.
     * `timeout`: how long one run may take. Default "30s".
@@ -114,8 +111,7 @@ class Options(UnnamedOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The options of one handler, checked, times in seconds. `retry_on` None: every exception is retried.
-    `delivery_log` None: as the settings say; 0: nothing is kept."""
+    """The options of one handler, checked, times in seconds. `retry_on` None: every exception is retried."""
 
     group_size: int | None = None
     pipeline: bool = True
@@ -124,7 +120,6 @@ class Resolved:
     retain: float = 14 * 86_400.0
     retain_dead: float | None = None
     retain_dead_body: float | None = None
-    delivery_log: float | None = None
     wait: float = 10.0
     timeout: float = 30.0
     max_attempts: int = 5
@@ -163,7 +158,6 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
         "retain": _positive,
         "retain_dead": _positive,
         "retain_dead_body": _positive,
-        "delivery_log": lambda h, o, v: 0.0 if v is None else _positive(h, o, v),
         "wait": _seconds,
         "timeout": _run,
         "max_attempts": lambda h, o, v: _integer(h, o, v, 1, 1_000),

@@ -120,7 +120,7 @@ async def _work(dsn: str, messages: Mapping[str, Sequence[Mapping[str, object]]]
         async def calm() -> bool:
             return await (await connection.execute(_CALM)).fetchone() == (0,)
 
-        worker = app.worker(Settings(dsn=dsn, concurrency=1))
+        worker = app.worker(Settings(dsn=dsn, concurrency=1, delivery_log="1d"))
         running = asyncio.create_task(worker.run())
         for queue, message in [(queue, message) for queue, its in messages.items() for message in its]:
             await connection.execute("select idemconsumer.publish(%s, %s::jsonb)", (queue, json.dumps(message)))

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from idemconsumer import App, ConfigurationError, HandlerError, Message, Reject, Saga, StoreUnavailable, Tx
+from idemconsumer import App, ConfigurationError, Message, Reject, Saga, StoreUnavailable, Tx
 from idemconsumer.admin.keys import KeyDetail, Keys
 from idemconsumer.engine import delivery_log
 from idemconsumer.ports.observer import Point
@@ -27,7 +27,7 @@ class Service:
     def __init__(self, **options: Any) -> None:
         self.app = App("shop")
         self.act: Callable[[Message], object] = lambda _: None
-        options = {"delivery_log": "1d", "backoff": "10ms, 10ms", "max_attempts": 2, **options}
+        options = {"backoff": "10ms, 10ms", "max_attempts": 2, **options}
 
         @self.app.idempotent_handler("memory:q", key="id", **options)
         async def take(item: Item, tx: Tx, message: Message) -> None:
@@ -43,6 +43,13 @@ def fail_once(message: Message) -> None:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery_log, "_PAUSE", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def logs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers keep it for a day, unless the test says otherwise."""
+    settings = bench.settings
+    monkeypatch.setattr(bench, "settings", lambda **given: settings(**{"delivery_log": "1d", **given}))
 
 
 async def explained(bench: Bench, key: str = "a") -> KeyDetail:
@@ -166,9 +173,6 @@ async def test_one_that_is_gone_or_full_is_no_failure_either(bench: Bench, logge
 
 
 async def test_only_who_asks_for_it_is_logged(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    await bench.publish("q", Item("a"))
-    await bench.until_empty(Service(delivery_log=None).app, delivery_log="1d")
-    assert rows(bench) == 0
     app = App("shop")
 
     @app.idempotent_handler("memory:q", key="id")
@@ -176,15 +180,13 @@ async def test_only_who_asks_for_it_is_logged(bench: Bench, monkeypatch: pytest.
         await note(tx, item)
 
     await bench.publish("q", Item("b"))
-    await bench.until_empty(app)
+    await bench.until_empty(app, delivery_log=None)
     assert rows(bench) == 0
     await bench.publish("q", Item("c"))
     await bench.until_empty(app, delivery_log="2h")
     assert bench.do("select extract(epoch from until - at)::int from idemconsumer.delivery_log") == [(7200,)]
     with pytest.raises(ConfigurationError, match="settings: `delivery_log`: 'soon' is not a duration"):
         app.worker(bench.settings(delivery_log="soon"))
-    with pytest.raises(HandlerError, match="`delivery_log` is zero"):
-        Service(delivery_log="0s")
 
     monkeypatch.setenv("IDEMCONSUMER_DSN", bench.dsn)
     monkeypatch.setenv("IDEMCONSUMER_DELIVERY_LOG", "1d")
@@ -197,7 +199,7 @@ async def test_only_who_asks_for_it_is_logged(bench: Bench, monkeypatch: pytest.
 async def test_of_a_saga_deliveries_are_logged_and_no_attempts(bench: Bench) -> None:
     app = App("shop")
 
-    @app.idempotent_handler("memory:q", key="id", backoff="1ms, 1ms", delivery_log="1d")
+    @app.idempotent_handler("memory:q", key="id", backoff="1ms, 1ms")
     async def take(item: Item, saga: Saga) -> None:
         if item.id == "a" and not bench.effects():
             bench.do("insert into effect (id) values ('a')")
@@ -252,7 +254,7 @@ async def test_rows_go_when_their_time_is_over(bench: Bench, monkeypatch: pytest
     await bench.publish("q", Item("a"), Item("b"), Item("a"))
     await bench.until_empty(Service(group_size=1).app)
     await bench.publish("q", Item("c"))
-    await bench.until_empty(Service(delivery_log="2d").app)
+    await bench.until_empty(Service().app, delivery_log="2d")
     before = rows(bench)
 
     async def prune() -> None:

@@ -22,7 +22,7 @@ class Trip:
     fate: str = "booked"
 
 
-@app.idempotent_handler("postgres:orders", key="id", retain="3d", max_attempts=1, delivery_log="1d")
+@app.idempotent_handler("postgres:orders", key="id", retain="3d", max_attempts=1)
 async def take_order(order: Order, tx: Tx) -> dict[str, str]:
     match order.fate:
         case "failed":
