@@ -19,7 +19,6 @@ _HINTS: Final[Mapping[str, str]] = {
     "raise IDEMCONSUMER_MAX_MESSAGE_BYTES.",
     "conflict": "Two payloads arrived under one key; the first one counts. If this is intended, set `fingerprint=`.",
     "attempts_exhausted": "Every attempt failed. Fix what `error` names, then `dead redrive`.",
-    "not_retryable": "The handler raised an error that is not in its `retry_on`. Fix it, then `dead redrive`.",
     "killed_worker": "Workers died while decoding or running it (memory, a crash in C code). Mend that, then "
     "`dead redrive`. Setting Kafka's offsets back does not run it: that copy is on record.",
     "lost_connection": "Each run ended its own connection: the handler closes it or ends its session, a timeout of the "

@@ -31,7 +31,6 @@ from idemconsumer.rules.verdicts import (
     after_failure,
     contention_pause,
     refused,
-    retryable,
 )
 
 
@@ -92,16 +91,14 @@ class Endings:
 
     def would_end(self, work: Work, error: Exception) -> bool:
         """Whether this failure, not counted yet, ends the message: refused, or the last of its attempts."""
-        return refused(error, work.handler.options.fail_on) or self._exhausted(work, error, work.attempts + 1)
+        return refused(error, work.handler.options.fail_on) or self._exhausted(work, work.attempts + 1)
 
-    def ends(self, work: Work, error: Exception) -> bool:
+    def ends(self, work: Work) -> bool:
         """As `would_end`, of a failure that was counted. Others may have counted attempts that this process missed."""
-        return self._exhausted(work, error, work.attempts)
+        return self._exhausted(work, work.attempts)
 
-    def _exhausted(self, work: Work, error: Exception, attempts: int) -> bool:
-        options = work.handler.options
-        again = retryable(error, options.retry_on)
-        return after_failure(retryable=again, attempts=attempts, max_attempts=options.max_attempts) is Failure.DEAD
+    def _exhausted(self, work: Work, attempts: int) -> bool:
+        return after_failure(attempts=attempts, max_attempts=work.handler.options.max_attempts) is Failure.DEAD
 
     async def failed(self, work: Work, error: Exception) -> Outcome:
         """Count the failure (B1), and decide between another attempt, a rejection and a dead letter."""
@@ -154,10 +151,8 @@ class Endings:
 
     async def conclude(self, work: Work, error: Exception) -> Outcome:
         """What follows from a failure that was counted."""
-        options = work.handler.options
-        if self.ends(work, error):
-            reason = "attempts_exhausted" if retryable(error, options.retry_on) else "not_retryable"
-            return await self.bury(work, reason, describe(error), error)
+        if self.ends(work):
+            return await self.bury(work, "attempts_exhausted", describe(error), error)
         later = await self._put_off(work, error, counted=True)
         return later or self._hold(work, error, self._pause(work, error, work.attempts)[0])
 

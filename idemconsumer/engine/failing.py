@@ -10,7 +10,6 @@ from idemconsumer.errors import Retry
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
 from idemconsumer.rules.failing import Health
-from idemconsumer.rules.verdicts import retryable
 
 _HEALTHY = Health()
 
@@ -44,6 +43,4 @@ class Failing:
                 failed=health.failures,
                 **said(error),
             )
-        options = handler.options
-        again = options.max_attempts > 1 and retryable(error, options.retry_on)
-        return again and health.is_free(now) and work.suspicion is not Suspicion.COUNTED
+        return handler.options.max_attempts > 1 and health.is_free(now) and work.suspicion is not Suspicion.COUNTED

@@ -116,7 +116,7 @@ class Groups:
             self._lost_connections.ended(failed.key)
             self._endings.failing.failed(failed, error)
             await self._endings.count(failed, error, behind)
-            if not self._endings.ends(failed, error):
+            if not self._endings.ends(failed):
                 return [*outcomes, await self._endings.conclude(failed, error)]
         # G7: it may have been decided by what was rolled back, or by what a neighbour did to the transaction.
         (again,) = await self.run([failed], defer=defer)

@@ -49,7 +49,6 @@ class UnnamedOptions(TypedDict, total=False):
     reconcile: Callable[..., Awaitable[Done[Any] | NotDone | Unknown]]
     settle: Literal["claimed", "finished"]
     fail_on: tuple[type[Exception], ...]
-    retry_on: tuple[type[Exception], ...]
     reply: bool | str
     dead_letter_to: str
     max_age: Duration
@@ -98,7 +97,7 @@ class Options(UnnamedOptions, total=False):
       `max_age`: `Done(result)` completes it, Reject rejects it, `NotDone()` rejects it with 504, `Unknown()` and Retry
       wait longer.
     * `settle` (sagas): when the delivery is settled: "claimed", once the message is stored; "finished", at the end.
-    * `fail_on`: exceptions that no further attempt would cure. `retry_on`: the only ones tried again.
+    * `fail_on`: exceptions that no further attempt would cure. Any other one is tried again.
     * `reply`: True sends the result, or the rejection, to the address that the message names, before it is settled; a
       regular expression only to those that it matches whole. Default False. A saga needs `settle="finished"`.
     * `dead_letter_to`: a destination such as "kafka:orders.dlq", to which each dead letter is forwarded too.
@@ -111,7 +110,7 @@ class Options(UnnamedOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The options of one handler, checked, times in seconds. `retry_on` None: every exception is retried."""
+    """The options of one handler, checked, times in seconds."""
 
     group_size: int | None = None
     pipeline: bool = True
@@ -129,7 +128,6 @@ class Resolved:
     max_duration: float | None = None
     settle: Literal["claimed", "finished"] = "claimed"
     fail_on: tuple[type[Exception], ...] = ()
-    retry_on: tuple[type[Exception], ...] | None = None
     reply: re.Pattern[str] | None = None
     dead_letter_to: str | None = None
     max_age: float | None = None
@@ -167,7 +165,6 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
         "settle": lambda h, o, v: _one_of(h, o, v, "claimed", "finished"),
         "max_duration": _positive,
         "fail_on": _exceptions,
-        "retry_on": _exceptions,
         "reply": _reply,
         "dead_letter_to": _destination,
         "max_age": _positive,

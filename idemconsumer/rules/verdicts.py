@@ -122,11 +122,6 @@ def settle(outcome: Outcome) -> Settlement:
     return _SETTLEMENTS[outcome.kind]
 
 
-def retryable(error: BaseException, retry_on: tuple[type[Exception], ...] | None) -> bool:
-    """Whether another attempt may follow `error`. Retry asks for one, whatever `retry_on` names; None is everything."""
-    return isinstance(error, Retry) or retry_on is None or isinstance(error, retry_on)
-
-
 def refused(error: BaseException | None, fail_on: tuple[type[Exception], ...]) -> bool:
     """Whether `error` ends the message for good. Retry asks for another attempt, whatever `fail_on` names, also where a
     TaskGroup wraps it (B1)."""
@@ -148,9 +143,9 @@ class Failure(Enum):
     DEAD = "dead"
 
 
-def after_failure(*, retryable: bool, attempts: int, max_attempts: int) -> Failure:
+def after_failure(*, attempts: int, max_attempts: int) -> Failure:
     """`attempts` counts this one."""
-    return Failure.RETRY if retryable and attempts < max_attempts else Failure.DEAD
+    return Failure.RETRY if attempts < max_attempts else Failure.DEAD
 
 
 def contention_pause(collisions: int, chance: float) -> float:

@@ -27,7 +27,7 @@ from idemconsumer.rules import saga as rules
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.saga import ANY_VERSION, LastResort, Start
 from idemconsumer.rules.values import Outcome, OutcomeKind, State, StepRow
-from idemconsumer.rules.verdicts import MAX_CONTENTION, refused, retryable
+from idemconsumer.rules.verdicts import MAX_CONTENTION, refused
 from idemconsumer.sagas.children import Children, ChildRuns
 from idemconsumer.sagas.endings import At, Endings, describe_in
 from idemconsumer.sagas.functions import StepFunctions
@@ -256,8 +256,6 @@ class Attempt:
         own = NONE if spec is None else spec.limits
         most = rules.attempts_of_step(own.max_attempts, options.max_attempts)
         failures = 1 if run.progressed else attempt
-        if not retryable(error, options.retry_on):
-            return None
         if spec is not None and self._is_spared(spec.fn, error, most, first=failures == 1):
             return await self._endings.spare(error, text, self._probes.seconds(spec.fn))
         if not rules.may_try_again(attempt=attempt, max_attempts=most, progressed=run.progressed):

@@ -24,7 +24,7 @@ insert into idemconsumer.record (key, scope_id, state, changed_at)
 select idemconsumer.seal('t');
 insert into idemconsumer.dead_letter (identity, handler, scope, source, position, reason, error, key, body, headers,
     attempts, first_at, last_at)
-    select w.key, 'take', %(scope)s, 'postgres:q', 'q#1', 'not_retryable', 'ValueError: of ann@example.org', w.key,
+    select w.key, 'take', %(scope)s, 'postgres:q', 'q#1', 'attempts_exhausted', 'ValueError: of ann@example.org', w.key,
         '{}', '{}', 5, now(), now() from unnest(%(keys)s::bytea[]) as w (key);
 insert into idemconsumer.outbox (destination, body, tries, parked_at) select 'kafka:bills', '', 8, now()
     from generate_series(1, 3);
@@ -57,8 +57,8 @@ def test_what_is_decided_about_messages_is_in_it(dsn: str) -> None:
     expected = []
     for words, what, target in (
         (f"dead redrive --hash {digits[0]} --run fix", "redrive", "1 dead letters, run fix"),
-        (f"dead discard --hash {digits[1]} --reason not_retryable --yes", "discard",
-         "1 dead letters, reason not_retryable"),
+        (f"dead discard --hash {digits[1]} --reason attempts_exhausted --yes", "discard",
+         "1 dead letters, reason attempts_exhausted"),
         (f"keys release {digits[2]}", "release", f"key {digits[2]}"),
         (f"keys forget {digits[3]} --yes", "forget", f"key {digits[3]}"),
         (f"keys forget {digits[4]} --record --yes", "forget", f"key {digits[4]} and its record"),

@@ -105,20 +105,13 @@ async def test_what_fails_with_all_others_is_tried_again_within_half_a_minute(st
 
 
 async def test_a_retry_that_is_asked_for_for_ever_ends_as_a_dead_letter(ledger: Ledger, engine: Engine) -> None:
-    outcomes = await to_the_end(engine, works(failing(Retry(), max_attempts=3, retry_on=(OSError,)), 1))
+    outcomes = await to_the_end(engine, works(failing(Retry(), max_attempts=3), 1))
     assert (kinds(outcomes), ledger.letters) == (["dead"], [("attempts_exhausted", 1)])
 
 
 async def test_a_retry_is_tried_again_whatever_fail_on_names(ledger: Ledger, engine: Engine) -> None:
     outcome = await engine.process(*works(failing(Retry(), fail_on=(Exception,)), 1))
     assert (outcome.kind, ledger.states, len(ledger.attempts)) == ("retrying", [], 1)
-
-
-async def test_what_is_not_in_retry_on_is_dead_at_once(ledger: Ledger, engine: Engine) -> None:
-    handler = failing(ValueError(), retry_on=(OSError,))
-    assert (await engine.process(*works(handler, 1))).reason == "not_retryable"
-    assert ledger.letters == [("not_retryable", 1)]
-    assert (await engine.process(*works(failing(TimeoutError(), retry_on=(OSError,), name="io"), 1))).kind == "retrying"
 
 
 async def test_what_is_in_fail_on_is_a_rejection(ledger: Ledger, engine: Engine) -> None:

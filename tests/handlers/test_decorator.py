@@ -339,15 +339,15 @@ def test_options_are_resolved_to_seconds() -> None:
     options = bound().options
     assert (options.group_size, options.max_attempts, options.wait) == (None, 5, 10.0)
     assert (options.retain, options.wait, options.timeout) == (1_209_600.0, 10.0, 30.0)
-    assert (options.backoff, options.fail_on, options.retry_on) == (Backoff(0.5, 2.0, 30.0), (), None)
+    assert (options.backoff, options.fail_on) == (Backoff(0.5, 2.0, 30.0), ())
     given = bound(
         retain=timedelta(days=1), wait=0, timeout="2m", max_attempts=1, group_size=128,
-        backoff="100ms, 2s", fail_on=(ValueError,), retry_on=(OSError, KeyError),
+        backoff="100ms, 2s", fail_on=(OSError, KeyError),
     ).options  # fmt: skip
     assert (given.retain, given.wait, given.timeout) == (86_400.0, 0.0, 120.0)
     assert (given.max_attempts, given.group_size) == (1, 128)
     assert given.backoff == Backoff(0.1, 2.0, 2.0)
-    assert (given.fail_on, given.retry_on) == ((ValueError,), (OSError, KeyError))
+    assert given.fail_on == (OSError, KeyError)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_options_are_resolved_to_seconds() -> None:
         ("backoff", ("2s", "1s"), "first <= cap"),
         ("backoff", ("1s", "soon"), "is not a duration"),
         ("fail_on", ValueError, "fail_on=(ValueError,)"),
-        ("retry_on", ("ValueError",), "retry_on=(ValueError,)"),
+        ("fail_on", ("ValueError",), "fail_on=(ValueError,)"),
         ("tenant", "region", "`tenant` 'region': Order has no field 'region'"),
         ("order_by", "region", "`order_by` 'region': Order has no field"),
         ("fingerprint", "quantity", "`fingerprint` 'quantity': Order has no field 'quantity'"),

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer.errors import Retry
 from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import (
@@ -18,7 +17,6 @@ from idemconsumer.rules.verdicts import (
     backoff,
     diagram,
     judge,
-    retryable,
     settle,
 )
 from tests.support import ROOT
@@ -141,31 +139,17 @@ def test_what_is_not_finished_is_held_or_forgotten() -> None:
 
 # ---- failures
 @pytest.mark.parametrize(
-    ("retryable", "attempts", "most", "expected"),
+    ("attempts", "most", "expected"),
     [
-        (True, 1, 5, Failure.RETRY),
-        (True, 4, 5, Failure.RETRY),
-        (True, 5, 5, Failure.DEAD),
-        (True, 6, 5, Failure.DEAD),
-        (True, 1, 1, Failure.DEAD),
-        (False, 1, 5, Failure.DEAD),
+        (1, 5, Failure.RETRY),
+        (4, 5, Failure.RETRY),
+        (5, 5, Failure.DEAD),
+        (6, 5, Failure.DEAD),
+        (1, 1, Failure.DEAD),
     ],
 )
-def test_a_failure_is_retried_while_attempts_are_left(
-    retryable: bool, attempts: int, most: int, expected: Failure
-) -> None:
-    assert after_failure(retryable=retryable, attempts=attempts, max_attempts=most) is expected
-
-
-def test_every_error_is_retryable_unless_retry_on_names_those_that_are() -> None:
-    assert retryable(ValueError(), None)
-    assert retryable(KeyError(), (LookupError,))
-    assert not retryable(ValueError(), (LookupError,))
-    assert not retryable(ValueError(), ())
-
-
-def test_a_handler_that_raises_retry_gets_it_whatever_retry_on_names() -> None:
-    assert retryable(Retry(), (LookupError,))
+def test_a_failure_is_retried_while_attempts_are_left(attempts: int, most: int, expected: Failure) -> None:
+    assert after_failure(attempts=attempts, max_attempts=most) is expected
 
 
 def test_backoff_doubles_up_to_its_cap_and_jitter_only_shortens_it() -> None:

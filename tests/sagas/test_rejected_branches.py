@@ -61,7 +61,7 @@ async def test_a_refusal_between_the_steps_of_a_branch_is_one_beside_a_call_in_f
 async def test_a_failure_between_the_steps_of_a_branch_is_the_one_that_counts(
     bench: Bench, one: Station, way: Way, error: str, beside: str
 ) -> None:
-    """What came of the step beside it hid it, and no `retry_on` knew that."""
+    """What came of the step beside it hid it."""
     begun = asyncio.Event()
 
     async def hangs(step: Step) -> None:
@@ -78,13 +78,13 @@ async def test_a_failure_between_the_steps_of_a_branch_is_the_one_that_counts(
     async def book(order: dict[str, Any], saga: Saga) -> None:
         await way(fails(saga), saga.call("hangs", hangs) if beside == "call" else saga.wait("approved"))
 
-    handler = saga(book, retry_on=(Refused, ExceptionGroup))
+    handler = saga(book)
     outcome = await one.deliver(handler)
     assert (outcome.kind, outcome.error) == (OutcomeKind.RETRYING, error)
 
 
 async def test_a_retry_that_leaves_a_task_group_is_one_after_its_delay(bench: Bench, one: Station) -> None:
-    """`retry_on` did not know the group, so that it was a dead letter."""
+    """What it says is not lost in the group, nor behind a refusal."""
 
     async def again(error: Exception) -> None:
         raise error
@@ -94,7 +94,7 @@ async def test_a_retry_that_leaves_a_task_group_is_one_after_its_delay(bench: Be
             outer.create_task(again(Refused()))
             group.create_task(again(Retry(after="1h")))
 
-    outcome = await one.deliver(saga(book, retry_on=(OSError,), fail_on=(Refused,)))
+    outcome = await one.deliver(saga(book, fail_on=(Refused,)))
     assert (outcome.kind, outcome.error, outcome.due) == (OutcomeKind.RETRYING, "Retry", 3600.0)
 
 

@@ -133,7 +133,7 @@ async def test_poison_among_good_sagas_is_buried_as_ever(bench: Bench, logged: L
 
 @pytest.mark.parametrize(
     ("options", "ended"),
-    [({"own": 1}, "dead"), ({"retry_on": (KeyError,)}, "dead"), ({"fail_on": (OSError,)}, "failed")],
+    [({"own": 1}, "dead"), ({"fail_on": (OSError,)}, "failed")],
 )
 async def test_a_step_that_is_to_run_once_runs_once(bench: Bench, options: Any, ended: str) -> None:
     service = Service(lambda _: False, "tx", **options)

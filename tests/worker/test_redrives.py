@@ -122,7 +122,7 @@ async def test_it_stays_behind_its_neighbours_of_the_same_order(
 
 
 async def test_what_fails_again_is_a_letter_again_that_says_so(bench: Bench) -> None:
-    service = Service(fail_on=(), retry_on=(ValueError,))
+    service = Service(fail_on=(), max_attempts=1)
     await bench.publish("q", Item("a"))
     await bench.until_empty(service.app)
 
@@ -133,7 +133,7 @@ async def test_what_fails_again_is_a_letter_again_that_says_so(bench: Bench) -> 
     await redrive(bench)
     await bench.until_empty(service.app)
     (letter,) = await letters(bench)
-    assert (letter.reason, letter.error.split(" ")[0], letter.arrivals) == ("not_retryable", "KeyError:", 2)
+    assert (letter.reason, letter.error.split(" ")[0], letter.arrivals) == ("attempts_exhausted", "KeyError:", 2)
     assert [each.outcome for each in await traces(bench, letter)] == ["dead"]
 
     service.mend()
