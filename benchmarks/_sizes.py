@@ -12,6 +12,4 @@ WAITING = "waiting"  # adaptive, and each statement is waited for
 
 
 def sized(group: str) -> Options:
-    if group == WAITING:
-        return {"pipeline": False}
-    return {} if group == SIZE else {"group_size": int(group)}
+    return {} if group in (SIZE, WAITING) else {"group_size": int(group)}

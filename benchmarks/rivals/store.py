@@ -117,6 +117,7 @@ class Ours:
                 size = self.engine.group_size(handler)
                 while len(waiting) < size and (body := next(bodies, None)) is not None:
                     work = Work.of(handler, Message(f"memory:{name}", body))
+                    work.eager = self.group == WAITING
                     lanes[zlib.crc32(work.key) % self._lanes].append(work)  # a key has one lane, as in a worker
                 if not waiting:
                     return

@@ -196,7 +196,7 @@ class Transactions:
 
     def _habits_of(self, work: Work) -> Habits | None:
         """None: all statements of its run are waited for."""
-        if work.eager or work.suspected or not work.handler.options.pipeline:
+        if work.eager or work.suspected:
             return None
         return self._habits.setdefault(work.handler.name, Habits())
 

@@ -28,7 +28,6 @@ class UnnamedOptions(TypedDict, total=False):
     """The options of any handler: see `Options`."""
 
     group_size: int
-    pipeline: bool
     concurrency: int
     consumer_group: str
     tenant: KeySpec
@@ -63,8 +62,6 @@ class Options(UnnamedOptions, total=False):
       collisions reduce it. Default: the size adapts to the handler's time, its failures and its collisions. Use 1 for a
       handler that cannot share `now()`, or must not run again because another message of its group failed. A saga
       always runs alone.
-    * `pipeline`: False has each statement of `tx` waited for. Default True: what the handler does not look at is sent
-      without waiting, see `Tx.execute`.
     * `concurrency`: how many of its messages, or groups, run at a time in one process. Default the setting.
     * `consumer_group`: the Kafka consumer group, of which each message reaches one handler. Default the app's name.
     * `tenant`: the tenant that a message belongs to; equal keys of two tenants are two keys.
@@ -113,7 +110,6 @@ class Resolved:
     """The options of one handler, checked, times in seconds."""
 
     group_size: int | None = None
-    pipeline: bool = True
     concurrency: int | None = None
     consumer_group: str | None = None
     retain: float = 14 * 86_400.0
@@ -150,7 +146,6 @@ def resolve(handler: str, given: Mapping[str, Any]) -> Resolved:
     """Check the options and turn times into seconds. Raises HandlerError."""
     read: dict[str, Callable[[str, str, Any], Any]] = {
         "group_size": lambda h, o, v: _integer(h, o, v, 1, MAX_GROUP),
-        "pipeline": _boolean,
         "concurrency": lambda h, o, v: _integer(h, o, v, 1, 1_000),
         "consumer_group": _text,
         "retain": _positive,
@@ -187,12 +182,6 @@ def check_pauses(handler: str, options: Resolved) -> None:
 def _integer(handler: str, option: str, value: Any, least: int, most: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise HandlerError(handler, f"`{option}` is {value!r}", f"write a whole number from {least} to {most:,}")
-    return value
-
-
-def _boolean(handler: str, option: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise HandlerError(handler, f"`{option}` is {value!r}", "write True or False")
     return value
 
 

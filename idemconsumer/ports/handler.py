@@ -57,7 +57,7 @@ class Tx(Protocol):
 
         A statement at whose rows the handler never looked is sent without waiting for its answer, in the same order as
         ever. If one fails, the message is run once more with statements that wait, so its error is raised here all the
-        same; what the handler does outside of the database is done again then. `pipeline=False` makes all of them wait.
+        same; what the handler does outside of the database is done again then. Who looks at its `rowcount` waits.
         """
         ...
 

@@ -312,7 +312,7 @@ class LeasedEngine:
             return work.leased or saga
 
     def _habits_of(self, work: Work, saga: LeasedSaga) -> Habits | None:
-        if work.eager or saga.suspect or not work.handler.options.pipeline:
+        if work.eager or saga.suspect:
             return None
         return self._habits.setdefault(work.handler.name, Habits())
 

@@ -287,9 +287,10 @@ async def test_two_groups_that_deadlock_both_come_through_without_an_attempt(
     meeting = asyncio.Barrier(2)
     points = Points()
 
-    @idempotent_handler(SOURCE, key="id", group_size=8, pipeline=False)  # they meet once both have a row
+    @idempotent_handler(SOURCE, key="id", group_size=8)
     async def hit(order: dict[str, Any], tx: Tx) -> None:
-        await tx.execute("update hot set hits = hits + 1 where id = %s", (order["row"],))
+        rows = await tx.execute("update hot set hits = hits + 1 where id = %s", (order["row"],))
+        assert rows.rowcount == 1  # they meet once both have a row
         await write(tx, order["id"])
         if order["meet"] and not meeting.broken:
             try:  # only when they first meet: each then wants the row that the other has

@@ -12,7 +12,7 @@ from idemconsumer import OutcomeKind, Reject, Saga, Tx
 from idemconsumer.engine.work import Work
 from idemconsumer.rules import habits
 from idemconsumer.stores.ahead import Ahead
-from tests.support.sagas import Bench, Remote, Station, lost, put, saga, take_back
+from tests.support.sagas import Bench, Remote, Station, lost, order, put, saga, take_back
 
 APPLIED, FAILED, DEAD = OutcomeKind.APPLIED, OutcomeKind.FAILED, OutcomeKind.DEAD
 
@@ -50,12 +50,18 @@ async def test_a_step_and_its_undo_send_ahead(bench: Bench, one: Station, sent: 
     assert len([text for text in sent if b"effect" in text]) == 4
 
 
-async def test_who_does_not_want_it_waits(bench: Bench, one: Station, sent: list[bytes]) -> None:
-    async def book(order: dict[str, Any], saga: Saga) -> None:
-        await saga.tx("a", put, "a")
+async def test_who_looks_at_its_answer_waits(bench: Bench, one: Station, sent: list[bytes]) -> None:
+    async def looks(tx: Tx, name: str) -> None:
+        rows = await tx.execute("insert into effect (name) values (%s)", (name,))
+        assert rows.rowcount == 1
 
-    assert (await one.deliver(saga(book, pipeline=False))).kind is APPLIED
-    assert (bench.effects, sent) == (["a"], [])
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", looks, order["id"])
+
+    assert (await one.deliver(saga(book), order("a"))).kind is APPLIED
+    sent.clear()  # it is known by now
+    assert (await one.deliver(saga(book), order("b"))).kind is APPLIED
+    assert (bench.effects, sent) == (["a", "b"], [])
 
 
 async def test_what_may_have_killed_a_worker_waits(bench: Bench, one: Station, two: Station, sent: list[bytes]) -> None:

@@ -247,9 +247,10 @@ async def handled(engine: Engine, proxy: Proxy, cut: bool) -> str:
         return "unavailable"
 
 
-@idempotent_handler(SOURCE, key="id", name="pay", pipeline=False)
+@idempotent_handler(SOURCE, key="id", name="pay")
 async def held(order: dict[str, Any], tx: Tx) -> None:
-    await tx.execute("insert into witness (id) values (%s)", (order["id"],))
+    rows = await tx.execute("insert into witness (id) values (%s)", (order["id"],))
+    assert rows.rowcount == 1
     running.set()
     await tx.execute("select pg_sleep(20)")
 
