@@ -102,7 +102,7 @@ def fresh_database(dsn: str, options: LiteralString = "") -> Iterator[str]:
 
 
 def emptied(connection: psycopg.Connection, witness: str) -> None:
-    """Our tables, but for migrations and scopes, have no rows any more; nor has the one in which tests count effects."""
+    """Our tables, but for migrations and scopes, have no rows any more; nor has that in which tests count effects."""
     connection.execute(sql.SQL(_EMPTY).format(sql.Literal(witness)))
 
 
