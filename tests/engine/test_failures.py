@@ -446,6 +446,26 @@ async def test_a_suspect_that_failed_has_ended_so_it_runs_with_others_again(ledg
     assert (ledger.effects, ledger.attempts) == (["1", "2", "3"], [])
 
 
+async def test_one_that_was_begun_before_has_ended_too_once_it_failed(
+    ledger: Ledger, store: PostgresStore, engine: Engine
+) -> None:
+    runs: list[int] = []
+
+    @idempotent_handler(SOURCE, key="id")
+    async def fails_first(order: dict[str, Any], tx: Tx) -> None:
+        runs.append(order["id"])
+        if len(runs) == 1:
+            raise ValueError
+        await write(tx, order["id"])
+
+    given = [suspect(fails_first, 1), *works(fails_first, 2)]
+    await store.mark_attempts([given[0].claim])
+    assert kinds(await engine.run(given)) == ["retrying"]
+    assert ledger.attempts == [1]
+    assert kinds(await engine.run(given)) == ["applied"] * 2
+    assert (ledger.effects, ledger.attempts) == (["1", "2"], [])
+
+
 async def test_a_cancelled_suspect_gets_its_count_back(ledger: Ledger, store: PostgresStore, engine: Engine) -> None:
     running = asyncio.Event()
 
@@ -571,19 +591,27 @@ class Unspeakable(Exception):
         raise SystemExit(3)
 
 
+class EncodesItself:
+    """As pydantic's models do; they make an Exception of whatever a serializer raises."""
+
+    def model_dump_json(self) -> str:
+        raise Panic("encoded")
+
+
 async def test_nor_does_it_end_when_a_result_is_encoded_or_an_error_is_written_down(
     ledger: Ledger, engine: Engine
 ) -> None:
     @idempotent_handler(SOURCE, key="id", max_attempts=1)
-    async def handler(order: dict[str, Any], tx: Tx) -> Panics:
+    async def handler(order: dict[str, Any], tx: Tx) -> Panics | EncodesItself:
         if order["id"] == 1:
             raise Unspeakable
-        return Panics()
+        return Panics() if order["id"] == 2 else EncodesItself()
 
-    assert kinds(await to_the_end(engine, works(handler, 1, 2))) == ["dead"] * 2
+    assert kinds(await to_the_end(engine, works(handler, 1, 2, 3))) == ["dead"] * 3
     errors = [str(error) for (error,) in ledger.run("select error from idemconsumer.dead_letter order by id")]
     assert "its text cannot be shown" in errors[0]
     assert "Panic" in errors[1]
+    assert "it raised" in errors[2]
 
 
 async def test_what_the_log_says_of_a_failure_holds_no_payload(engine: Engine) -> None:

@@ -53,6 +53,26 @@ async def test_it_costs_an_attempt_wherever_it_is_raised(
     assert bench.effects == []
 
 
+class Panic(BaseException):
+    """As an extension in Rust raises it (`pyo3_runtime.PanicException`)."""
+
+
+@pytest.mark.parametrize("error", [Panic("x"), SystemExit(1)], ids=repr)
+async def test_a_call_that_would_end_the_process_has_failed(bench: Bench, one: Station, error: BaseException) -> None:
+    async def in_call(step: Step) -> None:
+        raise error
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.call("s", in_call)
+
+    handler = saga(book, max_attempts=2)
+    async with asyncio.timeout(PATIENCE):
+        outcomes = await one.to_the_end(handler, await one.deliver(handler))
+    assert [outcome.kind for outcome in outcomes] == [OutcomeKind.RETRYING, OutcomeKind.DEAD]
+    assert outcomes[-1].reason == "unknown_effect"
+    assert "it raised" in bench.letter
+
+
 @every_other
 @pytest.mark.parametrize("undone", ["a tx step", "a call step"])
 async def test_an_undo_that_raises_it_has_failed(

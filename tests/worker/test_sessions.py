@@ -129,6 +129,34 @@ async def test_what_was_revoked_is_not_decoded(bench: Bench, monkeypatch: pytest
     assert read == [body(Item("a"))]
 
 
+async def test_what_is_held_for_its_next_attempt_is_given_up_with_its_session(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is behind it, and both of them when they come again, would wait for it."""
+    made, runs, failed, fetch = App("sessions"), list[str](), asyncio.Event(), MemorySession.fetch
+
+    @made.idempotent_handler("memory:q", key="id", order_by="entity", group_size=1)
+    async def handle(item: Item, tx: Tx) -> None:
+        runs.append(item.id)
+        if len(runs) == 1:
+            failed.set()
+            raise Retry(after="30s")
+        await note(tx, item)
+
+    async def lost_once(session: MemorySession) -> Sequence[Delivery]:
+        fetched = await fetch(session)
+        if failed.is_set():
+            failed.clear()
+            raise SessionEnded("it was lost")
+        return fetched
+
+    monkeypatch.setattr(MemorySession, "fetch", lost_once)
+    await bench.publish("q", Item("first", "e"), Item("behind", "e"))
+    async with bench.running(made) as running, asyncio.timeout(20):  # and not the 30 s of the pause
+        await running.until_count(applied=2)
+    assert runs == ["first", "first", "behind"]
+
+
 async def test_pauses_double_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed: list[float] = []
 
