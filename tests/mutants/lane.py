@@ -85,6 +85,7 @@ class Lane:
         if self._forking is not None:
             self._forking.kill()
             self._forking.wait()
+            self._end_strays()
         self._postgres.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -15,16 +15,18 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any, Final
 
 from tests.mutants.lane import Lane, Run
 from tests.mutants.table import Mutant, mutants, stale
 from tests.support import ROOT
+from tests.support.waiting import PATIENCE
 
 _KEPT: Final = ROOT / "build" / "mutants.jsonl"
 _KILLED: Final = frozenset({"killed", "timeout"})
-# A loaded machine is no reason to say that a mutant hangs.
-_PATIENCE_SECONDS: Final = 45.0
+# A loaded machine is no reason to say that a mutant hangs, and a test that waits in vain is to say for what.
+_PATIENCE_SECONDS: Final = PATIENCE + 20.0
 _PATIENCE_TIMES: Final = 5.0
 _BASELINE_SECONDS: Final = 3600.0
 
@@ -125,8 +127,9 @@ def _run(rows: Sequence[Mutant], kept: Kept, most: int) -> None:
         for lane in lanes:
             lane.open()
         asked = sorted({test for row in rows for test in row.tests if kept.get(_baseline_digest(test)) is None})
-        progress.say(f"{len(rows)} rows, {len(asked)} tests to be seen passing first")
-        _each(lanes, _by_file(asked, len(lanes)), lambda lane, tests: _baseline(lane, tests, kept, progress))
+        progress.say(f"{len(rows)} rows, {len(asked)} tests that are to pass without any mutant first")
+        files = [[*tests] for _, tests in groupby(asked, key=lambda test: test.partition("::")[0])]
+        _each(lanes, files, lambda lane, tests: _baseline(lane, tests, kept, progress))
         _each(lanes, rows, lambda lane, row: _try(lane, row, kept, progress))
     finally:
         for lane in lanes:
@@ -158,20 +161,12 @@ def _each(lanes: Sequence[Lane], work: Iterable[Any], act: Any) -> None:
         raise errors[0]
 
 
-def _by_file(tests: Sequence[str], parts: int) -> list[list[str]]:
-    """In so many parts, no file in two of them: what its tests share is made once."""
-    return [part for n in range(parts) if (part := [test for test in tests if _part(test, tests, parts) == n])]
-
-
-def _part(test: str, tests: Sequence[str], parts: int) -> int:
-    return _files(tests).index(test.partition("::")[0]) % parts
-
-
 def _baseline(lane: Lane, tests: Sequence[str], kept: Kept, progress: Progress) -> None:
     """A test that always fails would kill every mutant, and one that is skipped none."""
     shared = lane.run(tests, seconds=_BASELINE_SECONDS, shared=True)
     alone = [test for test in tests if _verdict(shared, test) == "skipped"]
     own = lane.run(alone, seconds=_BASELINE_SECONDS, shared=False) if alone else shared
+    progress.say(f"{shared.seconds + (own.seconds if alone else 0):9.1f} s {tests[0].partition('::')[0]}")
     for test in tests:
         run = own if test in alone else shared
         seconds = sum(each["seconds"] for each in _of(run, test))

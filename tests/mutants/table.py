@@ -48,6 +48,11 @@ def mutants() -> list[Mutant]:
     ]
 
 
+def reasons() -> dict[str, str]:
+    """Of rules that no row takes out."""
+    return tomllib.loads((FOLDER / "none.toml").read_text("utf-8"))
+
+
 def stale(mutant: Mutant) -> Iterator[str]:
     """Why a row no longer applies."""
     path = ROOT / mutant.file
