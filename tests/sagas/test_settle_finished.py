@@ -24,7 +24,7 @@ from tests.sagas.deployed import Order
 from tests.sagas.deployment import Deployment, prepare
 from tests.support.points import Points
 from tests.support.sagas import Bench
-from tests.support.servers.made import PostgresServer
+from tests.support.servers.made import PostgresServer, PrivateRabbitMQ
 from tests.support.servers.postgres import fresh_database
 from tests.support.servers.rabbitmq import RabbitMQ
 from tests.support.waiting import until
@@ -89,11 +89,17 @@ def _deployment_database(postgres18: PostgresServer) -> Iterator[Bench]:
         yield prepare(bench)
 
 
+@pytest.fixture(scope="module")
+def node(private_rabbitmq: PrivateRabbitMQ) -> RabbitMQ:
+    """Of these tests alone, which ask it how many messages are with a consumer."""
+    return private_rabbitmq()
+
+
 @pytest.fixture(params=["postgres", "rabbitmq"])
 def source(request: pytest.FixtureRequest, _deployment_database: Bench) -> Source:
     if request.param == "postgres":
         return OnPostgres(_deployment_database)
-    return OnRabbitmq(request.getfixturevalue("rabbitmq"), f"rides-{uuid4().hex}")
+    return OnRabbitmq(request.getfixturevalue("node"), f"rides-{uuid4().hex}")
 
 
 @pytest.fixture
@@ -175,7 +181,7 @@ async def test_the_broker_is_told_once_and_when_the_handler_asks_for_it(
     elif scheme == "postgres":
         await OnPostgres(scene).publish(body)
     else:
-        queue = OnRabbitmq(request.getfixturevalue("rabbitmq"), f"rides-{uuid4().hex}")
+        queue = OnRabbitmq(request.getfixturevalue("node"), f"rides-{uuid4().hex}")
         await queue.publish(body)
         name, address = queue.name, queue.environment["IDEMCONSUMER_RABBITMQ"]
     app = App("settling")
