@@ -37,7 +37,7 @@ class Ledger:
         if self._connection is None:
             self._connection = psycopg.connect(self.dsn, autocommit=True)
         cursor = self._connection.execute(query, params or None)
-        return cursor.fetchall() if cursor.description else []
+        return [] if cursor.description is None else cursor.fetchall()
 
     def clear(self) -> None:
         """As new, for the next test on the same database."""

@@ -55,7 +55,7 @@ class Database:
     def do(self, query: str) -> list[tuple[Any, ...]]:
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             cursor = connection.execute(query.encode())
-            return cursor.fetchall() if cursor.description else []
+            return [] if cursor.description is None else cursor.fetchall()
 
     def position(self) -> int:
         return int(self.do("select position from idemconsumer.kafka_position")[0][0])

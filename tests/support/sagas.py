@@ -187,12 +187,12 @@ class Bench:
 
     def run(self, query: LiteralString, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         cursor = self._connection.execute(query, params or None)
-        return cursor.fetchall() if cursor.description else []
+        return [] if cursor.description is None else cursor.fetchall()
 
     def script(self, text: str) -> list[tuple[Any, ...]]:
         """Statements that are put together, without parameters."""
         cursor = self._connection.execute(text.encode())
-        return cursor.fetchall() if cursor.description else []
+        return [] if cursor.description is None else cursor.fetchall()
 
     def clear(self) -> None:
         emptied(self._connection, "effect")

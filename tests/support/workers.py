@@ -119,7 +119,7 @@ class Bench:
     def do(self, query: str, *params: object) -> list[tuple[Any, ...]]:
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             cursor = connection.execute(query.encode(), params or None)
-            return cursor.fetchall() if cursor.description else []
+            return [] if cursor.description is None else cursor.fetchall()
 
     def effects(self) -> list[str]:
         """The ids that were applied, in order of their inserts."""
