@@ -29,7 +29,7 @@ from idemconsumer.brokers.rabbitmq import link as rabbitmq_link
 from idemconsumer.brokers.rabbitmq.arrivals import Arrival
 from idemconsumer.brokers.rabbitmq.broker import RabbitmqBroker
 from idemconsumer.brokers.rabbitmq.limits import limits
-from idemconsumer.brokers.rabbitmq.session import RabbitmqSession, delivery_of, nack_is_free
+from idemconsumer.brokers.rabbitmq.session import ACKS_ON_THE_WAY, RabbitmqSession, delivery_of, nack_is_free
 from idemconsumer.embedded.postgres import free_port
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.message.message import Subscription, Whole
@@ -235,6 +235,26 @@ async def test_single_acks_reach_a_quorum_queue_before_the_channel_closes(node: 
             held, *finished = await arriving(session, 1_000)
             await session.settle(finished)
         assert await remaining(broker, name) == bodies([held])
+
+
+@pytest.mark.parametrize(("acks", "asked"), [(ACKS_ON_THE_WAY, False), (ACKS_ON_THE_WAY + 1, True)])
+async def test_a_channel_that_holds_acks_back_is_asked_before_it_closes(
+    node: Node, broker: RabbitmqBroker, monkeypatch: pytest.MonkeyPatch, acks: int, asked: bool
+) -> None:
+    """Whether any would be lost depends on how fast the broker is just then."""
+    declare, requests = aiormq.channel.Channel.queue_declare, list[str]()
+
+    async def counted(channel: aiormq.channel.Channel, queue: str = "", **given: Any) -> object:
+        requests.append(queue)
+        return await declare(channel, queue, **given)
+
+    name = await node.queue()
+    await broker.publish(name, numbered(acks + 1))
+    async with consuming(broker, name) as session:
+        _, *finished = await arriving(session, acks + 1)
+        await session.settle(finished)
+        monkeypatch.setattr(aiormq.channel.Channel, "queue_declare", counted)
+    assert bool(requests) is asked
 
 
 # ------------------------------------------------------------------------------------------------- counts and limits

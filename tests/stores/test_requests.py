@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
@@ -449,6 +450,22 @@ async def test_a_person_sees_what_runs_and_decides_about_what_was_lost(book: Led
     await known.release(A.key, by="me")
     assert book.run("select from idemconsumer.request") == []
     assert book.states == []
+
+
+async def test_a_person_who_decides_waits_for_who_takes_the_key_just_then(book: Ledger, opened: Open) -> None:
+    """H24."""
+    (requests, lease), (rival, alive) = await opened(), await opened()
+    await requests.claim(A, never)
+    await rival.claim(B, never)
+    await lease.expire()
+    async with await psycopg.AsyncConnection.connect(book.dsn) as taking:
+        await taking.execute("update idemconsumer.request set worker = %s where key = %s", (alive.worker, A.key))
+        release = asyncio.create_task(Keys(book.dsn, SCHEMA).release(A.key, by="me"))
+        waits = "select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+        await until(lambda: len(book.run(waits)) == 1, "it waits")
+    with pytest.raises(ConfigurationError, match="is not released: its request runs"):
+        await release
+    assert book.run("select worker from idemconsumer.request where key = %s", (A.key,)) == [(alive.worker,)]
 
 
 async def test_what_nobody_comes_back_for_is_pruned_after_its_retention(book: Ledger, opened: Open) -> None:

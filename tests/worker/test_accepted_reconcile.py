@@ -25,7 +25,8 @@ from idemconsumer import (
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.stores.overdue import take_overdue
+from idemconsumer.stores.overdue import Overdue, asking, take_overdue
+from idemconsumer.stores.pool import Pool
 from idemconsumer.worker.deadlines import Deadlines
 from tests.support.waiting import PATIENCE
 from tests.support.workers import SCHEMA, Bench, Item, note
@@ -265,6 +266,19 @@ async def test_a_sweeper_that_dies_is_followed_and_decides_nothing_any_more(
         shop.answer = answer
         await sweepers[1].ask()
         assert (await shop.found())[0] is told
+
+
+async def test_a_sweeper_that_was_frozen_before_it_asks_leaves_it_to_the_one_that_has_asked(
+    bench: Bench, shop: Shop, sweepers: list[Deadlines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def frozen(pool: Pool, taken: Overdue) -> Any:
+        bench.do("update idemconsumer.accepted set asked = asked + 1")  # by another one, meanwhile
+        return asking(pool, taken)
+
+    monkeypatch.setattr("idemconsumer.worker.deadlines.asking", frozen)
+    await accept(shop)
+    await sweepers[0].ask()
+    assert (shop.asked, await shop.found()) == ([], (Progress.PENDING, None, None))
 
 
 async def test_what_somebody_has_in_hand_is_not_asked_about_and_does_not_run_while_it_is(
