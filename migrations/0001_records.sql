@@ -58,9 +58,9 @@ create table {schema}.record (
 comment on table {schema}.record is 'One row for each key: whether its message was applied';
 comment on column {schema}.record.key is 'Hash of app, tenant, handler and key (R10, R38)';
 comment on column {schema}.record.state is '0 pending, 1 processing, 2 undoing, 3 completed, 4 failed, 5 dead';
-comment on column {schema}.record.fingerprint is 'SHA-256 of what is compared of the payload';
+comment on column {schema}.record.fingerprint is 'Hash of the payload''s bytes, or of what the handler compares of it';
 comment on column {schema}.record.canonical is
-    'The first 16 bytes of SHA-256 of the payload''s canonical JSON; null: only the fingerprint is compared (R26)';
+    'Shortened hash of the payload''s canonical JSON; null: only the fingerprint is compared (R26)';
 comment on column {schema}.record.expires_at is
     'From then on a record that is completed or failed counts as none (R37); null: it counts as long as it is there';
 
@@ -166,7 +166,7 @@ $$;
 -- `met`: the caller has looked the scopes up within half a day, so none of them can go before its record is there, and
 -- looking at them each time would be a tenth of a claim. Otherwise they are looked at after the insert, in a later
 -- statement: either this sees that one is retired, or its record is there when those of a retired one are looked for.
-create function {schema}.claim_keys(
+create function {schema}.claim(
     keys bytea[], scopes int[], fingerprints bytea[], canonicals bytea[], expires float8[], state smallint, met boolean
 ) returns table (
     key bytea, found smallint, fingerprint bytea, body bytea, content_type text, canonical bytea, status smallint,
@@ -180,19 +180,19 @@ begin
     for each in 1..2 loop
         with inserted as (
             insert into {schema}.record (key, scope_id, state, fingerprint, canonical, changed_at, expires_at)
-            select c.key, c.scope_id, claim_keys.state, c.fingerprint, c.canonical, clock_timestamp(),
+            select c.key, c.scope_id, claim.state, c.fingerprint, c.canonical, clock_timestamp(),
                 clock_timestamp() + make_interval(secs => c.expires)
-            from unnest(claim_keys.keys, claim_keys.scopes, claim_keys.fingerprints, claim_keys.canonicals,
-                    claim_keys.expires) as c (key, scope_id, fingerprint, canonical, expires)
+            from unnest(claim.keys, claim.scopes, claim.fingerprints, claim.canonicals, claim.expires)
+                as c (key, scope_id, fingerprint, canonical, expires)
             where (expired is null or c.key = any (expired))
               and pg_try_advisory_xact_lock(('x' || encode(substring(c.key for 8), 'hex'))::bit(64)::bigint)
             on conflict do nothing
             returning record.key
         )
         select claimed || array_agg(inserted.key) into claimed from inserted;
-        exit when cardinality(claimed) = cardinality(claim_keys.keys) or expired is not null;
+        exit when cardinality(claimed) = cardinality(claim.keys) or expired is not null;
         expired := array(
-            select w.key from unnest(claim_keys.keys) as w (key)
+            select w.key from unnest(claim.keys) as w (key)
             cross join lateral (
                 select from {schema}.record as r
                 where r.key = w.key and r.expires_at <= clock_timestamp() and r.state in (3, 4) offset 0
@@ -221,18 +221,18 @@ begin
             select coalesce(keys, '{{}}') from gathered
         $sql$ into expired using expired;
     end loop;
-    if not met and not claim_keys.scopes <@ array(
-        select s.id from {schema}.scope as s where s.id = any (claim_keys.scopes) and s.retired_at is null
+    if not met and not claim.scopes <@ array(
+        select s.id from {schema}.scope as s where s.id = any (claim.scopes) and s.retired_at is null
     ) then
-        perform {schema}.use_scopes(claim_keys.scopes);
+        perform {schema}.use_scopes(claim.scopes);
     end if;
-    if cardinality(claimed) = cardinality(claim_keys.keys) then
+    if cardinality(claimed) = cardinality(claim.keys) then
         return;
     end if;
     -- One that has expired and could not be deleted is a rival's.
     return query
         select w.key, r.state, r.fingerprint, s.body, s.content_type, r.canonical, s.status, s.headers
-        from unnest(claim_keys.keys) as w (key)
+        from unnest(claim.keys) as w (key)
         left join lateral (
             select state, fingerprint, canonical from {schema}.record
             where key = w.key and (expires_at is null or expires_at > clock_timestamp() or state not in (3, 4)) offset 0
@@ -242,58 +242,4 @@ begin
         ) as s on true
         where claimed is null or w.key <> all (claimed);
 end
-$$;
-
-create function {schema}.claim_met(
-    keys bytea[], scopes int[], fingerprints bytea[], canonicals bytea[], state smallint
-) returns table (key bytea, found smallint, fingerprint bytea, body bytea, content_type text, canonical bytea)
-language plpgsql as $$
-#variable_conflict use_column
-declare
-    claimed bytea[];
-begin
-    with inserted as (
-        insert into {schema}.record (key, scope_id, state, fingerprint, canonical, changed_at)
-        select c.key, c.scope_id, claim_met.state, c.fingerprint, c.canonical, clock_timestamp()
-        from unnest(claim_met.keys, claim_met.scopes, claim_met.fingerprints, claim_met.canonicals)
-            as c (key, scope_id, fingerprint, canonical)
-        where pg_try_advisory_xact_lock(('x' || encode(substring(c.key for 8), 'hex'))::bit(64)::bigint)
-        on conflict do nothing
-        returning record.key
-    )
-    select array_agg(inserted.key) into claimed from inserted;
-    if cardinality(claimed) = cardinality(claim_met.keys) then
-        return;
-    end if;
-    return query
-        select w.key, r.state, r.fingerprint, s.body, s.content_type, r.canonical
-        from unnest(claim_met.keys) as w (key)
-        left join lateral (
-            select state, fingerprint, canonical from {schema}.record where key = w.key offset 0
-        ) as r on true
-        left join lateral (select body, content_type from {schema}.result where key = w.key offset 0) as s on true
-        where claimed is null or w.key <> all (claimed);
-end
-$$;
-
-create function {schema}.claim(
-    keys bytea[], scopes int[], fingerprints bytea[], canonicals bytea[], state smallint
-) returns table (key bytea, found smallint, fingerprint bytea, body bytea, content_type text, canonical bytea)
-language plpgsql as $$
-begin
-    return query
-        select * from {schema}.claim_met(claim.keys, claim.scopes, claim.fingerprints, claim.canonicals, claim.state);
-    if not claim.scopes <@ array(
-        select s.id from {schema}.scope as s where s.id = any (claim.scopes) and s.retired_at is null
-    ) then
-        perform {schema}.use_scopes(claim.scopes);
-    end if;
-end
-$$;
-
-create function {schema}.claim(keys bytea[], scopes int[], fingerprints bytea[], state smallint)
-returns table (key bytea, found smallint, fingerprint bytea, body bytea, content_type text)
-language sql as $$
-    select c.key, c.found, c.fingerprint, c.body, c.content_type
-    from {schema}.claim(keys, scopes, fingerprints, array_fill(null::bytea, array[cardinality(keys)]), state) as c
 $$;

@@ -95,33 +95,12 @@ returns bigint language sql as $$
     select {schema}.publish_bytes(queue, convert_to(payload::text, 'UTF8'), key, headers, delay)
 $$;
 
-create function {schema}.publish_bytes_undelayed(queue text, payload bytea, key text default null, headers jsonb default '{{}}')
-returns bigint language plpgsql as $$
-declare
-    new_id bigint;
-begin
-    if jsonb_typeof(coalesce(publish_bytes.headers, '{{}}')) <> 'object' then
-        raise exception 'headers must be a JSON object of texts, e.g. {{"n": "v"}}' using errcode = '22023';
-    end if;
-    insert into {schema}.queue (name, message_id, body, headers)
-    values (queue, key, payload, convert_to(coalesce(publish_bytes.headers, '{{}}')::text, 'UTF8'))
-    returning id into new_id;
-    perform pg_notify('idemconsumer_queue', queue);
-    return new_id;
-end
-$$;
-
-create function {schema}.publish_undelayed(queue text, payload jsonb, key text default null, headers jsonb default '{{}}')
-returns bigint language sql as $$
-    select {schema}.publish_bytes(queue, convert_to(payload::text, 'UTF8'), key, headers)
-$$;
-
 create table {schema}.accepted (
     key         bytea primary key,
     app         text not null,
     handler     text not null,
     until       timestamptz,
-    created_at  timestamptz default clock_timestamp(),
+    created_at  timestamptz not null default clock_timestamp(),
     via         text,
     token       bytea,
     body        bytea,
@@ -133,7 +112,7 @@ create table {schema}.accepted (
 create index accepted_until on {schema}.accepted (until);
 
 comment on table {schema}.accepted is
-    'What was accepted for a handler with `max_age`, or by another broker (H44 to H49); as long as its record is kept';
+    'What was accepted now, to be done later (H42 to H49); a row stays as long as its record';
 comment on column {schema}.accepted.app is 'As in the names of scopes';
 comment on column {schema}.accepted.until is 'When it has to have ended; null once that is decided, or if there is no deadline';
 comment on column {schema}.accepted.via is 'Where its message was sent; null: into the handler''s own queue';

@@ -180,9 +180,6 @@ create function {schema}.reopen_letter() returns trigger language plpgsql securi
     set search_path = pg_catalog, pg_temp set enable_seqscan = off as $$
 begin
     new.redriven_at := null;
-    if new.error is distinct from old.error and new.traceback is not distinct from old.traceback then
-        new.traceback := null;
-    end if;
     update {schema}.redrive as t set outcome = 'dead', ended_at = clock_timestamp()
     where t.letter = new.id and t.outcome is null;
     return new;

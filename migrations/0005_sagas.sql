@@ -5,9 +5,8 @@ create table {schema}.worker (
     name    text not null,
     lease   interval not null,
     until   timestamptz not null,
-    runs    jsonb,
-    born    bigint,
-    cancels boolean not null default false
+    runs    jsonb not null,
+    born    bigint
 );
 
 comment on table {schema}.worker is
@@ -48,11 +47,10 @@ create table {schema}.saga (
     letter      bigint
 );
 
--- A saga that waits is in those of `waiting`, a saga that is held in the one of `held`, and one that has ended in none, so
--- they are small (L32, L60).
+-- `saga_due` is for people. A saga that waits is in `saga_waiting`, a saga that is held in `saga_held`, and one that is put
+-- aside in neither, so both are small (L32, L60).
 create index saga_due on {schema}.saga (handler, due);
-create index saga_waiting on {schema}.saga (handler, due) where worker is null and parked is null;
-create index saga_waiting_version on {schema}.saga (handler, coalesce(version, ''), due)
+create index saga_waiting on {schema}.saga (handler, coalesce(version, ''), due)
     where worker is null and parked is null;
 create index saga_held on {schema}.saga (worker, handler, due) where worker is not null;
 
@@ -79,19 +77,6 @@ comment on column {schema}.saga.signals is 'The names of the signals that make i
 comment on column {schema}.saga.letter is
     'The dead letter that it was redriven from, until it ends or is put aside again (O24)';
 
-create function {schema}.keep_from_earlier() returns trigger language plpgsql as $$
-begin
-    if exists (select from {schema}.worker where id = new.worker and cancels) then
-        return new;
-    end if;
-    return null;
-end
-$$;
-
-create trigger cancelled before update of worker on {schema}.saga
-    for each row when (new.cancel is not null and new.worker is not null)
-    execute function {schema}.keep_from_earlier();
-
 create table {schema}.step (
     key           bytea not null,
     name          text not null,
@@ -117,7 +102,7 @@ create table {schema}.step (
 comment on table {schema}.step is 'Kept until the record is pruned, so that a finished saga can still be looked at';
 comment on column {schema}.step.kind is '1 tx, or a wait; 2 call';
 comment on column {schema}.step.state is '1 intent, 2 done, 3 rejected, 4 undo intent, 5 undone';
-comment on column {schema}.step.overlapped is 'It ran beside other steps';
+comment on column {schema}.step.overlapped is 'Another step ran at the same time, so its place among them is not fixed';
 comment on column {schema}.step.position is 'Order of finishing; null: it has not finished, or waits';
 comment on column {schema}.step.token is 'Of the owner that wrote it last';
 comment on column {schema}.step.undo_at is 'When its undo began; an undo has times of its own, so that those of the step stay';

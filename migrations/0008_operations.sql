@@ -44,10 +44,10 @@ create table {schema}.audit (
     reason  text
 );
 
-comment on table {schema}.audit is 'Who wanted what of workers, and when. Few rows, which nobody deletes';
+comment on table {schema}.audit is 'What people have decided, and when (O16). Few rows, which nobody deletes';
 comment on column {schema}.audit.by is 'As they say themselves';
 comment on column {schema}.audit.role is 'Of the database';
-comment on column {schema}.audit.what is 'pause, resume, drain or reload';
+comment on column {schema}.audit.what is 'pause, resume, drain, reload, redrive …';
 
 create table {schema}.import_position (
     app         text not null,

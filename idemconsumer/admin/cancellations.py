@@ -1,11 +1,10 @@
-"""Cancel a saga that has not ended (L50, L51)."""
+"""Cancel a saga that has not ended (L50)."""
 
 from __future__ import annotations
 
 import msgspec
 
 from idemconsumer.admin.audit import note_saga
-from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.saga import CANCELLED
@@ -31,12 +30,11 @@ class Cancellation(msgspec.Struct, frozen=True, kw_only=True):
 async def request_cancel(claims: PostgresClaims, key: bytes, *, undo: bool, by: str | None) -> Cancellation:
     """In a transaction that has begun, and that the caller completes. `by`: the person who decides, if one does.
 
-    The saga's row is locked first, as by a completion, so that one of the two comes first. Raises ConfigurationError
-    while a worker of an earlier version lives.
+    The saga's row is locked first, as by a completion, so that one of the two comes first.
     """
     if not await claims.send("lock_saga", {"key": key}):
         return await _ended(claims, key)
-    ((phase, rejection, _, held, parked, requested, earlier),) = await claims.send("locked_saga", {"key": key})
+    ((phase, rejection, _, held, parked, requested),) = await claims.send("locked_saga", {"key": key})
     if State(phase) is State.UNDOING:
         return Cancellation(
             accepted=parked is None and _is_cancellation(rejection),
@@ -44,11 +42,6 @@ async def request_cancel(claims: PostgresClaims, key: bytes, *, undo: bool, by: 
             undo=True,
         )
     state = State.PROCESSING if parked is None else State.DEAD
-    if earlier is not None:
-        raise ConfigurationError(
-            f"saga {key.hex()[:12]} is not cancelled: worker {earlier} is of an earlier version that knows no "
-            "cancellation; repeat this once the deployment is over, or stop that worker"
-        )
     undone = undo if requested is None else requested
     detail = "to be undone" if undone else "as it is"
     if by is not None and (requested is None or not held):

@@ -36,9 +36,9 @@ class Doing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker process. `state`: running; draining; `lost`, if it gave no sign of life for 45 s; or `unrecorded`, of
-    an earlier version: nobody knows what it does, and `id` is None. `unseen`: seconds since the last sign; `place`:
-    which of its launcher's workers it is. Times are the database's."""
+    """One worker process. `state`: running; draining; `lost`, if it gave no sign of life for 45 s; or `unrecorded`, if
+    only its lease is known: a program that runs sagas itself, and `id` is None. `unseen`: seconds since the last sign;
+    `place`: which of its launcher's workers it is. Times are the database's."""
 
     id: int | None
     app: str
@@ -171,15 +171,15 @@ class Controls:
             return await cursor.fetchall() if cursor.description else []
 
 
-def _unrecorded(name: str, runs: str | None) -> list[WorkerLine]:
-    """What is known of a worker by its lease: a line for each app."""
+def _unrecorded(name: str, runs: str) -> list[WorkerLine]:
+    """What is known of a process by its lease: a line for each app."""
     host, _, pid = name.rpartition(":")
     apps: dict[str, dict[str, Doing]] = {}
-    for each in msgspec.json.decode(runs or "[]"):
+    for each in msgspec.json.decode(runs):
         apps.setdefault(each["app"], {})[each["handler"]] = Doing()
     return [
         WorkerLine(
             id=None, app=app, host=host, pid=int(pid or 0), place=0, version="unknown", state=UNRECORDED, handlers=its
         )
-        for app, its in (apps or {"unknown": {}}).items()
+        for app, its in apps.items()
     ]

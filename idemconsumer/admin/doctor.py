@@ -95,9 +95,7 @@ def _workers(workers: Sequence[WorkerLine]) -> Iterator[Diagnosis]:
     for line in workers:
         who = f"worker {line.host}:{line.pid} of {line.app}"
         if line.state == UNRECORDED:
-            yield _warning(
-                who, "is of an earlier version and on no record, so it obeys no pause and no drain; replace it"
-            )
+            yield _warning(who, "is on no record: a program that runs sagas itself, which obeys no pause and no drain")
         elif not line.live and not any(_same_place(line, other) for other in live):
             yield _warning(
                 who,

@@ -50,11 +50,11 @@ async def find_orphans(dsn: str, schema: str, app: str, sagas: Sagas) -> list[Or
     return orphans(waiting, [row["runs"] for row in alive], app, sagas)
 
 
-def orphans(waiting: Iterable[Waiting], alive: Sequence[list[Any] | None], app: str, sagas: Sagas) -> list[Orphans]:
-    """`alive`: what each live worker runs; None for one of an earlier version of idemconsumer, which may run any."""
+def orphans(waiting: Iterable[Waiting], alive: Sequence[list[Any]], app: str, sagas: Sagas) -> list[Orphans]:
+    """`alive`: what each live worker runs."""
     found = []
     for group in waiting:
-        served = any(each is None or any(_runs(one, group) for one in each) for each in alive)
+        served = any(_runs(one, group) for each in alive for one in each)
         if (text := _problem(group, app, sagas, served=served)) is not None:
             found.append(Orphans(waiting=group, text=text))
     return found

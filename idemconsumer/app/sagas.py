@@ -137,7 +137,7 @@ class SagaCalls(ABC):
         step in a transaction that is in flight is waited for, for a minute. A call in flight is cut off, and how it
         ended is learnt as after a lost worker; if nobody can tell, the saga is put aside as `unknown_effect`. What was
         put aside is cancelled too. Raises StoreUnavailable, BadMessage for an invalid key, and ConfigurationError when
-        it is not a saga of this app, or a worker of an earlier version runs it.
+        it is not a saga of this app.
         """
         admin, digest = self._saga_of(handler, tenant, key, "only a saga can be cancelled")
         return await admin.cancel(digest, undo=undo, by=None)

@@ -16,8 +16,8 @@ from idemconsumer.settings import load
 F = TypeVar("F", bound=Callable[..., Any])
 
 NOT_REACHED = (
-    "{} workers are not on record, since they are of an earlier version or begin this moment: an earlier version does "
-    "not obey"
+    "{} processes are not on record: programs that run its sagas themselves, which do not obey, or workers that begin "
+    "this moment"
 )
 UNKNOWN = (
     "nobody knows a handler {0!r} of app {1!r}, which has: {2}; should it ever run, it begins nothing until "
@@ -77,18 +77,18 @@ def _decide(
         its = app or await controls.app_of(handler)
         changed = await act(controls, its, handler, by=by, reason=reason)
         running = await controls.running(its, handler)
-        earlier = sum(line.state == UNRECORDED for line in running)
-        return its, changed, sum(line.live for line in running), earlier, await controls.known()
+        unrecorded = sum(line.state == UNRECORDED for line in running)
+        return its, changed, sum(line.live for line in running), unrecorded, await controls.known()
 
-    its, changed, workers, earlier, known = asyncio.run(decide())
+    its, changed, workers, unrecorded, known = asyncio.run(decide())
     is_known = (its, handler) in known
     if as_json:
         said = {"app": its, "handler": handler, "known": is_known, "changed": changed, "workers": workers}
-        print_json(said | {"unrecorded_workers": earlier})
+        print_json(said | {"unrecorded_workers": unrecorded})
         return
     click.echo(printable(f"{its}/{handler} {words[0] if changed else words[1]}; {workers} workers run it"))
-    if earlier:
-        click.echo(f"warning: {NOT_REACHED.format(earlier)}", err=True)
+    if unrecorded:
+        click.echo(f"warning: {NOT_REACHED.format(unrecorded)}", err=True)
     if act is Controls.pause and not is_known:
         others = ", ".join(sorted(name for app, name in known if app == its)) or "none"
         text = UNKNOWN.format(handler, its, others)
@@ -126,8 +126,8 @@ def workers() -> None:
 def worker_list(app: str | None, as_json: bool, **flags: Any) -> None:
     """List worker processes: those on record, and leases of sagas whose worker is not.
 
-    A worker that was killed is `lost` for an hour. One of an earlier version of idemconsumer is not on record: if it
-    runs sagas it is listed as `unrecorded`, else it is not listed.
+    A worker that was killed is `lost` for an hour. A program that runs sagas with `app.process` is not on record, and
+    is listed as `unrecorded`.
     """
     lines = asyncio.run(_controls(flags).workers(app))
     if as_json:

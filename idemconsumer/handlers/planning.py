@@ -228,8 +228,8 @@ def _partition(message: Message) -> str:
 
 
 def _fingerprint(handler: str, payload_type: Any, given: Options, *, is_json: bool) -> FingerprintOf:
-    """R26. What is compared of a whole message is its bytes as they arrived, which is all that older versions know, and
-    beside that its value: of JSON in canonical form, of anything else in an envelope its bytes."""
+    """R26. What is compared of a whole message is its bytes as they arrived, and beside that its value: of JSON in
+    canonical form, of anything else in an envelope its bytes."""
     spec: Any = given.get("fingerprint", _WHOLE_BODY)
     if spec is None:
         return lambda _, __, ___: (None, None)

@@ -26,8 +26,7 @@ from {schema}.dead_letter where id = any(%(ids)s::bigint[]) order by id
 
 -- name: dead_groups
 -- By cause: what an error's text begins and ends with, where it is that of an exception (`describe` in engine/blame.py).
--- The text alone says it, since workers of the version before write no more. As `error_type` and `error_place` say it, which
--- take four times as long for a million letters: they are not inlined.
+-- As `error_type` and `error_place` say it, which take four times as long for a million letters: they are not inlined.
 select d.handler, d.reason, e.place, case when e.place is not null then
         split_part(split_part(split_part(split_part(d.error, E'\n', 1), ':', 1), ' ', 1), '(', 1) end as exception,
     count(*) as letters, sum(d.arrivals)::bigint as arrivals, min(d.first_at) as first_at, max(d.last_at) as last_at,
@@ -211,8 +210,7 @@ select 1 from {schema}.saga where key = %(key)s for update
 -- name: locked_saga
 -- A separate statement after the row lock, so that its snapshot shows who took the saga, or renewed a lease, while the
 -- lock was awaited.
-select s.state, s.rejection, w.name as owner, {held} as held, s.parked, s.cancel,
-    (select min(name) from {schema}.worker where until >= clock_timestamp() and not cancels) as earlier
+select s.state, s.rejection, w.name as owner, {held} as held, s.parked, s.cancel
 from {schema}.saga as s left join {schema}.worker as w on w.id = s.worker
 where s.key = %(key)s
 

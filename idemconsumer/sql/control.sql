@@ -44,10 +44,10 @@ where %(app)s::text is null or p.app = %(app)s
 order by p.app, p.host, p.place, p.id
 
 -- name: unrecorded_workers
--- L28. Leases of processes that are not on record: of the version before, or one that has just begun. One that runs nothing
--- holds requests, and is no worker (H22).
+-- L28. Leases of processes that are not on record: of a program that runs sagas itself, or of a worker that has just begun.
+-- One that runs nothing holds requests, and is neither (H22).
 select w.name, w.runs::text as runs from {schema}.worker as w
-where w.until >= clock_timestamp() and w.runs is distinct from '[]'
+where w.until >= clock_timestamp() and w.runs <> '[]'
   and not exists (select from {schema}.process as p where p.host || ':' || p.pid = w.name)
 order by w.id
 

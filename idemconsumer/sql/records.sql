@@ -141,7 +141,7 @@ select name, id from known union all select name, id from met
 
 -- name: claim
 -- The insert is in the function (migrations/0001). What it returns was not claimed.
-select * from {schema}.claim_keys(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[],
+select * from {schema}.claim(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[],
     %(canonicals)s::bytea[], %(expires)s::float8[], %(state)s::smallint, true)
 
 -- name: show

@@ -8,7 +8,7 @@
 with alive as materialized (
     select id from {schema}.worker where id = %(worker)s and until > clock_timestamp()
 ), missed as materialized (
-    select m.* from alive cross join lateral {schema}.claim_keys(array[%(key)s::bytea], array[%(scope)s::integer],
+    select m.* from alive cross join lateral {schema}.claim(array[%(key)s::bytea], array[%(scope)s::integer],
         array[%(fingerprint)s::bytea], array[%(canonical)s::bytea], array[%(expires)s::float8], {PROCESSING}::smallint,
         false) as m
 ), begun as (

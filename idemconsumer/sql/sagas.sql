@@ -16,12 +16,12 @@ exists (select from {schema}.step
     where key = s.key and finished_at is not null and state <> {UNDO_INTENT} and token = s.token)
 
 -- fragment: unserved
--- L28. For `grace` no worker has lived that runs the handler and the version of `s`, or that does not say what it runs.
+-- L28. For `grace` no worker has lived that runs the handler and the version of `s`.
 not exists (
     select from {schema}.worker as w
     where w.until >= clock_timestamp() - make_interval(secs => %(grace)s)
-      and (w.runs is null or w.runs @> jsonb_build_array(
-          jsonb_build_object('app', %(app)s::text, 'handler', s.handler, 'version', s.version)))
+      and w.runs @> jsonb_build_array(
+          jsonb_build_object('app', %(app)s::text, 'handler', s.handler, 'version', s.version))
 )
 
 -- fragment: gone
@@ -112,9 +112,9 @@ from taken as s
 
 -- name: register_worker
 -- `born` is the first id of this process, null the first time.
-insert into {schema}.worker (name, lease, until, runs, born, cancels)
+insert into {schema}.worker (name, lease, until, runs, born)
 values (%(name)s, make_interval(secs => %(lease)s), clock_timestamp() + make_interval(secs => %(lease)s),
-    %(runs)s::jsonb, %(born)s, true)
+    %(runs)s::jsonb, %(born)s)
 returning id
 
 -- name: renew_worker
@@ -140,7 +140,7 @@ limit 1
 -- name: begin_sagas
 -- Claims the keys, and begins a saga for each that was inserted: a row for each key, as `claim` has it, and its token.
 with missed as materialized (
-    select * from {schema}.claim_keys(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[],
+    select * from {schema}.claim(%(keys)s::bytea[], %(scopes)s::integer[], %(fingerprints)s::bytea[],
         %(canonicals)s::bytea[], %(expires)s::float8[], {PROCESSING}::smallint, false)
 ), begun as (
     insert into {schema}.saga (key, scope_id, handler, state, token, worker, due, attempt, version, source, position,

@@ -51,8 +51,7 @@ TABLES: Final = (
 FUNCTIONS: Final = (
     "claim", "seal", "begin_step", "finish_step", "publish", "publish_bytes", "await_step", "pause_saga", "send_signal",
     "signal", "saga_key", "saga_scope", "start_child", "copy_end", "await_child", "stop_child", "pause_undo",
-    "redrive_letter", "error_place", "error_type", "use_scopes", "claim_met", "claim_keys",
-    "log_deliveries", "redrive_saga",
+    "redrive_letter", "error_place", "error_type", "use_scopes", "log_deliveries", "redrive_saga",
 )  # fmt: skip
 # Each lacking right in words. What is not there yet is pending, not forbidden. Identity columns need no right.
 _LACKING: Final = """

@@ -30,11 +30,11 @@ LEFT = Kept("h", None, base=0, counter=5, position=9, quiet=5)
     ("committed", "row", "found", "quiet"),
     [
         (None, None, Resume(None), True),  # a new group, or a new partition
-        (9, None, Resume(9), False),  # its owner keeps no positions, or is of a version that did not
+        (9, None, Resume(9), False),  # its owner keeps no positions
         (None, None, Resume(None, set_back=True), False),
         (9, READ, Resume(9, kept=READ), False),
         (9, LEFT, Resume(9, kept=LEFT), True),
-        (9, Kept("h", None, 0, counter=6, position=9, quiet=5), Resume(9), False),  # an older version has written since
+        (9, Kept("h", None, 0, counter=6, position=9, quiet=5), Resume(9), False),  # written since then
         (20, LEFT, Resume(9, set_back=True), False),  # the row is from before
         (None, LEFT, Resume(None, anew=True), True),  # of the topic that was there before
         (None, READ, Resume(None, anew=True), False),

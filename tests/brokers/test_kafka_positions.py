@@ -65,7 +65,7 @@ THERE = Kept("b_t2", "a_t1", base=0, counter=5, position=50)
         (70, None, THERE, "t3", Resume(70)),  # a person has set it
         (50, Mark("b_t2", 5, 0), THERE, "t2", Resume(50, kept=THERE)),
         (50, Mark("b_t2", 5, 0), THERE, None, Resume(50, kept=THERE)),  # an older Kafka tells no ids
-        (170, Mark("b", 5, 100), HERE, "t2", Resume(170, kept=HERE)),  # nor did an older version note them
+        (170, Mark("b", 5, 100), HERE, "t2", Resume(170, kept=HERE)),  # nor did it when they were noted
     ],
 )
 def test_offsets_of_another_topic_say_nothing_about_this_one(

@@ -664,7 +664,7 @@ def test_a_dead_letter_is_shown_with_all_that_its_broker_gave(shop: Shop) -> Non
     assert (found["properties"], found["body_size"], found["body_sha256"]) == ({"type": "a\x1b"}, 5000000, "01" * 32)
 
     with psycopg.connect(shop.dsn) as connection:
-        # As an older version writes it.
+        # Without what a letter need not have.
         connection.execute("update idemconsumer.dead_letter set delivered = null, body_size = null, body_sha256 = null")
     old = json.loads(shop("dead", "show", "1", "--json"))
     assert (old["body_size"], old["record_key"], old["body_sha256"]) == (1, None, sha256(b"{").hexdigest())

@@ -101,7 +101,8 @@ def test_check_says_nothing_of_sagas_that_have_a_worker(travel: Travel) -> None:
 
 def test_move_gives_sagas_to_another_handler_and_leaves_what_is_held(travel: Travel) -> None:
     ((worker,),) = travel.sql(
-        "insert into idemconsumer.worker (name, lease, until) values ('w', '1m', now() + interval '1m') returning id"
+        "insert into idemconsumer.worker (name, lease, until, runs)"
+        " values ('w', '1m', now() + interval '1m', '[]') returning id"
     )
     travel.begun("a", "travel", "book_trip", None)
     travel.begun("b", "travel", "book_trip", None, worker)

@@ -359,7 +359,8 @@ def test_a_rejection_that_is_being_undone_outlives_being_abandoned(travel: Trave
 
 def test_a_saga_that_a_worker_runs_is_not_decided_upon(parked: Travel) -> None:
     parked.sql(
-        "insert into idemconsumer.worker (name, lease, until) values ('elsewhere:7', '30s', now() + interval '20s')"
+        "insert into idemconsumer.worker (name, lease, until, runs)"
+        " values ('elsewhere:7', '30s', now() + interval '20s', '[]')"
     )
     parked.sql("update idemconsumer.saga set parked = null, worker = (select max(id) from idemconsumer.worker)")
     for words in (["resume"], ["abandon", "--no-undo"]):

@@ -100,8 +100,8 @@ class Site:
     def lease(self, seconds: int) -> int:
         """Of a worker that is not on record."""
         ((number,),) = self.do(
-            "insert into idemconsumer.worker (name, lease, until, runs, cancels) values ('old:1', '30 s',"
-            " now() + make_interval(secs => %s), %s, true) returning id",
+            "insert into idemconsumer.worker (name, lease, until, runs) values ('old:1', '30 s',"
+            " now() + make_interval(secs => %s), %s) returning id",
             seconds, json.dumps([{"app": "shop", "handler": "book", "version": None}]),
         )  # fmt: skip
         return int(number)

@@ -18,7 +18,7 @@ from tests.model.scripts import NEVER, WAITING
 from tests.model.waiting_others import Others
 from tests.model.waiting_promises import broken
 from tests.model.waiting_workers import Workers
-from tests.model.waiting_world import COMPLETED, FAILED, INTENT, PARKED, UNDO_INTENT, Move, Rules, Scenario, World, pair
+from tests.model.waiting_world import COMPLETED, FAILED, INTENT, PARKED, UNDO_INTENT, Move, Rules, Scenario, World
 
 
 class Model(Workers, Others):
@@ -38,8 +38,6 @@ class Model(Workers, Others):
         worse = world._replace(faults=world.faults + 1)
         for me in (0, 1):
             if world.left[me]:
-                if self.its.earlier and me == 0 and faults:
-                    yield "A starts", worse._replace(left=pair(world.left, me, False))
                 continue
             for label, after in self._works(world, me):
                 yield f"{'AB'[me]} {label}", after

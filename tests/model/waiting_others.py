@@ -67,8 +67,6 @@ class Others(Rows):
 
     def _cancels(self, world: World) -> Iterator[Move]:
         if world.canceller == "idle" and self.its.cancel:
-            if self.its.earlier and not world.left[0] and self.rules.earlier_refused:
-                return
             if not self.rules.request_locks:
                 yield "canceller looks", world._replace(canceller="looked" if world.state == PROCESSING else "told")
             elif not self._blocked(world, "X"):

@@ -35,7 +35,7 @@ class Rows:
 
     def start(self) -> World:
         nothing = (0,) * len(self.its.asks)
-        return World(nothing, nothing, nothing, nothing, left=(self.its.earlier, False))
+        return World(nothing, nothing, nothing, nothing)
 
     # ----------------------------------------------------------------------------------------------------------- locks
     def _open(self, world: World) -> Iterator[Tx]:

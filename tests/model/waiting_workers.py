@@ -66,12 +66,9 @@ class Workers(Rows):
                 yield from self._retakes(world, me)
             case kind:
                 yield from self._opens(world, me, kind, worker.step)
-        knows = self._aware(me) and worker.phase == PROCESSING and not worker.cancel and worker.tx is None
+        knows = worker.phase == PROCESSING and not worker.cancel and worker.tx is None
         if world.cancel and knows and worker.at in ("go", "call", "pause"):
             yield "hears of the request", put(world, me, worker._replace(at="release"))
-
-    def _aware(self, me: int) -> bool:
-        return not (self.its.earlier and me == 0)
 
     def _takes(self, world: World, me: int) -> Iterator[Move]:
         owner = world.owner
@@ -79,14 +76,11 @@ class Workers(Rows):
         free = owner == NOBODY and world.due <= world.clock
         if world.state not in (PROCESSING, UNDOING) or world.parked or not (stale or free) or self._blocked(world, "X"):
             return
-        if world.cancel and not self._aware(me) and self.rules.earlier_kept:
-            return
         taken = world._replace(token=world.token + 1, owner=me, waits=False, stale=world.stale or stale)
         yield "takes the saga", put(taken, me, self._taken(taken, me))
 
     def _taken(self, world: World, me: int) -> Worker:
-        cancel = world.cancel if self._aware(me) else 0
-        return Worker(at="read", token=world.token, phase=world.state, cancel=cancel, stale=world.stale)
+        return Worker(at="read", token=world.token, phase=world.state, cancel=world.cancel, stale=world.stale)
 
     def _goes(self, world: World, me: int) -> Iterator[Move]:
         worker, its = world.workers[me], self.its
@@ -151,7 +145,7 @@ class Workers(Rows):
             yield f"is fenced at {kind}", put(world, me, Worker())
             return
         unheard = kind in ("complete", "undoing", "park") and world.cancel not in (0, worker.cancel)
-        if unheard and self._aware(me) and self.rules.request_seen:
+        if unheard and self.rules.request_seen:
             yield "finds the request", put(world, me, worker._replace(at="release"))
             return
         if kind == "undoing" and self.rules.calls_learnt and unknown_call(self.its.asks, world.rows) is not None:
@@ -209,8 +203,6 @@ class Workers(Rows):
         if self.its.scripts[0] is not self.its.scripts[1] and not any(world.left):
             yield "leaves for good", self._gone(world, me)._replace(left=pair(world.left, me, True))
         if worker.at == "idle":
-            if self.its.earlier and me == 0:
-                yield "leaves", world._replace(left=(True, False))
             return
         yield "crashes", self._gone(world, me)
         if not world.expired[me]:

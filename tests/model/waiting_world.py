@@ -42,8 +42,6 @@ class Rules:
     calls_learnt: bool = True  # L50: how an open call ended is learnt first
     request_due: bool = True  # L50: what is to be cancelled does not wait
     nobody_asked: bool = True  # L50: the handler's reconcile is not, nor a person
-    earlier_refused: bool = True  # L51: no request while a worker lives that knows none
-    earlier_kept: bool = True  # L51: such a worker does not take what is to be cancelled
     only_open: bool = True  # L52: only a call whose end is not known is decided about
     decided_alone: bool = True  # L52: not one that a worker took while the decision waited (L19)
     decision_recorded: bool = True  # L52: the answer stands for the outcome
@@ -64,7 +62,6 @@ class Scenario:
     unsure: bool = False  # only a person can say how a call ended
     rejects: bool = False  # the handler may reject at its end
     asks_a_person: bool = False  # reconcile says Unknown()
-    earlier: bool = False  # the first worker knows no cancellation; it is away at first
 
 
 class Tx(NamedTuple):

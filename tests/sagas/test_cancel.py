@@ -1,4 +1,4 @@
-"""A saga is cancelled wherever it is, and ends either completed or cancelled (L50, L51)."""
+"""A saga is cancelled wherever it is, and ends either completed or cancelled (L50)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from idemconsumer import Done, NotDone, OutcomeKind, Reject, Retry, Saga, Step, Unknown
 from idemconsumer.admin.cancellations import Cancellation
 from idemconsumer.admin.sagas import SagaAdmin
-from idemconsumer.engine.work import Work
-from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.errors import StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import LeasedSaga
@@ -24,7 +23,6 @@ from tests.support.sagas import (
     Station,
     due_sagas,
     locked,
-    order,
     put,
     saga,
     take_back,
@@ -367,40 +365,6 @@ async def test_a_call_that_cannot_be_resolved_yet_is_tried_again_and_not_passed_
     outcomes = await one.to_the_end(handler, await one.resume(handler))
     assert [outcome.kind for outcome in outcomes] == [OutcomeKind.RETRYING] * 2 + [OutcomeKind.DEAD]
     assert (bench.letters, len(remote.keys("b"))) == (["unknown_effect"], 1)
-
-
-# ------------------------------------------------------------------------------------- earlier versions
-def is_of_an_earlier_version(bench: Bench, station: Station) -> None:
-    bench.run("update idemconsumer.worker set cancels = false where id = %s", (station.lease.worker,))
-
-
-async def test_while_an_earlier_worker_lives_nothing_is_cancelled(
-    bench: Bench, one: Station, remote: Remote, gate: Gate
-) -> None:
-    running = await in_the_call(one, booking(remote, gate), gate)
-    is_of_an_earlier_version(bench, one)
-    with pytest.raises(ConfigurationError, match="worker test is of an earlier version that knows no"):
-        await cancel(bench)
-    gate.go.set()
-    assert (await running).kind is OutcomeKind.APPLIED
-
-
-async def test_an_earlier_worker_does_not_take_a_saga_that_is_to_be_cancelled(
-    bench: Bench, one: Station, two: Station
-) -> None:
-    async def book(order: dict[str, Any], saga: Saga) -> None:
-        await saga.tx("a", put, "a", undo=take_back)
-        raise ValueError("not now")
-
-    handler = saga(book)
-    await one.deliver(handler)
-    await cancel(bench)
-    is_of_an_earlier_version(bench, one)
-    assert await one.take(handler) is None
-    call = Work.of(handler, order()).call
-    assert call is not None
-    assert await one.leases.take("shop", ["book"], 1, key=call.claim.key) == []
-    assert (await two.resume(handler)).kind is OutcomeKind.FAILED
 
 
 async def test_a_row_that_stays_locked_is_said(bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,21 +111,6 @@ async def test_a_new_step_of_a_branch_waits_for_its_siblings_open_call(
     assert (len(remote.keys("left")), len(remote.keys("right"))) == (1, 1)
 
 
-async def test_an_intent_of_which_it_is_not_known_whether_it_had_a_place_waits_too(
-    bench: Bench, one: Station, two: Station
-) -> None:
-    """A worker of the version before recorded it."""
-    remote = Silent()
-    await one.deliver(saga(calls(remote, "charged")))
-    bench.script(
-        "set session_replication_role = replica;"  # the guard wants a sealed transaction
-        "update idemconsumer.step set placed = false where state = 1; reset session_replication_role"
-    )
-    remote.answers = True
-    outcome = await two.resume(saga(calls(remote, "renamed"), timeout="300ms"))
-    assert (outcome.reason, len(remote.keys("card"))) == ("saga_changed", 1)
-
-
 # ------------------------------------------------------------------------------------------- whose undo counts (L25)
 @pytest.mark.parametrize("kind", ["tx", "call"])
 @pytest.mark.parametrize("end", ["rejected", "exhausted"])

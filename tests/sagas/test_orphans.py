@@ -33,7 +33,6 @@ RUNS = {"app": "shop", "handler": "book", "version": "1"}
         (waiting(), [], "began with version '1', which no worker runs"),
         (waiting(), [[]], "began with version '1'"),
         (waiting(), [[RUNS]], None),
-        (waiting(), [None], None),  # of an earlier version of idemconsumer
         (waiting(version="2"), [], None),
         (waiting(version="*"), [], None),
         (
@@ -41,7 +40,7 @@ RUNS = {"app": "shop", "handler": "book", "version": "1"}
             [[RUNS]],
             "app 'shop' has no such handler of sagas; if it was renamed, give it its name back, name=\"gone\"",
         ),
-        (waiting(handler="gone", version=None), [None], "3 sagas wait for it"),
+        (waiting(handler="gone", version=None), [[RUNS]], "3 sagas wait for it"),
         (waiting(app="other"), [[RUNS]], "3 sagas of app 'other' wait for it, and no worker runs it"),
         (waiting(app="other"), [[{**RUNS, "app": "other"}]], None),
         (started(), [], None),

@@ -113,7 +113,7 @@ async def test_a_sleep_that_is_over_is_not_slept_again(bench: Bench, one: Statio
 async def test_a_worker_whose_handler_knows_no_sleep_leaves_the_saga_to_a_newer_one(
     bench: Bench, one: Station, two: Station
 ) -> None:
-    """What is stored of a sleep is what a worker of an earlier version takes for a finished step (L29)."""
+    """What is stored of a sleep is what an older code takes for a finished step (L29)."""
     handler = saga(cool)
     await two.deliver(handler)
     later(bench, 4)
@@ -617,7 +617,6 @@ async def test_a_sleeping_saga_that_is_to_be_cancelled_is_cancelled_at_once(benc
         return await pause(*given)
 
     one.leases.pause = meanwhile  # type: ignore[assignment, method-assign]
-    bench.run("update idemconsumer.worker set cancels = true")
     bench.run("update idemconsumer.saga set due = clock_timestamp()")
     assert (await one.resume(handler)).due <= 0, "it learns of that only when it gives the saga up"
     assert (await one.resume(handler)).kind is OutcomeKind.FAILED

@@ -145,8 +145,8 @@ async def test_only_what_is_completed_or_failed_expires(book: Ledger, shared: Po
 
 async def test_a_saga_expires_so_long_after_its_end(book: Ledger, shared: PostgresStore) -> None:
     ((worker,),) = book.run(
-        "insert into idemconsumer.worker (name, lease, until)"
-        " values ('test', '1 hour', clock_timestamp() + interval '1 hour') returning id"
+        "insert into idemconsumer.worker (name, lease, until, runs)"
+        " values ('test', '1 hour', clock_timestamp() + interval '1 hour', '[]') returning id"
     )
     leases = PostgresLeases(shared.pool, Lease(worker))
     saga = await leases.begin(A, message_of("a"), "pay", None)

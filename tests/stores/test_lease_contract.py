@@ -20,8 +20,8 @@ class Lease:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         ((self.worker,),) = ledger.run(
-            "insert into idemconsumer.worker (name, lease, until)"
-            " values ('test', '1 hour', clock_timestamp() + interval '1 hour') returning id"
+            "insert into idemconsumer.worker (name, lease, until, runs)"
+            " values ('test', '1 hour', clock_timestamp() + interval '1 hour', '[]') returning id"
         )
 
     async def good(self, timeout: float) -> None:

@@ -243,7 +243,7 @@ async def test_a_version_that_the_schema_has_outgrown_is_refused(database: str) 
     with psycopg.connect(database) as connection:
         note = "insert into idemconsumer.migration (version, name, checksum) values (9000, 'later', '')"
         connection.execute(note)
-    await check_database(database, "idemconsumer")  # of the version before
+    await check_database(database, "idemconsumer")  # as the version before will be
     assert [(each.known, each.pending) for each in status(database, "idemconsumer")][-2:] == [
         (True, False),
         (False, False),

@@ -259,7 +259,7 @@ def test_the_claim_keeps_no_plan_that_scans_a_full_table(shared_ledger: Ledger, 
     claim = (
         "select * from idemconsumer.claim(%s, array_fill(1, array[cardinality(%s::bytea[])]), "
         "array_fill(null::bytea, array[cardinality(%s::bytea[])]), "
-        "array_fill(null::bytea, array[cardinality(%s::bytea[])]), 3::smallint)"
+        "array_fill(null::bytea, array[cardinality(%s::bytea[])]), null, 3::smallint, true)"
     )
     with psycopg.connect(shared_ledger.dsn) as connection:
         for table in ("record", "result"):
@@ -423,8 +423,8 @@ def ordered(query: bytes, values: Mapping[str, Any]) -> list[Any]:
 SAGAS = 10_000
 FILL_SAGAS = f"""
 insert into idemconsumer.scope (id, name) overriding system value values (7, 's/-/h');
-insert into idemconsumer.worker (id, name, lease, until) overriding system value values
-    (2, 'lives', '1 hour', now() + interval '1 hour'), (3, 'is lost', '1 hour', now() - interval '1 hour');
+insert into idemconsumer.worker (id, name, lease, until, runs) overriding system value values
+    (2, 'lives', '1 hour', now() + interval '1 hour', '[]'), (3, 'is lost', '1 hour', now() - interval '1 hour', '[]');
 insert into idemconsumer.saga (key, scope_id, handler, state, token, worker, due, attempt, source, position, body,
     headers, started_at)
     select sha256((kind || '/' || n)::bytea), 7, 'h', 1, 1, owner, now() + wait, 1, '', '', '', '', now()

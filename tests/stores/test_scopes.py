@@ -83,8 +83,8 @@ async def test_what_else_refers_to_a_scope_keeps_it(ledger: Ledger, store: Postg
 
 
 async def claim_at_once(connection: psycopg.AsyncConnection, key: str, scope: int) -> None:
-    """As the first version, in a scope that it has looked up at some time."""
-    claim = "select idemconsumer.claim(array[%s::bytea], array[%s], array[null::bytea], 3::smallint)"
+    """As that of a saga, in a scope that it has looked up at some time."""
+    claim = "select idemconsumer.claim(array[%s::bytea], array[%s], array[null::bytea], null, null, 3::smallint, false)"
     await connection.execute("select set_config('idemconsumer.open', 'o', true)")
     await connection.execute(claim, [key.encode(), scope])
 

@@ -85,7 +85,7 @@ class Family:
 
     @asynccontextmanager
     async def ending(self, key: bytes) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        """Somebody, it may be a worker of an earlier version, is at the COMMIT that completes this saga."""
+        """Somebody is at the COMMIT that completes this saga."""
         async with await psycopg.AsyncConnection.connect(self.bench.dsn) as rival:
             await rival.execute("select set_config('idemconsumer.open', 't', true)")
             await rival.execute("update idemconsumer.record set state = 3 where key = %s", (key,))

@@ -202,8 +202,8 @@ class Bench:
 
     def register(self) -> int:
         rows = self.run(
-            "insert into idemconsumer.worker (name, lease, until, cancels)"
-            " values ('test', '1 hour', clock_timestamp() + interval '1 hour', true) returning id"
+            "insert into idemconsumer.worker (name, lease, until, runs)"
+            " values ('test', '1 hour', clock_timestamp() + interval '1 hour', '[]') returning id"
         )
         return int(rows[0][0])
 

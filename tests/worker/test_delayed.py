@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import psycopg
 import pytest
 
 from idemconsumer import App, ConfigurationError, Tx
@@ -14,16 +13,6 @@ from idemconsumer.brokers.sqs.client import Queue
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from tests.support.workers import Bench, Item, body, note
-
-# As the last version without delays sends it.
-OLD_TAKE = """
-with visible as materialized (
-    select id, octet_length(body) + octet_length(headers) as size from idemconsumer.queue
-    where name = %(name)s and visible_at <= clock_timestamp()
-    order by id limit %(limit)s for update skip locked
-)
-select id from visible
-"""
 
 
 def emails() -> App:
@@ -111,13 +100,6 @@ def test_sqs_puts_off_for_a_quarter_of_an_hour() -> None:
         wire.entry_of(Queue("q.fifo", "https://sqs/q.fifo"), Outgoing(b"x", {"MessageGroupId": "g"}, delay=1.0))
 
 
-def test_workers_of_the_last_version_take_nothing_that_is_not_due(bench: Bench) -> None:
-    bench.do("select idemconsumer.publish_bytes('emails', '\\x00', delay => interval '1 day')")
-    assert bench.do("select * from idemconsumer.delayed") != []
-    with psycopg.connect(bench.dsn) as connection:
-        assert connection.execute(OLD_TAKE, {"name": "emails", "limit": 10}).fetchall() == []
-
-
 def test_calls_without_a_delay_mean_what_they_meant(bench: Bench) -> None:
     for call in (
         "publish('q', '{}')", "publish('q', '{}', 'k')", "publish('q', '{}', 'k', '{}')",
@@ -126,7 +108,7 @@ def test_calls_without_a_delay_mean_what_they_meant(bench: Bench) -> None:
         "publish('q', '{}', delay => interval '-1 hour')",
     ):  # fmt: skip
         bench.do(f"select idemconsumer.{call}")
-    bench.do("select idemconsumer.publish_bytes(%s, %s, %s, %s)", "q", b"x", None, "{}")  # as earlier workers send it
+    bench.do("select idemconsumer.publish_bytes(%s, %s, %s, %s)", "q", b"x", None, "{}")  # as workers send it
     assert bench.do("select count(*) from idemconsumer.queue where name = 'q'") == [(8,)]
 
 

@@ -399,32 +399,6 @@ async def test_a_dry_run_changes_nothing_and_a_rate_is_kept(bench: Bench, monkey
     assert paused == pytest.approx([0.2, 0.4, 0.6, 0.8])
 
 
-async def test_a_worker_of_the_version_before_leaves_the_same_trace(bench: Bench) -> None:
-    """It knows neither the letter that is named in the headers, nor the table: triggers do it."""
-    service = Service()
-    await bench.publish("q", Item("a"))
-    await bench.until_empty(service.app)
-    await redrive(bench)
-    forget_letter(bench)
-    await bench.until_empty(service.app)
-    (letter,) = await letters(bench)
-    assert [each.outcome for each in await traces(bench, letter)] == ["dead"]
-    await redrive(bench, run="second")
-    forget_letter(bench)
-    service.mend()
-    await bench.until_empty(service.app)
-    assert [each.outcome for each in await traces(bench, letter)] == ["dead", "applied"]
-    assert await letters(bench) == []
-
-
-def forget_letter(bench: Bench) -> None:
-    text = "convert_from(headers, 'UTF8')"
-    bench.do(
-        f"update idemconsumer.queue set headers = convert_to(regexp_replace({text}, ',?..letter..:\\d+', ''), 'UTF8')"
-    )
-    assert bench.do(f"select {text} like '%%letter%%' from idemconsumer.queue") == [(False,)]
-
-
 CRASHES = [
     (Point.CLAIMED, 1),
     (Point.SEALING, 1),

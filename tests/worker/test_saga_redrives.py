@@ -210,8 +210,8 @@ async def test_two_at_the_same_time_give_one_and_nothing_is_waited_for(bench: Be
     assert await outcomes(bench, letter) == ["waiting"]
 
 
-async def test_what_a_worker_of_the_version_before_puts_aside_is_on_record(bench: Bench) -> None:
-    """It names no letter, so another one is open, and the first one's trace has come to its end."""
+async def test_what_is_put_aside_without_its_letter_is_on_record(bench: Bench) -> None:
+    """Whoever does it: the trace of the redrive has come to its end."""
     rides = Rides()
     (letter,) = await put_aside(bench, rides, Item("a"))
     await redrive(bench)

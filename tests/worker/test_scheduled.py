@@ -304,7 +304,7 @@ async def test_of_growing_pauses_the_short_ones_are_made_unsettled_and_in_order_
     assert (bench.effects(), rows(bench)) == (["b", "a"], (0, 0, 0))
 
 
-def test_workers_of_the_last_version_do_not_know_its_queue() -> None:
+def test_its_queue_is_nobody_elses() -> None:
     (handler,) = Service().app.bound_handlers(Settings())
     assert handler.retry_source not in (handler.own_source, *(each.source for each in handler.subscriptions))
     assert handler.retry_source.startswith("postgres:~~"), "no name of an app begins with ~, so it is nobody else's"

@@ -70,8 +70,8 @@ async def test_one_that_was_killed_is_lost_for_an_hour(bench: Bench, app: App) -
     assert [line.pid for line in await controls.workers()] == [1]
 
 
-async def test_a_worker_of_the_version_before_is_listed_by_its_lease(bench: Bench, app: App) -> None:
-    """It is on no record. One without sagas is not seen at all."""
+async def test_a_program_that_runs_sagas_is_listed_by_its_lease(bench: Bench, app: App) -> None:
+    """It is on no record."""
     async with bench.running(app) as running:
         bench.enqueue("rides", Item("a"))
         await running.until_count(applied=1)
