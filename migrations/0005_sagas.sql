@@ -275,7 +275,8 @@ $$;
 create constraint trigger wake after insert on {schema}.signal
     deferrable initially deferred for each row execute function {schema}.wake();
 
--- The key under which a saga is stored, and the name of its scope (R10): as `message/keys.py` has them.
+-- The key under which a saga is stored, and the name of its scope (R10): as `message/keys.py` has them. With both, keys are
+-- taken over from elsewhere (R31).
 create function {schema}.saga_key(app text, handler text, key text, tenant text default null)
 returns bytea language sql immutable as $$
     select sha256(string_agg(

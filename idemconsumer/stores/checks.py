@@ -44,7 +44,7 @@ where g.tgenabled is null or g.tgenabled not in ('O', 'A')
 TABLES: Final = (
     "scope", "record", "result", "attempt", "dead_letter", "queue", "saga", "step", "worker", "history",
     "kafka_position", "kafka_stop", "delayed", "signal", "schedule", "child", "redrive", "dead_retention",
-    "process", "control", "audit", "import_position", "upkeep", "upkeep_range",
+    "process", "control", "audit", "upkeep", "upkeep_range",
     "forward", "accepted", "outbox", "request", "delivery_log", "hashing",
 )  # fmt: skip
 # Those that statements call, and what these call in turn. Triggers need no right.
