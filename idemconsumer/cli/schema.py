@@ -13,7 +13,6 @@ from idemconsumer.settings import load
 from idemconsumer.sql.queries import check_schema
 from idemconsumer.stores import grants as rights
 from idemconsumer.stores import migrations
-from idemconsumer.stores.checks import TABLES
 from idemconsumer.stores.migrations import Migration
 
 
@@ -122,7 +121,7 @@ def grants(worker: str | None, producer: str | None, reader: str | None, purge: 
     schema = load(**flags).schema
     check_schema(schema)
     wanted = {
-        "worker": rights.worker(schema, worker, TABLES) if worker else [],
+        "worker": rights.worker(schema, worker) if worker else [],
         "producer": rights.producer(schema, producer) if producer else [],
         "reader": rights.reader(schema, reader) if reader else [],
         "purge": rights.purge(schema, purge) if purge else [],

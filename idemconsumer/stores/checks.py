@@ -14,7 +14,7 @@ from idemconsumer.redaction import error_text
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import check_schema
 from idemconsumer.stores import grants
-from idemconsumer.stores.migrations import files
+from idemconsumer.stores.migrations import files, names
 from idemconsumer.stores.session import OLDEST, SessionRules
 from idemconsumer.stores.standbys import refuse_unless_synchronous
 
@@ -41,18 +41,6 @@ left join pg_proc f on f.pronamespace = n.oid and f.proname = 'guard'
 left join pg_trigger g on g.tgrelid = c.oid and g.tgfoid = f.oid and g.tgname = 'sealed'
 where g.tgenabled is null or g.tgenabled not in ('O', 'A')
 """
-TABLES: Final = (
-    "scope", "record", "result", "attempt", "dead_letter", "queue", "saga", "step", "worker", "history",
-    "kafka_position", "kafka_stop", "delayed", "signal", "schedule", "child", "redrive", "dead_retention",
-    "process", "control", "audit", "upkeep", "upkeep_range",
-    "forward", "accepted", "outbox", "request", "delivery_log", "hashing",
-)  # fmt: skip
-# Those that statements call, and what these call in turn. Triggers need no right.
-FUNCTIONS: Final = (
-    "claim", "seal", "begin_step", "finish_step", "publish", "publish_bytes", "await_step", "pause_saga", "send_signal",
-    "signal", "saga_key", "saga_scope", "start_child", "copy_end", "await_child", "stop_child", "pause_undo",
-    "redrive_letter", "error_place", "error_type", "use_scopes", "log_deliveries", "redrive_saga",
-)  # fmt: skip
 # Each lacking right in words. What is not there yet is pending, not forbidden. Identity columns need no right.
 _LACKING: Final = """
 with ours as (select oid, nspname from pg_namespace where nspname = %(schema)s)
@@ -68,7 +56,7 @@ select 'SELECT on migration' from ours join pg_class c on c.relnamespace = ours.
 where not has_table_privilege(c.oid, 'select')
 union all
 select 'USAGE on ' || c.relname
-from ours join pg_class c on c.relnamespace = ours.oid and c.relname in ('queue_token', 'saga_token')
+from ours join pg_class c on c.relnamespace = ours.oid and c.relname = any(%(sequences)s)
 where not has_sequence_privilege(c.oid, 'usage')
 union all
 select 'EXECUTE on ' || f.proname from ours join pg_proc f on f.pronamespace = ours.oid
@@ -151,13 +139,14 @@ async def _check(connection: Connection, schema: str) -> int:
         )
     if not migrated:
         raise ConfigurationError(f"database: schema {schema!r} does not exist; run `idemconsumer migrate up` first")
-    places = {"schema": schema, "tables": list(TABLES), "functions": list(FUNCTIONS)}
+    places: dict[str, Any] = {"schema": schema}
+    places |= {"tables": names("table"), "sequences": names("sequence"), "functions": names("function")}
     lacking = [right for (right,) in await (await connection.execute(_LACKING, places)).fetchall()]
     if lacking:
         more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
         raise ConfigurationError(
             f"database: role {role!r} lacks rights in schema {schema!r}: {', '.join(lacking[:_NAMED])}{more}; "
-            f"run as the schema's owner: {'; '.join(grants.worker(schema, role, TABLES))}"
+            f"run as the schema's owner: {'; '.join(grants.worker(schema, role))}"
         )
     noted = sql.SQL("select version from {}").format(sql.Identifier(schema, "migration"))
     applied = {number for (number,) in await (await connection.execute(noted)).fetchall()}

@@ -11,6 +11,8 @@ from typing import Final, LiteralString
 
 from psycopg import sql
 
+from idemconsumer.stores.migrations import names
+
 _MESSAGE: Final = "name, message_id, body, headers"
 # INSERT … RETURNING id reads the id, and nothing else of what others have sent. A signal is stored by a function with
 # the rights of its owner (migrations/0005), since it has to look at the record.
@@ -49,16 +51,19 @@ _PURGE: Final[tuple[LiteralString, ...]] = (
 )
 
 
-def worker(schema: str, role: str, tables: Iterable[str]) -> list[str]:
+def worker(schema: str, role: str) -> list[str]:
     """For one that runs handlers. Also on what later migrations make, if the role that migrates runs these."""
-    named = sql.SQL(", ").join(sql.Identifier(schema, table) for table in tables)
+    tables, sequences = (
+        sql.SQL(", ").join(sql.Identifier(schema, name) for name in each)
+        for each in (names("table"), names("sequence"))
+    )
     every: LiteralString = "GRANT SELECT, INSERT, UPDATE, DELETE ON "
     later: LiteralString = "ALTER DEFAULT PRIVILEGES IN SCHEMA {schema} GRANT "
     return [
         _filled("GRANT USAGE ON SCHEMA {schema} TO {role}", schema, role),
-        _filled(every + "{tables} TO {role}", schema, role, tables=named),
+        _filled(every + "{tables} TO {role}", schema, role, tables=tables),
         _filled("GRANT SELECT ON {schema}.migration TO {role}", schema, role),
-        _filled("GRANT USAGE ON SEQUENCE {schema}.queue_token, {schema}.saga_token TO {role}", schema, role),
+        _filled("GRANT USAGE ON SEQUENCE {sequences} TO {role}", schema, role, sequences=sequences),
         _filled("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role}", schema, role),
         _filled(later + "SELECT, INSERT, UPDATE, DELETE ON TABLES TO {role}", schema, role),
         _filled(later + "USAGE ON SEQUENCES TO {role}", schema, role),

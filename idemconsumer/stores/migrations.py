@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, LiteralString
+from typing import Any, Literal, LiteralString
 
 import psycopg
 from psycopg import sql
@@ -52,6 +52,12 @@ comment on column {schema}.migration.oldest is
 _NOTE = "insert into {schema}.migration (version, name, checksum) values ({version}, {name}, {checksum});"
 _APPLIED = "select version, name, checksum, applied_at from {schema}.migration order by version"
 
+_MADE = {
+    "table": r"^create table \{schema\}\.(\w+)",
+    "sequence": r"^create sequence \{schema\}\.(\w+)",
+    # Without those of triggers, which fire without a right.
+    "function": r"^create function \{schema\}\.(\w+)\([^;]*?\)\s+returns (?!trigger\b)",
+}
 
 _Applied = dict[int, "Migration"]  # by version
 
@@ -156,6 +162,11 @@ def files() -> tuple[Migration, ...]:
     if not found:
         raise ConfigurationError(f"no migrations beside {package}; the installation is incomplete, install it again")
     return tuple(found)
+
+
+def names(of: Literal["table", "sequence", "function"]) -> list[str]:
+    """Those of all that the migrations make of this kind, and that statements use."""
+    return [name for each in files() for name in re.findall(_MADE[of], each.text or "", re.M)]
 
 
 def connect(dsn: str) -> BlockingConnection[tuple[Any, ...]]:
