@@ -134,7 +134,7 @@ def check_known(handler: str, given: Mapping[str, Any]) -> None:
     known = ["name", *UnnamedOptions.__annotations__]
     for option in given:
         if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
+            near = difflib.get_close_matches(option, known, n=1, cutoff=0.7)
             raise HandlerError(
                 handler,
                 f"there is no option `{option}`",

@@ -157,8 +157,6 @@ class Worker:
             if (store := await self._reached(lambda: self._open_store(dsn))) is None:
                 return
             stack.push_async_callback(store.close)
-            if not await self._reached(lambda: self._names_checked(dsn)):
-                return
             place, lag = int(os.environ.get(WORKER, "0")), lambda: self._reporting.lag
             schemes = reachable(self._settings, {*self._brokers, *(each.partition(":")[0] for each in self._publishes)})
             steering = Steering(self.handlers, place, lambda: self._leave_when_asked(), lag, relays=schemes)
@@ -200,9 +198,6 @@ class Worker:
                 failures += 1
                 await pause(self._drain, failures)
         return None
-
-    async def _names_checked(self, dsn: str) -> bool:
-        return True
 
     async def _open_store(self, dsn: str) -> PostgresStore:
         return await PostgresStore.open(
