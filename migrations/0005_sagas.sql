@@ -678,22 +678,11 @@ begin
 end
 $$;
 
--- What came of it, in the commit that decides it, whichever worker or person does. For all other sagas these are one
--- condition each, and no call.
-create function {schema}.saga_redrive_ended() returns trigger language plpgsql security definer
-    set search_path = pg_catalog, pg_temp set enable_seqscan = off as $$
-begin
-    update {schema}.redrive as t
-    set outcome = case r.state when 3 then 'applied' when 4 then 'rejected' else 'dead' end, ended_at = clock_timestamp()
-    from {schema}.record as r
-    where t.key = old.key and t.outcome is null and r.key = old.key and r.state in (3, 4, 5);
-    return null;
-end
-$$;
-
+-- What came of a redriven saga, in the commit that decides it, whichever worker or person does. For all other sagas these
+-- are one condition each, and no call.
 create constraint trigger redrive_ended after delete on {schema}.saga
     deferrable initially deferred for each row when (old.letter is not null)
-    execute function {schema}.saga_redrive_ended();
+    execute function {schema}.redrive_ended();
 
 create function {schema}.saga_parked_again() returns trigger language plpgsql security definer
     set search_path = pg_catalog, pg_temp set enable_seqscan = off as $$
@@ -712,7 +701,7 @@ create trigger parked_again before update of parked on {schema}.saga
 -- Who may send a signal is said by a grant. The others are triggers, which fire without that right: with it, somebody could
 -- have one of them fire for a table of their own.
 revoke execute on function {schema}.send_signal(bytea, text, text, bytea, text), {schema}.wake(),
-    {schema}.saga_redrive_ended(), {schema}.saga_parked_again() from public;
+    {schema}.saga_parked_again() from public;
 
 create table {schema}.schedule (
     app        text not null,
