@@ -72,7 +72,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """A whole run needs each broker: they start while the tests are collected."""
     brokers = session.config.stash.get(_BROKERS, None)
     if brokers is not None and session.config.args_source is not pytest.Config.ArgsSource.ARGS:
-        brokers.start()
+        brokers.start(name for name in BROKERS if _named(name) is None)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -164,9 +164,14 @@ def postgres15(postgres15_binaries: Path) -> Iterator[PostgresServer]:
         yield _started_postgres(stack, postgres15_binaries, {})
 
 
+def _named(broker: str) -> str | None:
+    """Where that one is, if it is to be used instead of a server of our own."""
+    return os.environ.get(f"IDEMCONSUMER_{broker.upper()}") or None
+
+
 def _broker(request: pytest.FixtureRequest, name: str) -> Iterator[Server]:
     """One for the whole run: where several processes run tests, that of the process which started them."""
-    if address := os.environ.get(f"IDEMCONSUMER_{name.upper()}"):
+    if address := _named(name):
         yield FromEnvironment(address)
         return
     workerinput = getattr(request.config, "workerinput", None)

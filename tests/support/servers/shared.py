@@ -41,7 +41,7 @@ class SharedBrokers:
         """What the other processes pass to `address_of`."""
         return str(self._listener.address)
 
-    def start(self, names: Iterable[str] = BROKERS) -> None:
+    def start(self, names: Iterable[str]) -> None:
         """Before anybody asks, side by side; it does not wait for them."""
         for name in names:
             threading.Thread(target=self._answer, args=(name,), daemon=True).start()
