@@ -74,9 +74,23 @@ async def engine(ledger: Ledger, address: str, monkeypatch: pytest.MonkeyPatch) 
             return await (await connection.execute(show)).fetchone() == ("nobody",)
 
         await until(told)
+    await until(lambda: commits_hang(ledger))
     yield engine
     release(ledger)
     await store.close()
+
+
+async def commits_hang(ledger: Ledger) -> bool:
+    """Those of all sessions do once the checkpointer has read the setting too: it tells the others what to wait for."""
+    async with await psycopg.AsyncConnection.connect(ledger.dsn, autocommit=True) as connection:
+        commit = asyncio.create_task(connection.execute("select pg_logical_emit_message(true, 'test', '')"))
+        while not commit.done():
+            if hanging(ledger):
+                ledger.run("select pg_cancel_backend(%s)", [connection.info.backend_pid])
+                await commit
+                return True
+            await asyncio.sleep(0.01)
+    return False
 
 
 def release(ledger: Ledger) -> None:
