@@ -15,7 +15,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from idemconsumer import App, Key, Message, OutcomeKind, Saga, Tx
 from idemconsumer.message.keys import KeySpec, digest
@@ -235,10 +235,24 @@ async def test_a_key_that_a_worker_holds_is_waited_for_and_no_worker_waits(
         assert await arrives(app, {"id": "held"}) == ("duplicate", b"2")
 
 
+@pytest.fixture
+def former_reads(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """While it is clear, the former consumer takes no more than the message that it waits for already."""
+    reads, next_one = asyncio.Event(), AIOKafkaConsumer.__anext__
+    reads.set()
+
+    async def held_up(consumer: AIOKafkaConsumer) -> Any:
+        await reads.wait()
+        return await next_one(consumer)
+
+    monkeypatch.setattr(AIOKafkaConsumer, "__anext__", held_up)
+    return reads
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("printed")
 async def test_the_cut_over_applies_each_message_once(
-    shop: psycopg.Connection[Any], world: World, database: str
+    shop: psycopg.Connection[Any], world: World, database: str, former_reads: asyncio.Event
 ) -> None:
     former, both, alone = map(importlib.import_module, ("by_hand", "both", "alone"))
     topic, old = Topic(world), [f"old-{n}" for n in range(20)]
@@ -255,14 +269,16 @@ async def test_the_cut_over_applies_each_message_once(
         for partition in (0, 1):
             await world.delete_below(20, partition)  # retention: what is old is known to its table alone
         async with ours(both, world, database):
-
-            async def shared() -> bool:
-                await topic.publish([f"both-{len(topic.ids) + n}" for n in range(20)])
-                await until(applied, "both have gone through")
-                by_us, by_it = count("seen where result is null"), count("seen where result is not null")
-                return by_us > 0 and by_it > len(old)
-
-            await until(shared, "each has been the first for some")
+            former_reads.clear()
+            await topic.publish([f"ours-{n}" for n in range(20)])
+            await until(lambda: count("seen where result is null") > 0, "the new one is the first for some")
+            former_reads.set()
+            await until(applied, "both have gone through")
+            async with await psycopg.AsyncConnection.connect(database) as rival:
+                await rival.execute("lock table idemconsumer.record in exclusive mode")  # the new one cannot claim
+                await topic.publish([f"its-{n}" for n in range(20)])
+                await until(lambda: count("seen where result is not null") > len(old), "the former one is for others")
+            await until(applied, "both have gone through")
 
     async with ours(both, world, database):
         await topic.publish([f"after-{n}" for n in range(20)])
