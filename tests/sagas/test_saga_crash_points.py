@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Final
@@ -17,6 +15,7 @@ from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
 from idemconsumer.settings import load
 from tests.sagas import crashing_saga as crashing
+from tests.support import forked
 from tests.support.points import Points
 from tests.support.sagas import Bench
 from tests.support.servers.made import PostgresServer
@@ -97,15 +96,9 @@ async def test_another_worker_ends_what_a_dead_one_began(
 ) -> None:
     scene.run("select idemconsumer.publish(%s, jsonb_build_object('id', %s::text))", (crashing.QUEUE, name))
     died = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", "tests.sagas.crashing_saga", f"{point}:{nth}"],
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
+        forked.run, "tests.sagas.crashing_saga", f"{point}:{nth}", env=os.environ, seconds=30
     )
-    assert died.returncode == -signal.SIGKILL, died.stdout + died.stderr
+    assert died.returncode == -signal.SIGKILL, died.stdout
     scene.run("update idemconsumer.worker set until = clock_timestamp() - interval '1 s'")
     scene.run("update idemconsumer.queue set visible_at = clock_timestamp()")
 

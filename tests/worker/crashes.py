@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
+
+from tests.support import forked
 
 
 def payment(name: str, amount: int = 1) -> bytes:
@@ -15,13 +15,7 @@ def payment(name: str, amount: int = 1) -> bytes:
 
 def work(dsn: str, *crash: str, **environment: str) -> int:
     """A worker until it has emptied the queue, or died; its exit status."""
-    worker = subprocess.run(
-        [sys.executable, "-m", "tests.worker.crashing_worker", *crash],
-        env={**os.environ, "IDEMCONSUMER_DSN": dsn, **environment},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert worker.returncode in (0, -signal.SIGKILL), worker.stdout + worker.stderr
+    variables = {**os.environ, "IDEMCONSUMER_DSN": dsn, **environment}
+    worker = forked.run("tests.worker.crashing_worker", *crash, env=variables, seconds=90)
+    assert worker.returncode in (0, -signal.SIGKILL), worker.stdout
     return worker.returncode
