@@ -8,6 +8,7 @@ IDEMCONSUMER_DSN, IDEMCONSUMER_KAFKA, IDEMCONSUMER_RABBITMQ or IDEMCONSUMER_SQS 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -71,19 +72,36 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """A whole run needs each broker: they start while the tests are collected."""
     brokers = session.config.stash.get(_BROKERS, None)
-    if brokers is not None and session.config.args_source is not pytest.Config.ArgsSource.ARGS:
+    if brokers is not None and _whole(session.config):
         brokers.start(name for name in BROKERS if _named(name) is None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """After a checkout, pytest rewrites the assertions of each file, which takes longer than all the rest of a
+    collection. Each process of a whole run begins with other files, and finds those of the others in the cache."""
+    workerinput = getattr(session.config, "workerinput", None)
+    if workerinput is not None and workerinput["whole"]:
+        ours, processes = int(workerinput["workerid"].removeprefix("gw")), workerinput["workercount"]
+        for file in sorted((ROOT / "tests").rglob("test_*.py"))[ours::processes]:
+            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Called by xdist, for each of its processes."""
     node.workerinput["brokers"] = node.config.stash[_BROKERS].place
+    node.workerinput["whole"] = _whole(node.config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (brokers := config.stash.get(_BROKERS, None)) is not None:
         brokers.close()
+
+
+def _whole(config: pytest.Config) -> bool:
+    """Nothing was named that is to run."""
+    return config.args_source is not pytest.Config.ArgsSource.ARGS
 
 
 def _processes(config: pytest.Config) -> int:
