@@ -18,8 +18,9 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-# Most of a test's time is waiting, so there are twice as many processes as the cores that this was measured on.
-PYTEST = $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+# Three quarters of a test's time are waiting, so there are three processes for each of the two cores that this was
+# measured on: with two the cores were idle for a quarter of a run.
+PYTEST = $(BIN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo orders test test-long durations mutants golden check format bench bench-quick bench-report lock sbom \
 	version-before clean
