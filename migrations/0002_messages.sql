@@ -48,9 +48,21 @@ declare
     into_queue text := queue;
     given jsonb := coalesce(publish_bytes.headers, '{{}}');
     due timestamptz;
+    not_text text;
 begin
     if jsonb_typeof(given) <> 'object' then
         raise exception 'headers must be a JSON object of texts, e.g. {{"n": "v"}}' using errcode = '22023';
+    end if;
+    if given <> '{{}}' then
+        select h.key into not_text from jsonb_each(given) as h
+        where not case jsonb_typeof(h.value) when 'string' then true when 'null' then true
+            when 'object' then h.value - 'base64' = '{{}}' and jsonb_typeof(h.value -> 'base64') is not distinct from 'string'
+            else false end
+        limit 1;
+        if found then
+            raise exception 'the header % is not a text', quote_literal(not_text)
+                using errcode = '22023', hint = 'Write {{"n": "1"}} for a number, and leave out what has no value.';
+        end if;
     end if;
     if starts_with(queue, 'postgres:') then
         into_queue := substr(queue, 10);

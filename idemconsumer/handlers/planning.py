@@ -11,7 +11,7 @@ from idemconsumer.errors import BadMessage, HandlerError
 from idemconsumer.handlers.handler import FingerprintOf, HandlerPlan, OrderOf
 from idemconsumer.handlers.options import RAW_BYTES, Options, Resolved, check_known, check_pauses, resolve
 from idemconsumer.handlers.signature import Signature, read_signature, returned
-from idemconsumer.message import codecs, keys, replies
+from idemconsumer.message import codecs, keys, models, replies
 from idemconsumer.message.envelopes import ENVELOPES, Unwrap, unwrapper
 from idemconsumer.message.functions import is_async, takes
 from idemconsumer.message.keys import KeySpec
@@ -41,6 +41,9 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
             f"it returns {unstored}, which cannot be stored as JSON",
             "return a Struct, dataclass, dict, list, str, number, bytes or None, and annotate that",
         )
+    if (lost := models.lost(returned(fn))) is not None:
+        field, _, instead = lost.partition("; ")
+        raise HandlerError(name, f"what it returns cannot be read back: {field}", instead)
     payload_type = signature.payload_type
     takes_none, hook = codecs.takes_none(payload_type), _hook(name, given)
     decode = _decoder(name, payload_type, hooked=hook is not None)

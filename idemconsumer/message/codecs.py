@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
 from types import UnionType
-from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, Final, TypeAlias, Union, get_args, get_origin
+from weakref import WeakSet
 
 import msgspec
 from msgspec import inspect as types
 
 from idemconsumer.errors import BadMessage, Reject
+from idemconsumer.message import models, read_back
 from idemconsumer.message.message import Message, Result, StoredResult
 
 Decode: TypeAlias = Callable[[bytes], object]
@@ -38,14 +41,20 @@ def decoder(annotation: Any) -> Decode:
     """
     if is_bytes(annotation):
         return lambda body: body
+    annotation = models.bare(annotation) if hasattr(annotation, "__value__") else annotation
     if annotation is object:
         annotation = Any
-    if _has_pydantic(annotation):
+    if models.validates(annotation):
         return _pydantic(annotation)
     unknown = next(_custom_classes(types.type_info(annotation)), None)
     if unknown is not None:
         raise TypeError(f"{unknown.__name__} is not a msgspec Struct, dataclass, TypedDict, builtin or pydantic model")
-    return _safe(msgspec.json.Decoder(annotation).decode, _msgspec_detail)
+    return _safe(msgspec.json.Decoder(annotation, dec_hook=_read_model).decode, _msgspec_detail)
+
+
+def without_mark(body: bytes) -> bytes:
+    """JSON may begin with a byte order mark, which is no part of it (RFC 8259, 8.1)."""
+    return body.removeprefix(b"\xef\xbb\xbf")
 
 
 def is_bytes(annotation: Any) -> bool:
@@ -90,7 +99,7 @@ def encode(result: object, what: str = "result", instead: str = "return") -> Sto
 
 def unencodable(annotation: Any) -> str | None:
     """The name of a class in a result's annotation that no instance of can be stored; None where values decide."""
-    if _has_pydantic(annotation):
+    if models.validates(annotation):
         return None
     try:
         node = types.type_info(annotation)
@@ -104,7 +113,8 @@ def _concrete(cls: type) -> bool:
     if inspect.isabstract(cls) or getattr(cls, "_is_protocol", False) or hasattr(cls, "model_dump_json"):
         return False
     derived: list[type] = [] if cls is type else cls.__subclasses__()
-    return all(unencodable(each) for each in derived)
+    # Once somebody imports it, pydantic.v1 has subclasses of Path whose values are Paths.
+    return all(unencodable(each) for each in derived if not each.__module__.startswith("pydantic."))
 
 
 def encode_result(result: object) -> StoredResult | None:
@@ -149,13 +159,54 @@ def decode_rejection(stored: StoredResult | None) -> Reject:
 
 
 def _json(value: object, what: str, instead: str) -> bytes:
+    cls = getattr(value, "__orig_class__", type(value))  # Box[int], of which the class is Box
     try:
-        return msgspec.json.encode(value, enc_hook=_encode_pydantic)
+        written = models.write(value) if models.is_model(type(value)) else msgspec.json.encode(value, enc_hook=_model)
+    except _NotReadBack as error:
+        raise _NotReadBack(f"{what} cannot be stored: {error}") from None
     except Exception as error:  # noqa: BLE001 - a value's own code runs while it is encoded
         raise TypeError(
             f"{what} cannot be stored as JSON: {_why(error)}; {instead} a "
             "Struct, dataclass, dict, list, str, number, bytes or None"
         ) from None
+    if b"null" in written and read_back.not_finite(value):
+        raise _NotReadBack(f"{what} has a number in it that is NaN or infinite, which JSON does not have; write None")
+    if (problem := _lost(value, cls, written)) is not None:
+        raise _NotReadBack(f"{what} cannot be read back as it was: {problem}")
+    return written
+
+
+class _NotReadBack(TypeError):
+    pass
+
+
+def _model(value: object) -> object:
+    """Inside something else."""
+    if models.is_model(type(value)):
+        return msgspec.Raw(_json(value, f"a {type(value).__name__}", "give it"))
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+_PLAIN: Final = frozenset({dict, list, tuple, set, frozenset, str, int, float, bool, bytes})
+_READ_BACK: Final[WeakSet[type]] = WeakSet()  # types of which a value has come back as it was
+
+
+def _lost(value: object, cls: type, written: bytes) -> str | None:
+    """Why it cannot be read back, for the first value of a type that has fields. It quotes no value. Only a value tells
+    what the type's own serializers do, but then it has to be seen before an effect depends on it (R40)."""
+    if type(value) in _PLAIN or cls in _READ_BACK or not read_back.field_names(type(value)):
+        return None
+    if (lost := models.lost(cls)) is not None:
+        return lost
+    try:
+        back = decoder(cls)(written)
+    except (BadMessage, TypeError) as error:
+        return f"{getattr(error, 'detail', error)}; correct the types of its fields, or how they are written"
+    if (difference := read_back.difference(back, value)) is not None:
+        return difference
+    with contextlib.suppress(TypeError):  # a generic alias has no weak references
+        _READ_BACK.add(cls)
+    return None
 
 
 def _why(error: Exception) -> str:
@@ -169,17 +220,11 @@ def _why(error: Exception) -> str:
         return type(error).__name__
 
 
-def _encode_pydantic(value: object) -> object:
-    if hasattr(value, "model_dump_json"):
-        return msgspec.Raw(value.model_dump_json().encode())
-    raise TypeError(f"{type(value).__name__} is not JSON")
-
-
 # ------------------------------------------------------------------------------------------------- decoding
 def _safe(decode: Decode, detail: Callable[[Exception], str]) -> Decode:
     def safe(body: bytes) -> object:
         try:
-            return decode(body)
+            return decode(without_mark(body))
         except Exception as error:  # noqa: BLE001 - bad input, or whatever a payload type's own check raises
             raise BadMessage(_REASON, detail(error)) from None
 
@@ -210,7 +255,7 @@ def _custom_classes(node: object, seen: set[int] | None = None) -> Iterator[type
         return
     seen.add(id(node))
     if isinstance(node, types.CustomType | types.RawType):
-        if isinstance(node, types.CustomType) and node.cls is not object:
+        if isinstance(node, types.CustomType) and node.cls is not object and not models.is_model(node.cls):
             yield node.cls
     elif isinstance(node, tuple):
         for item in node:
@@ -221,20 +266,15 @@ def _custom_classes(node: object, seen: set[int] | None = None) -> Iterator[type
 
 
 # ------------------------------------------------------------------------------------------------- pydantic
-def _has_pydantic(annotation: Any) -> bool:
-    # By name, so that pydantic is imported only by those who have already imported it.
-    mro = getattr(annotation, "__mro__", ())
-    if any(cls.__module__.partition(".")[0] == "pydantic" for cls in mro):
-        return True
-    if hasattr(annotation, "__pydantic_validator__"):  # a pydantic dataclass
-        return True
-    return any(_has_pydantic(argument) for argument in get_args(annotation))
+def _read_model(cls: type, value: object) -> object:
+    """A model inside one of msgspec's classes."""
+    return models.adapter(cls).validate_json(msgspec.json.encode(value))
 
 
 def _pydantic(annotation: Any) -> Decode:
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    adapter = TypeAdapter(annotation)
+    adapter = models.adapter(annotation)
     strict_json = msgspec.json.Decoder()
 
     def decode(body: bytes) -> object:

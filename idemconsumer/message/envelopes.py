@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import msgspec
 
 from idemconsumer.errors import BadMessage
+from idemconsumer.message.codecs import without_mark
 from idemconsumer.message.keys import CLOUDEVENT_PREFIXES
 from idemconsumer.message.message import Message
 
@@ -47,7 +48,7 @@ _notification = msgspec.json.Decoder(_Notification)
 
 def _sns(message: Message) -> Message:
     try:
-        notification = _notification.decode(message.body)
+        notification = _notification.decode(without_mark(message.body))
         attributes = {name: _attribute(each) for name, each in notification.MessageAttributes.items()}
         body = notification.Message.encode()
     except _NO_SUCH_JSON:
@@ -86,7 +87,7 @@ _event = msgspec.json.Decoder(_Event)
 
 def _eventbridge(message: Message) -> Message:
     try:
-        event = _event.decode(message.body)
+        event = _event.decode(without_mark(message.body))
     except _NO_SUCH_JSON:
         raise _no_envelope("an EventBridge event", "a target with an input transformer gets none") from None
     said = {"detail-type": event.detail_type, "source": event.source, "account": event.account, "region": event.region}
@@ -117,10 +118,11 @@ def _cloudevents(message: Message) -> Message:
     if any(prefix + "id" in message.headers for prefix in CLOUDEVENT_PREFIXES):
         return message
     try:
-        _required.decode(message.body)
-        found = _attributes.decode(message.body)
+        _required.decode(without_mark(message.body))
+        found = _attributes.decode(without_mark(message.body))
         body = _data(found)
-        said = {f"ce_{name}": _plain(value) for name, value in found.items() if name not in ("data", "data_base64")}
+        attributes = ((name, value) for name, value in found.items() if name not in ("data", "data_base64"))
+        said = {f"ce_{name}": _plain(value) for name, value in attributes if bytes(value) != b"null"}  # R41
     except _NO_SUCH_JSON:
         raise _no_envelope("a CloudEvent", "it has neither its headers nor its JSON form") from None
     return msgspec.structs.replace(

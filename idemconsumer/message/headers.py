@@ -42,13 +42,13 @@ def sent_headers(headers: Mapping[str, str | bytes]) -> bytes:
 
 
 def decode_headers(encoded: bytes) -> dict[str, str | bytes]:
-    """The inverse. Takes anything, since SQL may have written it: other values are kept as JSON text, and anything
-    that is not an object under `UNREADABLE`."""
+    """The inverse. Takes anything, since SQL may have written it: other values are kept as JSON text, a header that is
+    null is none (R41), and anything that is not an object is kept under `UNREADABLE`."""
     try:
         values = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
     except _NO_SUCH_JSON:
         return {UNREADABLE: encoded}
-    return {name: _value(bytes(value)) for name, value in values.items()}
+    return {name: _value(bytes(value)) for name, value in values.items() if bytes(value) != b"null"}
 
 
 def _value(encoded: bytes) -> str | bytes:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -19,6 +21,7 @@ import msgspec
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.hashing import HASHING
 from idemconsumer.message import paths
+from idemconsumer.message.codecs import without_mark
 from idemconsumer.message.functions import is_async, takes
 from idemconsumer.message.message import PROPERTIES, Message
 
@@ -197,16 +200,41 @@ def fingerprint(body: bytes) -> bytes:
     return HASHING.digest(b"payload", body)
 
 
-# Numbers stay as they are written: as floats, two that differ in the 17th digit would be the same.
-_decode_value = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.encode())).decode
+_MOST_DIGITS = 400  # beyond all floats; a number with more that is written in two ways counts as two
+
+
+def _number(text: str) -> msgspec.Raw:
+    """The same for all ways to write that number, and for no other: as floats, two that differ in the 17th digit would
+    be one."""
+    if "e" in text or "E" in text:
+        try:
+            sign, digits, exponent = Decimal(text).as_tuple()
+        except InvalidOperation:  # an exponent of more than 18 digits
+            return msgspec.Raw(text.encode())
+        assert isinstance(exponent, int), "JSON has no NaN"
+        if len(digits) + abs(exponent) > _MOST_DIGITS:
+            return msgspec.Raw(text.encode())
+        written = "".join(map(str, digits)) + "0" * exponent
+        before = len(written) + min(exponent, 0)
+        whole = written[: max(before, 0)].lstrip("0") or "0"
+        part = "0" * -before + written[max(before, 0) :]
+        text = f"{'-' * sign}{whole}.{part}"
+    whole, _, part = text.partition(".")
+    part = part.rstrip("0")
+    if part:
+        return msgspec.Raw(f"{whole}.{part}".encode())
+    return msgspec.Raw(b"0" if whole == "-0" else whole.encode())
+
+
+_decode_value = msgspec.json.Decoder(float_hook=_number).decode
 _encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 
 
 def canonical(body: bytes) -> bytes | None:
-    """The first 16 bytes of the hash of the JSON value: the same whatever the order of fields, the spaces between them
-    and the escapes in texts. None for what is not JSON."""
+    """The first 16 bytes of the hash of the JSON value: the same whatever the order of fields, the spaces between them,
+    the escapes in texts and the ways to write a number. None for what is not JSON."""
     try:
-        return shortened(_encode_sorted(_decode_value(body)))
+        return shortened(_encode_sorted(_decode_value(without_mark(body))))
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         return None
 
@@ -254,7 +282,7 @@ def compile_fingerprint(spec: KeySpec, payload_type: Any, *, handler: str) -> Ca
 
 def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Read:
     if isinstance(spec, str):
-        return paths.compile_path(spec, payload_type, handler=handler, option=option)
+        return _exact(paths.compile_path(spec, payload_type, handler=handler, option=option), spec)
     if isinstance(spec, Key):
         match spec.kind:
             case "header":
@@ -297,6 +325,24 @@ def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Rea
         "Key.record_key(), Key.cloudevent(), Key.payload(), Key.offset(), Key.all(…), Key.first(…), a function of the "
         "Message",
     )
+
+
+def _exact(read: _Read, path: str) -> _Read:
+    """Numbers as they are on the wire: of two that differ in the 17th digit, floats would make one."""
+    on_the_wire = paths.compile_search(path)
+
+    def exact(message: Message, payload: object) -> object:
+        value = read(message, payload)
+        if type(value) is not float or not math.isfinite(value):
+            return value
+        with suppress(msgspec.MsgspecError, RecursionError, UnicodeError, BadMessage):
+            if len(message.body) <= paths.MAX_SEARCHED_BYTES:  # R25
+                found = on_the_wire(_decode_value(without_mark(message.body)))
+                if isinstance(found, int | msgspec.Raw):
+                    return found
+        return _number(str(value))  # a default, or what decode= has made
+
+    return exact
 
 
 def _header(name: str, what: str) -> _Read:
@@ -382,7 +428,7 @@ def _cloudevent(message: Message) -> str | None:
         if source is not None or event_id is not None:
             return _pair(source, event_id)
     try:
-        event = _event_decoder.decode(message.body)
+        event = _event_decoder.decode(without_mark(message.body))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
     return _pair(event.source, event.id)
@@ -430,6 +476,10 @@ def _scalar(value: object, what: str) -> str:
         raise _invalid(what, "is not a finite number")
     if isinstance(value, str):
         return str.__str__(value)
+    if isinstance(value, Decimal) and value.is_finite():
+        value = _number(str(value))
+    if isinstance(value, msgspec.Raw):
+        return bytes(value).decode()
     if isinstance(value, int | float):
         try:
             return str(value + 0)  # an IntEnum's own text is its name; + 0 gives the number

@@ -10,8 +10,10 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import UnionType
+from typing import Any, Final, TypeAlias, Union, get_args, get_origin
 
 import jmespath
 import msgspec
@@ -21,10 +23,11 @@ from jmespath.visitor import TreeInterpreter
 from msgspec import inspect as types
 
 from idemconsumer.errors import BadMessage, HandlerError
+from idemconsumer.message import models
 from idemconsumer.message.message import Message
 
 Read: TypeAlias = Callable[[Message, object], object]
-_Steps: TypeAlias = Sequence[tuple[bool, str | int]]  # whether it is an item; its name here
+_Get: TypeAlias = Callable[[Any], object]
 
 MAX_SEARCHED_BYTES: Final = 1 << 20
 """The largest body in which an expression that is not a plain path is searched: the plain form alone takes 40 ms."""
@@ -33,9 +36,13 @@ MAX_SEARCH_STEPS: Final = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
-    attribute: str
+class _Found:
+    """A step that the type knows: how it is taken, what is there, and how many names of the path it has used."""
+
+    get: _Get
     type: types.Type
+    attribute: str | None = None
+    names: int = 1
 
 
 class _NoSuchField(Exception):
@@ -73,10 +80,26 @@ def compile_path(expression: str, payload_type: Any, *, handler: str, option: st
             )
         return _by_attribute(names)
     try:
-        steps = _resolve(names, _type_info(payload_type))
+        found = _resolve(names, _type_info(payload_type))
     except _NoSuchField as missing:
         raise _no_such_field(missing, expression, handler, option) from None
-    return _follow(steps) if whole and steps is not None else _search(compiled.parsed, expression, option)
+    if not whole or found is None:
+        return _search(compiled.parsed, expression, option)
+    attributes = [each.attribute for each in found if each.attribute is not None]
+    return _attributes(attributes) if len(attributes) == len(found) else _follow([each.get for each in found])
+
+
+def compile_search(expression: str) -> Callable[[object], object]:
+    """Find what a valid expression names in plain values. Raises BadMessage where that takes too long."""
+    parsed = jmespath.compile(expression).parsed
+
+    def search(value: object) -> object:
+        try:
+            return _Search().visit(parsed, value)
+        except Exception as error:  # noqa: BLE001 - JMESPath's own errors quote the values
+            raise BadMessage("key_invalid", f"{expression!r} raised {type(error).__name__}") from None
+
+    return search
 
 
 def plain(value: object) -> object:
@@ -87,30 +110,71 @@ def plain(value: object) -> object:
 
 
 # ---------------------------------------------------------------------------------------------- the getters
-def _follow(steps: _Steps) -> Read:
-    if not any(is_item for is_item, _ in steps):
-        get = operator.attrgetter(".".join(str(name) for _, name in steps))
-
-        def attributes(_: Message, payload: object) -> object:
-            try:
-                return get(payload)
-            except AttributeError:  # an optional object on the way is None
-                return None
-
-        return attributes
-
-    def mixed(_: Message, payload: object) -> object:
-        value: Any = payload
-        for is_item, name in steps:
-            if isinstance(name, int):
-                value = value[name] if isinstance(value, list | tuple) and -len(value) <= name < len(value) else None
-            elif is_item:
-                value = value.get(name) if isinstance(value, dict) else None
-            else:
-                value = getattr(value, name, None)
+def _follow(steps: Sequence[_Get]) -> Read:
+    def read(_: Message, payload: object) -> object:
+        value = payload
+        for get in steps:
+            value = get(value)
         return value
 
-    return mixed
+    return read
+
+
+def _attributes(names: Sequence[str]) -> Read:
+    get = operator.attrgetter(".".join(names))
+
+    def read(_: Message, payload: object) -> object:
+        try:
+            return get(payload)
+        except AttributeError:  # an optional object on the way is None
+            return None
+
+    return read
+
+
+def _attribute(name: str) -> _Get:
+    return lambda value: getattr(value, name, None)
+
+
+def _item(name: str) -> _Get:
+    return lambda value: value.get(name) if isinstance(value, dict) else None
+
+
+def _index(number: int) -> _Get:
+    def get(value: Any) -> object:
+        value = getattr(value, "root", value) if models.is_root(type(value)) else value
+        return value[number] if isinstance(value, list | tuple) and -len(value) <= number < len(value) else None
+
+    return get
+
+
+def _in_root(get: _Get) -> _Get:
+    return lambda value: get(getattr(value, "root", None))
+
+
+def _looked_up(name: str) -> _Get:
+    """Where the type does not tell: in what the decoder has made."""
+
+    def get(value: Any) -> object:
+        while models.is_root(type(value)):
+            value = value.root
+        if isinstance(value, dict):
+            return value.get(name)
+        cls: Any = type(value)
+        if (attribute := _attribute_of(cls, name)) is not None:
+            return getattr(value, attribute, None)
+        return models.extras(value).get(name)
+
+    return get
+
+
+@lru_cache(maxsize=1_024)
+def _attribute_of(cls: Any, name: str) -> str | None:
+    """Of an object of that class, what has this name on the wire."""
+    node = _type_info(cls)
+    if isinstance(node, types.StructType) and node.tag_field == name:
+        return None
+    return next((field.attribute for wire, field in _fields(node) if wire == (name,)), None)
 
 
 def _by_attribute(names: Sequence[str | int]) -> Read:
@@ -204,87 +268,107 @@ def _check_functions(node: Mapping[str, Any], expression: str, handler: str, opt
 
 # ------------------------------------------------------------------------------------------------- the type
 def _type_info(annotation: Any) -> types.Type:
+    annotation = models.bare(annotation)
     if annotation is object:
         return types.AnyType()
+    if models.is_model(annotation):  # of a pydantic dataclass, msgspec would tell the names in Python
+        return types.CustomType(annotation)
+    if get_origin(annotation) in (Union, UnionType):  # of several models, msgspec would tell nothing
+        return types.UnionType(tuple(map(_type_info, get_args(annotation))))
     try:
         return types.type_info(annotation)
     except TypeError:  # msgspec does not know it: nothing can be checked before there is a payload
         return types.AnyType()
 
 
-def _resolve(names: Sequence[str | int], node: types.Type) -> _Steps | None:
+def _resolve(names: Sequence[str | int], node: types.Type) -> Sequence[_Found] | None:
     """None: no mistake is visible, but getters cannot follow it."""
-    steps: list[tuple[bool, str | int]] = []
+    steps: list[_Found] = []
     indexed = any(isinstance(name, int) for name in names)
-    for name in names:
+    while names:
         if indexed and isinstance(node, types.CustomType):  # pydantic's plain form may be another text
             return None
-        if isinstance(name, int):
-            if (inner := _item_type(node)) is None:
-                return None
-            steps.append((True, name))
-            node = inner
-            continue
-        found = _step(node, name)
+        found = _indexed(node, names[0]) if isinstance(names[0], int) else _named(node, names)
         if found is None:
             return None
-        is_item, field = found
-        steps.append((is_item, field.attribute))
-        node = field.type
+        steps.append(found)
+        node, names = found.type, names[found.names :]
     return steps
+
+
+def _indexed(node: types.Type, number: int) -> _Found | None:
+    inner = _item_type(node)
+    return None if inner is None else _Found(_index(number), inner)
 
 
 def _item_type(node: types.Type) -> types.Type | None:
     if isinstance(node, types.UnionType):
-        members = [member for member in node.types if not isinstance(member, types.NoneType)]
+        members = _members(node)
         return _item_type(members[0]) if len(members) == 1 else None
     if isinstance(node, types.ListType | types.VarTupleType):
         return node.item_type
     return node if isinstance(node, types.AnyType) else None
 
 
-def _step(node: types.Type, name: str) -> tuple[bool, _Field] | None:
+def _members(node: types.UnionType) -> list[types.Type]:
+    return [member for member in node.types if not isinstance(member, types.NoneType)]
+
+
+def _named(node: types.Type, names: Sequence[str | int]) -> _Found | None:
+    name = str(names[0])
     if isinstance(node, types.UnionType):
-        members = [member for member in node.types if not isinstance(member, types.NoneType)]
-        if len(members) == 1:
-            return _step(members[0], name)
-        known: list[str] = []
-        for member in members:
-            try:
-                _step(member, name)
-            except _NoSuchField as missing:
-                known += missing.known
-            else:
-                return None  # the member is known only at run time
-        raise _NoSuchField("the payload's types", name, known)
+        return _in_one_of(_members(node), names)
     if isinstance(node, types.AnyType):
-        return True, _Field(name, node)
+        return _Found(_looked_up(name), node)
     if isinstance(node, types.DictType):
-        return (True, _Field(name, node.value_type)) if _text_keys(node) else None
+        return _Found(_item(name), node.value_type) if _text_keys(node) else None
     if isinstance(node, types.StructType) and node.tag_field == name:
         return None
-    fields = dict(_fields(node))
-    if name not in fields:
-        if isinstance(node, types.CustomType) and not fields:
-            return None
-        raise _NoSuchField(_type_name(node), name, list(fields))
-    return isinstance(node, types.TypedDictType), fields[name]
+    if isinstance(node, types.CustomType) and models.is_root(node.cls):
+        inner = _named(_type_info(models.fields(node.cls)["root"].annotation), names)
+        return None if inner is None else replace(inner, get=_in_root(inner.get), attribute=None)
+    known = list(_fields(node))
+    for wire, field in known:
+        if tuple(names[: len(wire)]) == wire:
+            return replace(field, names=len(wire))
+    if isinstance(node, types.CustomType) and (not known or models.takes_more(node.cls)):
+        return _Found(_looked_up(name), types.AnyType()) if known else None
+    raise _NoSuchField(_type_name(node), name, [".".join(map(str, wire)) for wire, _ in known])
+
+
+def _in_one_of(members: Sequence[types.Type], names: Sequence[str | int]) -> _Found | None:
+    """Which of them it is, only the value tells. One at least has to have the field."""
+    if len(members) == 1:
+        return _named(members[0], names)
+    known: list[str] = []
+    has_it = False
+    for member in members:
+        try:
+            has_it |= _named(member, names) is not None
+        except _NoSuchField as missing:
+            known += missing.known
+    if not has_it and known:
+        raise _NoSuchField("the payload's types", str(names[0]), known)
+    return _Found(_looked_up(str(names[0])), types.AnyType())
 
 
 def _text_keys(node: types.DictType) -> bool:
     return isinstance(node.key_type, types.AnyType | types.StrType)
 
 
-def _fields(node: types.Type) -> Iterator[tuple[str, _Field]]:
-    """The fields of an object type, by their names on the wire."""
-    if isinstance(node, types.StructType | types.DataclassType | types.TypedDictType):
+def _fields(node: types.Type) -> Iterator[tuple[models.Wire, _Found]]:
+    """The fields of an object type, by where they are on the wire."""
+    if isinstance(node, types.TypedDictType):
+        for field in node.fields:
+            yield (field.encode_name,), _Found(_item(field.name), field.type)
+    elif isinstance(node, types.StructType | types.DataclassType):
         if not getattr(node, "array_like", False):
             for field in node.fields:
-                yield field.encode_name, _Field(field.name, field.type)
+                yield (field.encode_name,), _Found(_attribute(field.name), field.type, field.name)
     elif isinstance(node, types.CustomType):
-        for name, info in getattr(node.cls, "model_fields", {}).items():
-            alias = info.validation_alias if isinstance(info.validation_alias, str) else info.alias
-            yield alias or name, _Field(name, _type_info(info.annotation))
+        for name, info in models.fields(node.cls).items():
+            for wire in models.read_at(node.cls, name, info):
+                yield wire, _Found(_attribute(name), _type_info(info.annotation), name)
 
 
 def _type_name(node: types.Type) -> str:

@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace, UnionType
-from typing import Annotated, Any, Final, Never, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Never, NoReturn, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
 from idemconsumer.errors import BadMessage
-from idemconsumer.message import codecs
+from idemconsumer.message import codecs, models
 from idemconsumer.message.message import StoredResult
 
 _OCTETS: Final = "application/octet-stream"
@@ -32,7 +32,8 @@ class _Output:
 
 
 def check(fn: Callable[..., Any]) -> None:
-    """Raises TypeError if no output could be decoded by the return annotation."""
+    """Raises TypeError if an output could not be read by the return annotation, so far as that tells. It is called
+    before the function has its effect (R40)."""
     _output(fn)
 
 
@@ -112,29 +113,18 @@ def _returns(function: FunctionType) -> Any:
 
 
 def _read(annotation: Any) -> _Output:
-    annotation = _bare(annotation)
+    annotation = models.bare(annotation)
     if any(annotation is anything for anything in (Any, object, Never, NoReturn)):
         return _ANYTHING
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    others = tuple(kind for kind in kinds if _bare(kind) is not bytes)
+    if (lost := models.lost(annotation)) is not None:
+        raise TypeError(f"what it returns cannot be read back: {lost}")
+    others = tuple(kind for kind in kinds if models.bare(kind) is not bytes)
     return _Output(
         exact=annotation if annotation in (str, int, bool) else None,
         octets=len(others) < len(kinds),
         decode=codecs.decoder(Union[others]) if others else None,  # noqa: UP007 - any number of types
     )
-
-
-def _bare(annotation: Any) -> Any:
-    """The type in Annotated, in a NewType, and, from Python 3.12, in `type Name = …`."""
-    while True:
-        if get_origin(annotation) is Annotated:
-            annotation = annotation.__origin__
-        elif hasattr(annotation, "__supertype__"):
-            annotation = annotation.__supertype__
-        elif hasattr(annotation, "__value__"):
-            annotation = annotation.__value__
-        else:
-            return annotation
 
 
 _ANYTHING: Final = _Output(exact=None, octets=True, decode=codecs.decoder(Any))

@@ -315,6 +315,7 @@ async def test_a_prefetch_beyond_what_amqp_can_carry_is_cut(node: Node, broker: 
 async def test_headers_of_every_amqp_type_arrive_as_text_or_bytes(node: Node, broker: RabbitmqBroker) -> None:
     name = await node.queue()
     headers: Any = {"text": "ü", "number": 42, "yes": True, "table": {"a": [1, "b"]}, "raw": bytearray(b"\xff\x00")}
+    headers["nothing"] = None
     async with node.channel() as channel:
         message = aio_pika.Message(b"{}", headers=headers, content_type="application/json")
         await channel.default_exchange.publish(message, name)
@@ -403,7 +404,7 @@ async def test_an_unreadable_value_costs_neither_its_message_nor_the_others(node
     assert read["message id"].message_id == "réf"
     headers = {what: {k: v for k, v in read[what].headers.items() if k != "x-delivery-count"} for what in UNREADABLE}
     assert headers["header name"] == {"réf": "value", "z": "0"}
-    assert headers["header value"] == {"at": "null"}
+    assert headers["header value"] == {}, "a time that no date holds is none (R41)"
     assert headers["inside of headers"] == {"list": '[null,{"réf":true}]'}
 
 

@@ -171,7 +171,7 @@ class Colour(enum.StrEnum):
         (-5, "-5"),
         (1.5, "1.5"),
         (UUID(int=1), "00000000-0000-0000-0000-000000000001"),
-        (Decimal("1.50"), "1.50"),
+        (Decimal("1.50"), "1.5"),
         (Size.LARGE, "3"),
         (Colour.RED, "red"),
     ],
@@ -476,12 +476,12 @@ def test_two_values_are_two(one: object, other: object) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (b"1", b"1.0"), (b"1.10", b"1.1"), (b"1e2", b"100"), (b'"1"', b"1"), (b"[]", b"{}"), (b"null", b"{}"),
+        (b'"1"', b"1"), (b"[]", b"{}"), (b"null", b"{}"),
         (b"0.1", b"0.1000000000000000055"), (b"123456789012345678901", b"123456789012345678902"),
         (b"[1,2]", b"[2,1]"), (b'{"a":1}', b'{"a":1,"b":null}'), (b'{"a":"b"}', b'{"a":"B"}'),
     ],
 )  # fmt: skip
-def test_numbers_are_compared_as_they_are_written_and_lists_in_their_order(one: bytes, other: bytes) -> None:
+def test_numbers_differ_in_their_last_digit_and_lists_in_their_order(one: bytes, other: bytes) -> None:
     assert None is not keys.canonical(one) != keys.canonical(other)
 
 

@@ -201,7 +201,7 @@ async def no_json(step: Step) -> int:
     ("fn", "why"),
     [
         (number, "returned a str, which a resume could not read: Expected `int`, got `str`"),
-        (nan, "Expected `float`, got `null`"),
+        (nan, "a result of type float has a number in it that is NaN"),
         (was_to_return_nothing, "Expected `null`, got `str`"),
         (no_bytes, "Expected bytes, got JSON"),
         (no_json, "Expected JSON, got bytes"),
@@ -216,9 +216,9 @@ async def test_what_could_not_be_read_again_fails_the_step_that_returned_it(
 
     assert (await one.deliver(saga(book))).kind is OutcomeKind.RETRYING
     ((error,),) = bench.run("select error from idemconsumer.saga")
-    assert "SagaMisused: step 'a': it returned a " in error
+    assert "SagaMisused: step 'a': " in error
     assert why in error
-    assert "correct its return annotation" in error
+    assert ("it returned a " in error and "correct its return annotation" in error) or fn is nan
 
 
 async def test_a_transaction_whose_output_could_not_be_read_again_has_no_effect(bench: Bench, one: Station) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from idemconsumer import App, Message, Tx
+from idemconsumer import App, Key, Message, Tx
 from idemconsumer.message.headers import UNREADABLE
 from idemconsumer.message.origin import ORIGIN
 from tests.support.workers import Bench, Item, body, note
@@ -35,12 +35,44 @@ async def test_values_that_are_no_text_reach_the_handler_as_json(bench: Bench) -
         await note(tx, item)
         seen.update(message.headers)
 
-    headers = '{"n": 1e400, "a": {"base64": 5}, "b": {"base64": "?"}, "c": null, "d": [1], "e": "v"}'
-    bench.do("select idemconsumer.publish('q', %s, headers => %s)", '{"id": "odd", "entity": ""}', headers)
+    headers = b'{"n": 1e400, "a": {"base64": 5}, "b": {"base64": "?"}, "c": null, "d": [1], "e": "v"}'
+    insert = "insert into idemconsumer.queue (name, body, headers) values ('q', %s, %s)"
+    bench.do(insert, body(Item("odd")), headers)
     worker = await bench.until_empty(app)
     assert worker.counts == {"applied": 1}
-    assert seen.pop("n") == "1" + "0" * 400
-    assert seen == {"a": '{"base64": 5}', "b": '{"base64": "?"}', "c": "null", "d": "[1]", "e": "v"}
+    assert seen == {"n": "1e400", "a": '{"base64": 5}', "b": '{"base64": "?"}', "d": "[1]", "e": "v"}
+
+
+@pytest.mark.parametrize(
+    "value", ["1", "true", "[]", "{}", '{"base64": 5}', '{"base64": "AA==", "b": 1}', '["base64"]']
+)
+@pytest.mark.parametrize("destination", ["q", "kafka:q"])
+def test_a_header_that_is_no_text_is_refused_when_it_is_published(bench: Bench, destination: str, value: str) -> None:
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="the header 'n' is not a text"):
+        bench.do(
+            "select idemconsumer.publish(%s, '{}', headers => %s)",
+            destination,
+            f'{{"ok": "v", "none": null, "n": {value}}}',
+        )
+
+
+async def test_a_header_without_a_value_is_none(bench: Bench) -> None:
+    """R41: as the text "null" it would be everybody's key."""
+    app, seen = App("rows"), list[Message]()
+
+    @app.idempotent_handler("postgres:q", key=Key.header("Id"), tenant=Key.first(Key.header("Who"), "id"))
+    async def handle(item: Item, tx: Tx, message: Message) -> None:
+        seen.append(message)
+
+    for name in ("one", "other"):
+        bench.do("select idemconsumer.publish('q', %s, headers => '{\"Id\": null}')", body(Item(name)).decode())
+    given = '{"Id": "1", "Who": null, "raw": {"base64": "AP8="}}'
+    bench.do("select idemconsumer.publish('q', %s, headers => %s)", body(Item("acme")).decode(), given)
+    worker = await bench.until_empty(app)
+    assert worker.counts == {"dead": 2, "applied": 1}
+    assert bench.do("select reason from idemconsumer.dead_letter") == [("key_missing",)] * 2
+    assert seen[0].headers == {"Id": "1", "raw": b"\0\xff"}
+    assert bench.do("select name from idemconsumer.scope where name like '%acme%'") == [("rows/acme/handle",)]
 
 
 @pytest.mark.parametrize(

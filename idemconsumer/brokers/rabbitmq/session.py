@@ -239,7 +239,8 @@ def nack_is_free(server: Mapping[str, object]) -> bool:
 
 
 def delivery_of(arrival: Arrival, queue: str, epoch: Epoch) -> Delivery:
-    """Translate one arrival. Headers that are neither text nor bytes become JSON text (`x-death` is a list).
+    """Translate one arrival. Headers that are neither text nor bytes become JSON text (`x-death` is a list). A header
+    without a value is none: as the text "null" it would be the key of everybody who has none (R41).
 
     `x-delivery-count` (quorum queues) is trusted only on a redelivery (Q8): a message that was dead-lettered or
     shovelled from another queue may carry the count of its former queue. A classic queue only tells that it
@@ -259,7 +260,7 @@ def delivery_of(arrival: Arrival, queue: str, epoch: Epoch) -> Delivery:
         message=Message(
             source=f"rabbitmq:{queue}",
             body=arrival.body,
-            headers={name: _text(value) for name, value in raw.items()},
+            headers={name: _text(value) for name, value in raw.items() if value is not None},
             message_id=message_id,
             position=f"{queue}#{message_id or arrival.tag}",
             timestamp=carried.get("timestamp"),

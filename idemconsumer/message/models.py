@@ -1,0 +1,162 @@
+"""pydantic's models: how one is written so that it can be read back, and where it cannot be.
+
+Known by their names, so that pydantic is imported only by those who have imported it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints, is_typeddict
+
+Wire: TypeAlias = tuple[str | int, ...]
+"""Where a field stands in the JSON: its name there, or a path."""
+
+
+def is_model(cls: Any) -> bool:
+    """A pydantic model or a pydantic dataclass."""
+    return hasattr(cls, "__pydantic_validator__") and isinstance(cls, type)
+
+
+def is_root(cls: type) -> bool:
+    """A model that is on the wire what its one field is."""
+    return bool(getattr(cls, "__pydantic_root_model__", False))
+
+
+def bare(annotation: Any) -> Any:
+    """The type in Annotated, in a NewType, and, from Python 3.12, in `type Name = …`."""
+    while True:
+        if hasattr(annotation, "__metadata__"):
+            annotation = annotation.__origin__
+        elif hasattr(annotation, "__supertype__"):
+            annotation = annotation.__supertype__
+        elif hasattr(annotation, "__value__"):
+            annotation = annotation.__value__
+        else:
+            return annotation
+
+
+def parts(annotation: Any) -> Iterator[Any]:
+    """The annotation itself and each type in it: arguments, and fields of classes."""
+    waiting, seen = [annotation], set[int]()
+    while waiting:
+        part = bare(waiting.pop())
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        waiting += get_args(part)
+        if isinstance(cls := get_origin(part) or part, type):
+            waiting += _field_types(cls)
+
+
+def _field_types(cls: type) -> Sequence[Any]:
+    if fields := getattr(cls, "__pydantic_fields__", None) or getattr(cls, "model_fields", None):
+        return [info.annotation for info in fields.values()]
+    plain = dataclasses.is_dataclass(cls) or is_typeddict(cls) or hasattr(cls, "_fields")
+    if not plain and not hasattr(cls, "__struct_fields__") and not hasattr(cls, "__attrs_attrs__"):
+        return ()
+    try:
+        return list(get_type_hints(cls).values())
+    except Exception:  # noqa: BLE001 - a name that only type checkers see: whoever decodes it will say so
+        return ()
+
+
+def validates(annotation: Any) -> bool:
+    """Whether pydantic has to read it: it is a model, or contains one where no class of msgspec's is around it."""
+    part = bare(annotation)
+    if is_model(part) or is_model(get_origin(part)) or _is_pydantics(part):
+        return True
+    return any(validates(argument) for argument in get_args(part))
+
+
+def _is_pydantics(part: Any) -> bool:
+    return any(cls.__module__.partition(".")[0] == "pydantic" for cls in getattr(part, "__mro__", ()))
+
+
+@lru_cache(maxsize=256)
+def adapter(annotation: Any) -> Any:
+    """pydantic's TypeAdapter of it."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(annotation)
+
+
+def write(value: object) -> bytes:
+    """The JSON of a model: by the names that it is read by, and without what is computed when it is read."""
+    cls: Any = type(value)
+    dumped: bytes = adapter(cls).dump_json(value, by_alias=True, round_trip=True)
+    return dumped
+
+
+def fields(cls: type) -> dict[str, Any]:
+    """What pydantic knows of each field, by attribute."""
+    known: dict[str, Any] = getattr(cls, "__pydantic_fields__", None) or getattr(cls, "model_fields", {})
+    return known
+
+
+def read_at(cls: type, name: str, info: Any) -> list[Wire]:
+    """All places in the JSON at which that field is looked for."""
+    alias = info.validation_alias if info.validation_alias is not None else info.alias
+    choices = getattr(alias, "choices", [alias])
+    found = [
+        tuple(choice.path) if hasattr(choice, "path") else (choice,) for choice in choices if choice is not None
+    ]  # fmt: skip
+    config = getattr(cls, "model_config", None) or getattr(cls, "__pydantic_config__", None) or {}
+    if not found or config.get("populate_by_name") or config.get("validate_by_name"):
+        found.append((name,))
+    return found
+
+
+def takes_more(cls: type) -> bool:
+    """Whether it keeps fields that it does not declare."""
+    return bool((getattr(cls, "model_config", None) or {}).get("extra") == "allow")
+
+
+def extras(value: object) -> Mapping[str, Any]:
+    """The fields that it keeps without having declared them."""
+    return getattr(value, "__pydantic_extra__", None) or {}
+
+
+def lost(annotation: Any) -> str | None:
+    """Why no value of this type can be read back as it was, as far as the type tells: a field, and what to write."""
+    return next((reason for part in parts(annotation) if is_model(part) for reason in _lost_fields(part)), None)
+
+
+def _lost_fields(cls: type) -> Iterator[str]:
+    decorators = getattr(cls, "__pydantic_decorators__", None)
+    serializers = getattr(decorators, "field_serializers", {}).values()
+    written_by_hand = {name for each in serializers for name in each.info.fields}
+    if getattr(decorators, "model_serializers", None):
+        return  # only a value tells
+    for name, info in fields(cls).items():
+        field = f"its field {name!r} of {cls.__name__}"
+        if info.exclude:
+            yield f"{field} is left out when it is written; remove exclude=True, or give another type"
+        written = info.serialization_alias or name
+        places = read_at(cls, name, info)
+        if (written,) not in places and info.init is not False:
+            read = ".".join(map(str, places[0]))
+            alias = f"Field(alias={read!r}), or " if len(places[0]) == 1 else ""
+            yield (
+                f"{field} is written as {written!r} and read as {read!r}; write {alias}"
+                "model_config = ConfigDict(populate_by_name=True)"
+            )
+        secret = any(_is_secret(part) for part in _arguments(info.annotation))
+        if secret and not written_by_hand & {name, "*"}:
+            yield (
+                f"{field} is a secret, of which only asterisks are written; leave it out, or say how it is to be kept "
+                "with a field_serializer"
+            )
+
+
+def _arguments(annotation: Any) -> Iterator[Any]:
+    part = bare(annotation)
+    yield part
+    for argument in get_args(part):
+        yield from _arguments(argument)
+
+
+def _is_secret(part: Any) -> bool:
+    return _is_pydantics(get_origin(part) or part) and hasattr(get_origin(part) or part, "get_secret_value")

@@ -1,0 +1,446 @@
+"""R40: what is written of a user's value can be read back as it was, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import enum
+import json
+import math
+import uuid
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
+from zoneinfo import ZoneInfo
+
+import attrs
+import msgspec
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, RootModel, SecretStr, create_model
+from pydantic.alias_generators import to_camel
+
+from idemconsumer import Saga, Tx, idempotent_handler
+from idemconsumer.errors import HandlerError
+from idemconsumer.message import codecs, keys, models, read_back
+from idemconsumer.message.message import Message
+from idemconsumer.sagas import outputs
+
+T = TypeVar("T")
+
+
+class Aliased(BaseModel):
+    order_id: int = Field(alias="orderId")
+
+
+class Camel(BaseModel):
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
+    order_id: int
+
+
+class Choices(BaseModel):
+    order_id: int = Field(validation_alias=AliasChoices("orderId", "order_id"))
+
+
+class Computed(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    net: int
+
+    @pydantic.computed_field  # type: ignore[prop-decorator]
+    @property
+    def gross(self) -> int:
+        return self.net * 2
+
+
+class Secretive(BaseModel):
+    token: SecretStr
+
+    @pydantic.field_serializer("token", when_used="json")
+    def kept(self, token: SecretStr) -> str:
+        return token.get_secret_value()
+
+
+class Private(BaseModel):
+    n: int
+    _made: float = pydantic.PrivateAttr(default_factory=lambda: dt.datetime.now().timestamp())
+
+
+class Numbers(RootModel[list[int]]):
+    pass
+
+
+@pydantic.dataclasses.dataclass
+class Checked:
+    order_id: int = Field(alias="orderId")
+
+
+@dataclasses.dataclass
+class Around:
+    model: Aliased
+    many: list[Aliased] = dataclasses.field(default_factory=list)
+
+
+class AroundToo(msgspec.Struct):
+    model: Aliased
+
+
+@dataclasses.dataclass(eq=False)
+class ById:
+    n: int
+
+
+@dataclasses.dataclass
+class Box(Generic[T]):
+    value: T
+
+
+READ_BACK: list[Any] = [
+    Aliased(orderId=1),
+    Camel(order_id=1),
+    Choices.model_validate({"orderId": 1}),
+    Computed(net=1),
+    Private(n=1),
+    Secretive(token=SecretStr("s")),
+    Numbers([1, 2]),
+    Checked(orderId=1),
+    Around(Aliased(orderId=1), [Aliased(orderId=2)]),
+    AroundToo(Aliased(orderId=1)),
+    ById(1),
+    Box[Decimal](Decimal("1.10")),
+]
+
+
+@pytest.mark.parametrize("value", READ_BACK, ids=lambda value: type(value).__name__)
+def test_what_is_written_is_what_is_read(value: Any) -> None:
+    stored = codecs.encode(value)
+    assert stored is not None
+    back = codecs.decoder(getattr(value, "__orig_class__", type(value)))(stored.body)
+    assert fields_of(back) == fields_of(value)
+
+
+def fields_of(value: Any) -> Any:
+    names = read_back.field_names(type(value))
+    return {name: fields_of(getattr(value, name)) for name in names} or value
+
+
+class ValidatedByAlias(BaseModel):
+    order_id: int = Field(validation_alias="orderId")
+
+
+class ValidatedByPath(BaseModel):
+    order_id: int = Field(validation_alias=AliasPath("order", "id"))
+
+
+class Excluded(BaseModel):
+    note: str = Field(default="", exclude=True)
+
+
+class Secret(BaseModel):
+    token: SecretStr | None = None
+
+
+class Nested(BaseModel):
+    inner: list[Secret] = []
+
+
+LOST = [
+    (ValidatedByAlias, r"'order_id' of ValidatedByAlias is written as 'order_id' and read as 'orderId'; write Field"),
+    (ValidatedByPath, r"is written as 'order_id' and read as 'order\.id'; write model_config = ConfigDict\(populate"),
+    (Excluded, "'note' of Excluded is left out when it is written; remove exclude=True"),
+    (Secret, "'token' of Secret is a secret, of which only asterisks are written; leave it out, or say how"),
+    (Nested, "'token' of Secret is a secret"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "why"), LOST, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_model_that_cannot_be_read_back_is_refused_wherever_its_value_would_be_written(
+    model: type[BaseModel], why: str
+) -> None:
+    value = model.model_construct(order_id=1, note="n", token=None)
+    for written in (value, {"within": [value]}):
+        with pytest.raises(TypeError, match=why):
+            codecs.encode(written)
+    with pytest.raises(TypeError, match=why):
+        codecs.encode_rejection("no", value)
+
+    async def handler(order: dict[str, Any], tx: Tx) -> None: ...
+
+    handler.__annotations__["return"] = model
+    with pytest.raises(HandlerError, match=why.split("; ")[0]):
+        idempotent_handler("memory:orders", key="id")(handler)
+
+
+@pytest.mark.parametrize(("model", "why"), LOST, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_step_that_returns_one_is_refused_before_its_effect(model: type[BaseModel], why: str) -> None:
+    async def charge() -> None: ...
+
+    charge.__annotations__["return"] = list[model]  # type: ignore[valid-type]
+    with pytest.raises(TypeError, match=why):
+        outputs.check(charge)
+
+
+class ByHand(BaseModel):
+    amount: int
+
+    @pydantic.field_serializer("amount")
+    def written(self, amount: int) -> str:
+        return f"EUR {amount}"
+
+
+class Rounded(BaseModel):
+    amount: float
+
+    @pydantic.field_serializer("amount")
+    def written(self, amount: float) -> float:
+        return round(amount)
+
+
+@dataclasses.dataclass
+class Anything:
+    held: Any
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (ByHand(amount=1), r"1 validation error\(s\), the first is int_parsing at amount; correct the types"),
+        (Rounded(amount=1.5), "its field 'amount', a float, comes back as another value or type"),
+        (Anything(dt.date(2026, 1, 1)), r"its field 'held', a date, comes back as another value or type \(str\)"),
+        (Anything((1, 2)), r"its field 'held', a tuple, comes back as another value or type \(list\)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_only_a_value_tells_is_found_in_the_first_one(value: Any, why: str) -> None:
+    for _ in range(2):
+        with pytest.raises(TypeError, match=why):
+            codecs.encode(value)
+
+
+class Rate(BaseModel):
+    rate: float | None
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "around",
+    [lambda n: n, lambda n: {"a": [n]}, lambda n: Box(n), lambda n: Rate(rate=n), lambda n: (1, n)],
+)
+def test_a_number_that_json_does_not_have_is_refused(around: Callable[[float], object], number: float) -> None:
+    codecs.encode(around(1.5))
+    codecs.encode({"none": None, "n": 1.5})
+    with pytest.raises(TypeError, match="NaN or infinite, which JSON does not have; write None"):
+        codecs.encode(around(number))
+
+
+# --------------------------------------------------------------------------------------------------- generated types
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Size(enum.IntEnum):
+    S = 1
+    L = 2
+
+
+class Pair(NamedTuple):
+    a: int
+    b: str
+
+
+_ZONES: Any = st.sampled_from([dt.UTC, ZoneInfo("Europe/Berlin"), dt.timezone(dt.timedelta(hours=5, minutes=30))])
+_SIMPLE: list[tuple[Any, st.SearchStrategy[Any]]] = [
+    (bool, st.booleans()),
+    (int, st.integers()),
+    (float, st.floats(allow_nan=False, allow_infinity=False)),
+    (str, st.text(st.characters(codec="utf-8"))),
+    (Decimal, st.decimals(allow_nan=False, allow_infinity=False)),
+    # Before 1900 zones had seconds, which an offset on the wire has not.
+    (dt.datetime, st.datetimes(dt.datetime(1971, 1, 1), timezones=st.none() | _ZONES)),
+    (dt.date, st.dates()),
+    (uuid.UUID, st.uuids()),
+    (Color, st.sampled_from(Color)),
+    (Size, st.sampled_from(Size)),
+    (Pair, st.builds(Pair, st.integers(), st.text(st.characters(codec="utf-8")))),
+]
+
+
+def _grown(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists: Any = list
+    dicts: Any = dict
+    return st.one_of(
+        inner.map(lambda one: (one[0] | None, st.none() | one[1])),
+        inner.map(lambda one: (lists[one[0]], st.lists(one[1], max_size=3))),
+        inner.map(lambda one: (dicts[str, one[0]], st.dictionaries(st.text("abc"), one[1], max_size=3))),
+    )
+
+
+_TYPES = st.recursive(st.sampled_from(_SIMPLE), _grown, max_leaves=3)
+
+
+def _structs(name: str, types: dict[str, Any]) -> type:
+    return msgspec.defstruct(name, list(types.items()))
+
+
+def _pydantics(name: str, types: dict[str, Any]) -> type:
+    given: Any = {field: (annotation, ...) for field, annotation in types.items()}
+    return create_model(name, __config__=ConfigDict(alias_generator=to_camel, populate_by_name=True), **given)  # type: ignore[no-any-return]
+
+
+def _dataclasses(name: str, types: dict[str, Any]) -> type:
+    return dataclasses.make_dataclass(name, list(types.items()))
+
+
+def _attrs(name: str, types: dict[str, Any]) -> type:
+    return attrs.make_class(name, {field: attrs.field(type=annotation) for field, annotation in types.items()})
+
+
+@pytest.mark.parametrize("make", [_structs, _pydantics, _dataclasses, _attrs], ids=lambda make: make.__name__[1:])
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_value_of_any_type_is_read_as_it_was_or_refused(
+    make: Callable[[str, dict[str, Any]], type], data: st.DataObject
+) -> None:
+    fields = data.draw(st.dictionaries(st.sampled_from(["one_a", "two_b", "three"]), _TYPES, min_size=1))
+    cls = make("Made", {name: annotation for name, (annotation, _) in fields.items()})
+    for _ in range(2):
+        value = cls(**{name: data.draw(values) for name, (_, values) in fields.items()})
+        try:
+            stored = codecs.encode(value)
+        except TypeError:
+            continue
+        assert stored is not None
+        back = codecs.decoder(cls)(stored.body)
+        for name in fields:
+            assert moments(getattr(back, name)) == moments(getattr(value, name))
+
+
+def moments(value: Any) -> Any:
+    """With datetimes as what they say: two of the hour that a clock repeats are never equal across zones (PEP 495)."""
+    if isinstance(value, dt.datetime):
+        return value.replace(tzinfo=None), value.utcoffset()
+    if isinstance(value, dict):
+        return {name: moments(each) for name, each in value.items()}
+    return list(map(moments, value)) if isinstance(value, list) else value
+
+
+def test_a_time_of_the_hour_that_comes_twice_is_no_other_time() -> None:
+    at = dt.datetime(2026, 10, 25, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"))
+    for fold in (0, 1):
+        stored = codecs.encode(Box[dt.datetime](at.replace(fold=fold)))
+        assert stored is not None
+        assert codecs.decoder(Box[dt.datetime])(stored.body) is not None
+
+
+@given(st.floats(-1e20, 1e20).filter(lambda n: n == 0 or abs(n) > 1e-20), st.integers(0, 30))
+def test_a_number_has_one_form_however_it_is_written(number: float, zeros: int) -> None:
+    exact = Decimal(repr(number))
+    plain = f"{exact:f}" if "." in f"{exact:f}" else f"{exact:f}.0"
+    forms = [plain, plain + "0" * zeros, f"{exact:e}", f"{exact * 1000:f}e-3", f"{exact / 1000:f}e+3"]
+    assert len({keys.canonical(b'{"n":%s}' % form.encode()) for form in forms}) == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- paths
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    id: str
+    name: str = Field(default="", alias="catName")
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    id: str
+
+
+class Owner(BaseModel):
+    pet: Cat | Dog
+    pets: dict[str, Cat | Dog] = {}
+    maybe: Annotated[Cat | Dog | None, Field(discriminator="kind")] = None
+
+
+@pydantic.dataclasses.dataclass
+class Left:
+    id: str
+
+
+@pydantic.dataclasses.dataclass
+class Right:
+    id: str
+    more: int
+
+
+class Names(RootModel[dict[str, str]]):
+    pass
+
+
+class Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    known: int = 1
+
+
+CAT: dict[str, Any] = {"kind": "cat", "id": "7", "catName": "Tom"}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "path", "body"),
+    [
+        (Cat | Dog, "id", CAT), (Cat | Dog | None, "id", CAT), (Cat | None, "id", CAT), (Cat | Dog, "catName", CAT),
+        (Annotated[Cat | Dog, Field(discriminator="kind")], "id", CAT), (list[Cat | Dog], "[0].id", [CAT]),
+        (Owner, "pet.id", {"pet": CAT}), (Owner, "pets.a.id", {"pet": CAT, "pets": {"a": CAT}}),
+        (Owner, "maybe.id", {"pet": CAT, "maybe": CAT}), (dict[str, Cat | Dog], "a.id", {"a": CAT}),
+        (Left | Right, "id", {"id": "7", "more": 1}), (Names, "id", {"id": "7"}), (Numbers, "[0]", [7]),
+        (Choices, "orderId", {"orderId": 7}), (Choices, "order_id", {"order_id": 7}),
+        (ValidatedByPath, "order.id", {"order": {"id": 7}}), (Open, "id", {"id": "7"}), (Around, "model.orderId",
+        {"model": {"orderId": 7}}), (AroundToo, "model.orderId", {"model": {"orderId": 7}}),
+        (Checked, "orderId", {"orderId": 7}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_path_finds_in_the_value_what_is_on_the_wire(annotation: Any, path: str, body: Any) -> None:
+    message = Message("memory:orders", json.dumps(body).encode())
+    payload = codecs.decoder(annotation)(message.body)
+    assert keys.compile_key(path, annotation, handler="h")(message, payload) in ("7", "Tom")
+    fingerprint = keys.compile_fingerprint(path, annotation, handler="h")
+    assert fingerprint(message, payload) != fingerprint(Message("memory:orders", b"{}"), None)
+
+
+@pytest.mark.parametrize("annotation", [Cat | Dog, Left | Right, Owner, Choices])
+def test_a_path_that_no_alternative_has_is_refused_at_import(annotation: Any) -> None:
+    with pytest.raises(HandlerError, match="no field 'identity'"):
+        keys.compile_key("identity", annotation, handler="h")
+
+
+# ---------------------------------------------------------------------------------------------------------- and bytes
+def test_json_may_begin_with_a_byte_order_mark() -> None:
+    marked = b'\xef\xbb\xbf{"orderId": 1}'
+    assert codecs.decoder(dict)(marked) == {"orderId": 1}
+    assert codecs.decoder(Aliased)(marked) == Aliased(orderId=1)
+    assert keys.canonical(marked) == keys.canonical(b'{"orderId":1}')
+
+
+@pytest.mark.parametrize(("one", "other"), [("0.1234567890123456789", "0.1234567890123456788")])
+@pytest.mark.parametrize("annotation", [dict, Rate, Box[float]])
+def test_numbers_that_a_float_cannot_tell_apart_have_keys_of_their_own(annotation: Any, one: str, other: str) -> None:
+    read = keys.compile_key("rate || value" if annotation is dict else "rate" if annotation is Rate else "value",
+                            annotation, handler="h")  # fmt: skip
+
+    def key(number: str) -> str:
+        name = b"value" if annotation == Box[float] else b"rate"
+        message = Message("memory:orders", b'{"%s":%s}' % (name, number.encode()))
+        return read(message, codecs.decoder(annotation)(message.body))
+
+    assert key(one) == one
+    assert key(other) == other
+    assert key("1.50") == key("1.5") == key("15e-1") == "1.5"
+    assert key("1.0") == key("1") == "1"
+
+
+def test_a_saga_takes_no_secret_either() -> None:
+    async def ask(saga: Saga) -> Secret:
+        return Secret()
+
+    with pytest.raises(TypeError, match="asterisks"):
+        outputs.check(ask)
+    assert models.lost(Secretive) is None
