@@ -22,7 +22,6 @@ from hypothesis import settings
 from idemconsumer.embedded import postgres
 from idemconsumer.embedded.binaries import EmbeddedUnavailable
 from idemconsumer.embedded.postgres import EmbeddedPostgres
-from idemconsumer.rules import habits
 from tests.support import ROOT
 from tests.support.logs import LogCapture, capturing
 from tests.support.missing import Missing
@@ -46,6 +45,7 @@ from tests.support.servers.rabbitmq import RabbitMQ
 from tests.support.servers.redis import RedisServer
 from tests.support.servers.shared import BROKERS, SharedBrokers, address_of
 from tests.support.times import Times, longest_first
+from tests.support.tuning import tuned
 
 settings.register_profile("untimed", deadline=None)  # a machine with other work to do is no failure
 settings.load_profile("untimed")
@@ -353,4 +353,4 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(params=["waits", "ahead"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each statement is waited for, or it is sent ahead from the first time on (J26)."""
-    monkeypatch.setattr(habits, "_RUNS", 0 if request.param == "ahead" else 1_000_000)
+    tuned(monkeypatch, runs_before_ahead=0 if request.param == "ahead" else 1_000_000)

@@ -17,11 +17,12 @@ import pytest
 
 from idemconsumer import App, Message, Reject, Tx
 from idemconsumer.logs import Log, log
-from idemconsumer.observe import summing
 from idemconsumer.observe.summing import Summing
 from idemconsumer.redaction import SHOWN
+from tests.support.inside import kinds_summed
 from tests.support.logs import LogCapture, entries
 from tests.support.servers.postgres import migrated
+from tests.support.tuning import tuned
 from tests.support.waiting import until
 
 BODY = "s3cret-payload"
@@ -164,14 +165,14 @@ def test_an_app_that_configures_logging_does_not_switch_it_off() -> None:
 async def test_what_repeats_itself_is_summed_while_it_goes_on(
     logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(summing, "_LOOK", 0.01)
+    tuned(monkeypatch, summing_pause=0.01)
     failures = Summing()
     for number in range(5):
         kind, its = {"handler": "keep"}, {"position": f"q#{number}", "letter": number, "text": "boom"}
         failures.say(logging.ERROR, "dead letter", "dead letters", kind, its)
     await asyncio.sleep(0.05)
     assert len(logged.entries) == 1, "the others are not due"
-    (counted,) = failures._kinds.values()
+    (counted,) = kinds_summed(failures)
     counted.repeats = replace(counted.repeats, pause=0.0)
     await until(lambda: len(logged.entries) == 2)
     first, others = logged.entries
@@ -185,11 +186,11 @@ async def test_what_repeats_itself_is_summed_while_it_goes_on(
 async def test_what_is_remembered_is_bounded_and_nothing_unsaid_is_lost(
     logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(summing, "_MOST", 3)
+    tuned(monkeypatch, summed_kinds=3)
     failures = Summing()
     for name in "aabbcdef":
         failures.say(logging.WARNING, "failed", "failed again", {"handler": name}, {})
-    assert len(failures._kinds) == 3
+    assert len(kinds_summed(failures)) == 3
     assert [entry["handler"] for entry in entries(logged, "failed again")] == ["a", "b"]
     failures.close()
     assert len(entries(logged, "failed again")) == 2

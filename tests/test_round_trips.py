@@ -24,17 +24,18 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.ports.handler import Step
 from idemconsumer.ports.store import Claim
-from idemconsumer.rules import habits
 from idemconsumer.rules.values import Mark, Outcome
 from idemconsumer.settings import Settings
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
 from tests.support import ROOT
 from tests.support.flights import Cost, Wire
+from tests.support.inside import look_again_at, renew_now
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, work
 from tests.support.sagas import Bench, Station, put, saga, take_back
 from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
+from tests.support.tuning import as_it_is
 from tests.support.waiting import PATIENCE
 
 MANY = 4
@@ -297,7 +298,7 @@ async def begun(world: World, n: int) -> Act:
 async def taken(world: World, n: int) -> list[Delivery]:
     world.ledger.run("truncate idemconsumer.queue")
     await world.broker.publish("emails", [Outgoing(b"1")] * n)
-    world.session._next_look = asyncio.get_running_loop().time() + 60
+    look_again_at(world.session, asyncio.get_running_loop().time() + 60)
     deliveries = list(await world.session.fetch())
     assert len(deliveries) == n
     return deliveries
@@ -311,7 +312,7 @@ async def publish(world: World, n: int) -> Act:
 @path("take n")
 async def take(world: World, n: int) -> Act:
     await world.broker.publish("emails", [Outgoing(b"1")] * n)
-    world.session._next_look = asyncio.get_running_loop().time() + 60
+    look_again_at(world.session, asyncio.get_running_loop().time() + 60)
     deliveries: list[Delivery] = []
 
     async def run() -> None:
@@ -324,7 +325,7 @@ async def take(world: World, n: int) -> Act:
 @path("look, move what has fallen due, and take n")
 async def fall_due(world: World, n: int) -> Act:
     await world.broker.publish("emails", [Outgoing(b"1")] * n)
-    world.session._next_look = 0.0
+    look_again_at(world.session, 0.0)
 
     async def run() -> None:
         assert len(await world.session.fetch()) == n
@@ -380,7 +381,7 @@ def delivered(world: World, n: int, kind: str, expected: str, end: Exception | N
 
 async def known(world: World) -> None:
     """Nobody has looked at the answers of its steps, nor of their undos, three times."""
-    await delivered(world, habits._RUNS, "tx", "failed", Reject("no"))()
+    await delivered(world, as_it_is("runs_before_ahead"), "tx", "failed", Reject("no"))()
 
 
 @path("a saga with n steps in a transaction")
@@ -442,10 +443,7 @@ async def renew(world: World, n: int) -> Act:
     world.stack.push_async_callback(heartbeat.stop)
 
     async def run() -> None:
-        heartbeat._renewed.clear()
-        heartbeat._wanted.set()
-        async with asyncio.timeout(PATIENCE):
-            await heartbeat._renewed.wait()
+        await renew_now(heartbeat, PATIENCE)
 
     await run()  # connects
     return run

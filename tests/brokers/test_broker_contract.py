@@ -13,7 +13,6 @@ import pytest
 from aiobotocore.session import get_session
 from aiokafka.admin import AIOKafkaAdminClient
 
-from idemconsumer.brokers import postgres
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.memory import MemoryBroker
 from idemconsumer.brokers.postgres import PostgresBroker
@@ -24,6 +23,7 @@ from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.settings import Settings
 from tests.support.kafka import create_topic
 from tests.support.servers.postgres import migrated
+from tests.support.tuning import tuned
 
 pytest.register_assert_rewrite("idemconsumer.testing.broker_contract")
 
@@ -147,7 +147,7 @@ class TestMemory(BrokerContract):
 class TestPostgres(BrokerContract):
     @pytest.fixture
     def harness(self, database: str, monkeypatch: pytest.MonkeyPatch) -> BrokerHarness:
-        monkeypatch.setattr(postgres, "VISIBILITY", 4.0)  # what a session took and did not return comes again sooner
+        tuned(monkeypatch, queue_visibility=4.0)  # what a session took and did not return comes again sooner
         return PostgresHarness(database)
 
 

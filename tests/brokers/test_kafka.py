@@ -15,11 +15,7 @@ from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.group import JoinGroupRequest
 
-from idemconsumer.brokers.kafka import broker as kafka
 from idemconsumer.brokers.kafka import client as kafka_client
-from idemconsumer.brokers.kafka import health as kafka_health
-from idemconsumer.brokers.kafka import relaying as kafka_relaying
-from idemconsumer.brokers.kafka import session as kafka_session
 from idemconsumer.brokers.kafka.broker import METADATA_MAX_AGE_MS, KafkaBroker
 from idemconsumer.brokers.kafka.session import KafkaSession
 from idemconsumer.brokers.last_will import WILL
@@ -27,6 +23,17 @@ from idemconsumer.errors import BadMessage, BrokerUnavailable, SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, BytesInHand, Delivery, Outgoing
 from idemconsumer.settings import Settings
+from tests.support.inside import (
+    client_of,
+    commit_now,
+    coordinator_of,
+    fail_next_commit,
+    partitions_of,
+    poll_ahead,
+    rebalancing,
+    rejoin,
+    subscription_of,
+)
 from tests.support.kafka import (
     BOUNDS,
     MortalWorld,
@@ -40,6 +47,7 @@ from tests.support.kafka import (
     take_any,
 )
 from tests.support.logs import LogCapture, entries
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 
@@ -139,8 +147,8 @@ async def test_nothing_is_committed_when_nothing_has_changed(world: World) -> No
     await session.settle(await take(session, 2))
     await world.commits(2)
     commits: list[object] = []
-    session._consumer.commit = lambda offsets: commits.append(offsets)
-    await session._commit()
+    client_of(session).commit = lambda offsets: commits.append(offsets)
+    await commit_now(session)
     assert commits == []
 
 
@@ -150,8 +158,7 @@ async def test_a_drain_commits_what_is_finished_and_leaves_the_rest_to_the_next_
     session = await world.open()
     taken = await take(session, 4)
     await world.produce(1, start=4)
-    session._poll = asyncio.create_task(session._next())
-    await asyncio.wait({session._poll})  # fetched, and not handed over yet
+    await poll_ahead(session)  # fetched, and not handed over yet
     await session.stop_fetching()
     assert not await session.fetch()
     assert not await session.fetch()
@@ -171,17 +178,16 @@ async def test_a_failed_fetch_ends_the_session_and_its_position_is_not_trusted(w
     session = await world.open(Bounds(lanes=1, group=1, room=1))
     taken = await take(session, 2)
 
-    real = session._consumer.getmany
+    real = client_of(session).getmany
 
     async def stumble(**how: Any) -> None:
         assert await real(**how)  # records are taken out of the client's buffer, and lost on the way
         raise KafkaError("corrupt")
 
-    session._consumer.getmany = stumble
+    client_of(session).getmany = stumble
     await session.settle(taken)
-    session._poll = asyncio.create_task(session._next())
-    await asyncio.wait({session._poll})
-    await session._commit()  # before the worker has noticed
+    await poll_ahead(session)
+    await commit_now(session)  # before the worker has noticed
     with pytest.raises(SessionEnded, match="corrupt"):
         await take_any(session)
     await session.close()
@@ -254,8 +260,8 @@ async def test_what_finishes_after_its_partition_was_revoked_is_forgotten(world:
     fetching = asyncio.gather(take_any(first), take_any(second))
     await until(lambda: len(owners(first, second)) == 1)
     await first.settle(taken)
-    await first._commit()
-    await second._commit()
+    await commit_now(first)
+    await commit_now(second)
     assert await world.committed() in (None, 0)
     fetching.cancel()
     assert entries(logged, "kafka drain timed out")
@@ -263,7 +269,7 @@ async def test_what_finishes_after_its_partition_was_revoked_is_forgotten(world:
 
 def owners(*sessions: KafkaSession) -> list[int]:
     """Which sessions have taken something over."""
-    return [id(each) for each in sessions if any(p.tracker.outstanding for p in each._reading.partitions.values())]
+    return [id(each) for each in sessions if any(p.tracker.outstanding for p in partitions_of(each).values())]
 
 
 async def test_a_late_mark_of_a_former_epoch_does_not_count_for_the_present_one(world: World) -> None:
@@ -271,12 +277,12 @@ async def test_a_late_mark_of_a_former_epoch_does_not_count_for_the_present_one(
     await world.produce(3)
     session = await world.open()
     old = await take(session, 3)
-    session._consumer._coordinator.request_rejoin()  # the same partition comes back to the same member
+    rejoin(session)  # the same partition comes back to the same member
     new = await take(session, 3)
     assert old[0].epoch.ended
     assert new[0].epoch is not old[0].epoch
     await session.settle(old)
-    await session._commit()
+    await commit_now(session)
     assert await world.committed() in (None, 0)
     await session.settle(new)
     await world.commits(3)
@@ -288,18 +294,18 @@ async def test_a_commit_under_way_ends_before_the_group_goes_on(world: World) ->
     await world.produce(3)
     session = await world.open()
     taken = await take(session, 3)
-    real, entered, release = session._consumer.commit, asyncio.Event(), asyncio.Event()
+    real, entered, release = client_of(session).commit, asyncio.Event(), asyncio.Event()
 
     async def slow(offsets: dict[TopicPartition, int]) -> None:
-        session._consumer.commit = real
+        client_of(session).commit = real
         entered.set()
         await release.wait()
         await real(offsets)
 
-    session._consumer.commit = slow
+    client_of(session).commit = slow
     await session.settle(taken[:1])
     await asyncio.wait_for(entered.wait(), PATIENCE)
-    session._consumer._coordinator.request_rejoin()
+    rejoin(session)
     await until(lambda: taken[0].epoch.retiring)
     assert not await session.fetch()
     assert not taken[0].epoch.ended
@@ -312,14 +318,8 @@ async def test_a_failure_in_the_revoke_callback_still_ends_the_epochs(world: Wor
     await world.produce(1)
     session = await world.open()
     [old] = await take(session, 1)
-    real = session._commit
-
-    async def fail(*, leaving: bool = False) -> None:
-        session._commit = real  # type: ignore[method-assign]
-        raise RuntimeError("broken")
-
-    session._commit = fail  # type: ignore[method-assign]
-    session._consumer._coordinator.request_rejoin()
+    fail_next_commit(session, RuntimeError("broken"))
+    rejoin(session)
     await until(lambda: old.epoch.ended)
     [new] = await take(session, 1)
     assert not new.epoch.ended
@@ -331,7 +331,7 @@ async def test_closing_does_not_wait_for_a_rebalance_that_waits_for_work(world: 
     session = await world.open()
     [delivery] = await take(session, 1)
     delivery.epoch.start(1)
-    session._consumer._coordinator.request_rejoin()
+    rejoin(session)
     await until(lambda: delivery.epoch.retiring)
     fetching = asyncio.create_task(take_any(session))
     started = time.monotonic()
@@ -354,7 +354,7 @@ async def test_a_member_that_leaves_while_the_group_waits_for_another_is_not_giv
     await take(leaving, 2)
     held.epoch.start(1)
     newcomer = await world.open()
-    await until(lambda: held.epoch.retiring and leaving._rebalancing)
+    await until(lambda: held.epoch.retiring and rebalancing(leaving))
     started = time.monotonic()
     await leaving.close()
     assert time.monotonic() - started < kafka_client.STOP_TIMEOUT
@@ -385,7 +385,7 @@ async def test_a_reader_that_is_set_back_without_a_rebalance_begins_a_new_epoch(
     await world.produce(3)
     session = await world.open()
     old = await take(session, 3)
-    session._consumer.seek(TopicPartition(world.topic, 0), 1)
+    client_of(session).seek(TopicPartition(world.topic, 0), 1)
     new = await take(session, 2)
     assert old[0].epoch.ended
     assert not new[0].epoch.ended
@@ -403,15 +403,15 @@ async def gone(world: World) -> bool:
 async def test_at_the_bound_it_goes_on_polling_and_nothing_is_dropped(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_session, "POLL", 0.2)
+    tuned(monkeypatch, kafka_poll=0.2)
     await world.create()
     await world.produce(40)
     session = await world.open(Bounds(lanes=1, group=2, room=8))
     taken = await take(session, 10)
     for _ in range(3):
         assert not await session.fetch()
-    assert session._consumer._subscription.fetcher_idle_time < 1.0, "it is still a member"
-    assert not session._consumer.paused(), "what the client has fetched is kept"
+    assert subscription_of(session).fetcher_idle_time < 1.0, "it is still a member"
+    assert not client_of(session).paused(), "what the client has fetched is kept"
     await session.settle(taken)
     while len(taken) < 40:
         more = await session.fetch()
@@ -439,7 +439,7 @@ async def test_what_is_made_of_small_batches_stays_within_the_bound_in_bytes(wor
 
 
 async def test_a_topic_at_its_bound_does_not_stop_another(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_session, "POLL", 0.2)
+    tuned(monkeypatch, kafka_poll=0.2)
     other = world.topic + ".fast"
     await world.create()
     await world.create(other)
@@ -469,7 +469,7 @@ async def fetched(session: KafkaSession) -> Sequence[Delivery]:
 async def test_a_topic_that_is_not_asked_for_is_not_said_to_be_stalled(
     world: World, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_session, "POLL", 0.1)
+    tuned(monkeypatch, kafka_poll=0.1)
     await world.create()
     await world.produce(20)
     session = await world.open(Bounds(lanes=1, group=2, room=2))
@@ -481,24 +481,24 @@ async def test_a_topic_that_is_not_asked_for_is_not_said_to_be_stalled(
 
 
 async def test_a_pause_is_made_again_after_a_rebalance(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_session, "POLL", 0.2)
+    tuned(monkeypatch, kafka_poll=0.2)
     await world.create()
     await world.produce(4)
     session = await world.open()
     await take(session, 4)
     await session.stop_fetching()
-    assert session._consumer.paused()
-    before = session._consumer._subscription.subscription.assignment
-    session._consumer._coordinator.request_rejoin()
-    await until(lambda: session._consumer._subscription.subscription.assignment is not before)
-    await until(lambda: not session._rebalancing)
-    assert session._consumer.paused() == session._consumer.assignment() != set()
+    assert client_of(session).paused()
+    before = subscription_of(session).subscription.assignment
+    rejoin(session)
+    await until(lambda: subscription_of(session).subscription.assignment is not before)
+    await until(lambda: not rebalancing(session))
+    assert client_of(session).paused() == client_of(session).assignment() != set()
 
 
 async def test_too_many_uncommitted_offsets_pause_their_partition_alone(
     world: World, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_session, "POLL", 0.2)
+    tuned(monkeypatch, kafka_poll=0.2)
     await world.create(partitions=2)
     session = await world.open(Bounds(lanes=1, group=1, room=1_000, max_uncommitted=20))
     await joined(session)
@@ -506,14 +506,14 @@ async def test_too_many_uncommitted_offsets_pause_their_partition_alone(
     stuck, *others = await take(session, 25)
     await session.settle(others)
     assert not await session.fetch()
-    assert session._consumer.paused() == {TopicPartition(world.topic, 0)}
+    assert client_of(session).paused() == {TopicPartition(world.topic, 0)}
     await world.produce(30, partition=1)
     await world.produce(5, start=25, partition=0)
     taken = await take(session, 30)
     assert {partition_of(each) for each in taken} == {1}
     await session.settle(taken)
     assert not await session.fetch()
-    assert session._consumer.paused() == {TopicPartition(world.topic, 0)}
+    assert client_of(session).paused() == {TopicPartition(world.topic, 0)}
     await session.settle([stuck])
     assert [offset_of(each) for each in await take(session, 5)] == list(range(25, 30))
     for event in ("kafka paused", "kafka resumed"):
@@ -538,7 +538,7 @@ async def test_a_member_without_a_partition_is_idle(world: World) -> None:
     await world.create()
     sessions = [await world.open(), await world.open()]
     await asyncio.gather(*map(joined, sessions))
-    assert sorted(len(each._consumer.assignment()) for each in sessions) == [0, 1]
+    assert sorted(len(client_of(each).assignment()) for each in sessions) == [0, 1]
 
 
 # ------------------------------------------------------------------------------------------- missing and dead
@@ -550,8 +550,7 @@ async def test_a_missing_topic_is_an_error_that_says_how_to_create_it(world: Wor
 async def test_a_missing_topic_is_said_once_and_consumed_when_it_appears(
     world: World, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka, "METADATA_MAX_AGE_MS", 500)
-    monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.1)
+    tuned(monkeypatch, kafka_metadata_age=0.5, kafka_probe_pause=0.1)
     other = world.topic + ".late"
     await world.create()
     await world.produce(2)
@@ -573,17 +572,17 @@ async def test_a_missing_topic_is_said_once_and_consumed_when_it_appears(
 async def test_a_fetch_that_brings_nothing_is_said_once(
     world: World, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.05)
+    tuned(monkeypatch, kafka_probe_pause=0.05)
     await world.create()
     session = await world.open()
     await joined(session)
-    real = session._consumer.getmany
+    real = client_of(session).getmany
 
     async def nothing(**how: Any) -> dict[Any, Any]:
         await asyncio.sleep(0.01)
         return {}
 
-    session._consumer.getmany = nothing
+    client_of(session).getmany = nothing
     await world.produce(1)
 
     async def stalled() -> bool:
@@ -593,7 +592,7 @@ async def test_a_fetch_that_brings_nothing_is_said_once(
     await until(stalled)
     for _ in range(20):
         await session.fetch()
-    session._consumer.getmany = real
+    client_of(session).getmany = real
     await take(session, 1)
     await until(lambda: bool(entries(logged, "kafka fetch resumed")))
     assert len(entries(logged, "kafka fetch stalled")) == 1
@@ -608,8 +607,7 @@ async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
     caplog: pytest.LogCaptureFixture,
     fault: str,
 ) -> None:
-    monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.2)
-    monkeypatch.setattr(kafka_client, "PROBE_TIMEOUT", 0.5)
+    tuned(monkeypatch, kafka_probe_pause=0.2, kafka_probe_patience=0.5)
     await mortal.create()
     await mortal.produce(10)
     session = await mortal.open(Bounds(lanes=1, group=1, room=4))
@@ -639,10 +637,9 @@ async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
 async def test_a_broker_that_stays_away_ends_the_session_and_closing_is_bounded_and_leaves_no_task(
     mortal: MortalWorld, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.2)
-    monkeypatch.setattr(kafka_client, "PROBE_TIMEOUT", 0.3)
-    monkeypatch.setattr(kafka_health, "GIVE_UP", 0.5)
-    monkeypatch.setattr(kafka_session, "COMMIT_EVERY", 0.1)
+    tuned(
+        monkeypatch, kafka_probe_pause=0.2, kafka_probe_patience=0.3, kafka_given_up_after=0.5, kafka_commit_pause=0.1
+    )
     await mortal.create()
     await mortal.produce(6)
     before = asyncio.all_tasks()
@@ -676,7 +673,7 @@ async def test_what_a_silent_broker_did_not_confirm_is_relayed_again_and_in_orde
     messages = [Outgoing(b"%d" % n, key="k") for n in range(20)]
     assert await mortal.broker.relay(mortal.topic, messages[:5]) == [None] * 5
     with monkeypatch.context() as brief:
-        brief.setattr(kafka_relaying, "CONFIRM", 0.5)
+        tuned(brief, kafka_confirm_patience=0.5)
         mortal.own.freeze()
         for _ in range(3):
             with pytest.raises(BrokerUnavailable, match="did not confirm"):
@@ -754,13 +751,13 @@ async def test_a_static_member_that_restarts_causes_no_rebalance_and_keeps_its_p
     await world.produce(2)
     world.brokers.append(KafkaBroker(Settings(kafka=world.server.address, kafka_group_instance_id="node")))
     session = await world.open()
-    assert session._consumer._group_instance_id == "node-3"
+    assert client_of(session)._group_instance_id == "node-3"
     await session.settle((await take(session, 2))[:1])
-    generation = session._consumer._coordinator.generation
+    generation = coordinator_of(session).generation
     await session.close()
     again = await world.open()
     await take(again, 1)
-    assert again._consumer._coordinator.generation == generation
+    assert coordinator_of(again).generation == generation
 
 
 async def test_a_partition_that_is_added_is_consumed_within_seconds(world: World) -> None:

@@ -16,6 +16,7 @@ from idemconsumer.brokers.kafka.start import Resume, left_quiet
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch
 from idemconsumer.ports.positions import Kept, Place, Reached
+from tests.support.inside import client_of, commit_now, partitions_of
 from tests.support.kafka import BOUNDS, World, joined, offset_of, take
 from tests.support.logs import LogCapture, entries
 from tests.support.positions import Database
@@ -83,7 +84,7 @@ async def drained(session: KafkaSession) -> None:
 
 async def died(session: KafkaSession) -> None:
     """As after a SIGKILL, save that it leaves its group."""
-    session._reading.partitions.clear()
+    partitions_of(session).clear()
     await session.close()
 
 
@@ -185,7 +186,7 @@ async def test_a_former_owner_that_is_late_says_nothing_about_who_reads_now(worl
     await world.produce(3)
     first = await world.open()
     await take(first, 3)
-    await first._commit()
+    await commit_now(first)
     ((cluster, group, history, counter),) = kept.do(
         "select cluster, group_name, history, counter from idemconsumer.kafka_position"
     )
@@ -196,7 +197,7 @@ async def test_a_former_owner_that_is_late_says_nothing_about_who_reads_now(worl
     assert await kept.save(cluster, group, late, await kept.server_started())
     assert quiet(kept) is None
     await second.settle(taken)
-    await second._commit()
+    await commit_now(second)
     await drained(second)
     assert quiet(kept) is None, "who wrote there may still have something in hand"
 
@@ -227,7 +228,7 @@ async def test_a_reader_that_is_set_back_inherits_from_itself(world: World, kept
     await world.produce(3)
     session = await world.open()
     assert inherited(await take(session, 3)) == []
-    session._consumer.seek(TopicPartition(world.topic, 0), 1)
+    client_of(session).seek(TopicPartition(world.topic, 0), 1)
     again = await take(session, 2)
     await world.produce(1)
     assert inherited([*again, *await take(session, 1)]) == [1, 2]

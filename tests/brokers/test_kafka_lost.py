@@ -12,6 +12,7 @@ from idemconsumer.brokers.kafka import session as kafka_session
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.kafka.start import Log, Start, start_at
 from idemconsumer.settings import Settings
+from tests.support.inside import client_of
 from tests.support.kafka import World, joined, offset_of, take
 from tests.support.logs import LogCapture, entries
 from tests.support.waiting import until
@@ -63,7 +64,7 @@ async def test_a_reader_that_retention_overtakes_says_so_too(world: World, logge
     session = await world.open()
     await joined(session)
     await world.delete_below(60)
-    session._consumer.seek(TopicPartition(world.topic, 0), 10)
+    client_of(session).seek(TopicPartition(world.topic, 0), 10)
     await commit_of_session(world, session, 10)
     assert offset_of((await take(session, 40))[0]) == 60
     assert [said["lost"] for said in entries(logged, LOST)] == [50]
@@ -71,7 +72,7 @@ async def test_a_reader_that_retention_overtakes_says_so_too(world: World, logge
 
 async def commit_of_session(world: World, session: kafka_session.KafkaSession, offset: int) -> None:
     """As if the group had got no further."""
-    await session._consumer.commit({TopicPartition(world.topic, 0): offset})
+    await client_of(session).commit({TopicPartition(world.topic, 0): offset})
 
 
 async def test_an_offset_beyond_the_logs_end_is_an_error_and_the_log_is_read_from_its_start(

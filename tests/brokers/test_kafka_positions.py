@@ -12,19 +12,19 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import NewTopic
 from aiokafka.errors import KafkaError
 
-from idemconsumer.brokers.kafka import reading as kafka_reading
-from idemconsumer.brokers.kafka import session as kafka_session
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.kafka.start import Mark, Resume, resume
 from idemconsumer.brokers.kafka.topic_ids import topic_ids
 from idemconsumer.ports.positions import Kept, Place, Reached
 from idemconsumer.settings import Settings
+from tests.support.inside import client_of, commit_now
 from tests.support.kafka import World, offset_of, partition_of, take
 from tests.support.logs import LogCapture, entries
 from tests.support.positions import Database, opened
 from tests.support.servers.made import PrivatePgBouncer
 from tests.support.servers.pgbouncer import carry
 from tests.support.servers.postgres import migrated
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 SET_BACK = "the database was set back, kafka messages are read again"
@@ -100,11 +100,11 @@ async def test_an_offset_is_in_the_database_before_it_is_in_kafka(world: World, 
         refused.append(offsets)
         raise KafkaError("not now")
 
-    real, session._consumer.commit = session._consumer.commit, refuse
+    real, client_of(session).commit = client_of(session).commit, refuse
     await session.settle(taken)
     await until(lambda: kept.position() == 3)
     assert await world.committed() == 0
-    session._consumer.commit = real
+    client_of(session).commit = real
     await world.commits(3)
     found = await world.admin.list_consumer_group_offsets(world.group)
     mark = Mark.of(found[TopicPartition(world.topic, 0)].metadata)
@@ -159,11 +159,11 @@ async def test_a_worker_that_dies_before_kafka_hears_of_it_leaves_it_to_the_next
     async def never(offsets: object) -> None:
         raise KafkaError("it died")
 
-    first._consumer.commit = never
+    client_of(first).commit = never
     taken = await take(first, 4)
     for delivery in taken:  # many writes, more than Kafka's offset counts
         await first.settle([delivery])
-        await first._commit()
+        await commit_now(first)
     assert await world.committed() == 6
     await first.close()
     assert kept.position() == 6
@@ -205,14 +205,14 @@ async def test_a_database_that_knows_nothing_is_filled_from_the_logs_start(
 async def test_without_the_database_nothing_is_read_and_nothing_committed(
     world: World, kept: Database, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_reading, "PLACE_AGAIN", 0.05)
+    tuned(monkeypatch, kafka_place_pause=0.05)
     kept.away = True
     await world.create()
     await world.produce(3)
     session = await world.open()
     await until(lambda: bool(entries(logged, "kafka waits to learn where to begin")))
     assert not await session.fetch()
-    await session._commit()
+    await commit_now(session)
     assert not await session.idle()
     assert await world.committed() is None
     kept.away = False
@@ -241,7 +241,7 @@ async def test_on_another_server_nothing_that_was_finished_before_counts(
 async def test_a_server_that_was_replaced_while_nothing_came_is_noticed(
     world: World, kept: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.05)
+    tuned(monkeypatch, kafka_probe_pause=0.05)
     await world.create()
     await world.produce(3)
     session = await world.open()
@@ -279,14 +279,14 @@ async def test_a_rebalance_between_the_two_writes_costs_nothing(world: World, ke
     first = await world.open()
     taken = await take(first, 8)
     gate, waiting = asyncio.Event(), asyncio.Event()
-    real = first._consumer.commit
+    real = client_of(first).commit
 
     async def held(offsets: Any) -> None:
         waiting.set()
         await gate.wait()
         await real(offsets)
 
-    first._consumer.commit = held
+    client_of(first).commit = held
     await first.settle([each for each in taken if offset_of(each) < 2])
     await waiting.wait()
     second = await world.open()
@@ -312,11 +312,11 @@ async def test_what_is_due_is_written_with_one_statement_for_all_partitions(worl
         return await real(*given)
 
     kept.real.save = counted  # type: ignore[method-assign,assignment]
-    await session._commit()
+    await commit_now(session)
     saves.clear()
     await session.settle(taken)
-    await session._commit()
-    await session._commit()
+    await commit_now(session)
+    await commit_now(session)
     assert saves == [3]
 
 

@@ -11,6 +11,7 @@ from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.kafka.session import KafkaSession
 from idemconsumer.errors import Replaced, SessionEnded
 from idemconsumer.settings import Settings
+from tests.support.inside import coordinator_of
 from tests.support.kafka import BOUNDS, World, take, take_any
 from tests.support.waiting import PATIENCE
 
@@ -43,11 +44,11 @@ async def test_who_was_replaced_by_a_live_process_stops_and_leaves_it_alone(topi
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(Replaced, match=r"'pod'.*IDEMCONSUMER_KAFKA_GROUP_INSTANCE_ID"):
             await asyncio.gather(take_any(first), take_any(second))
-    member = second._consumer._coordinator.member_id
+    member = coordinator_of(second).member_id
     await first.close()
-    assert first._consumer._coordinator._coordination_task.done(), "it can join no more"
+    assert coordinator_of(first)._coordination_task.done(), "it can join no more"
     assert not await second.fetch()
-    assert second._consumer._coordinator.member_id == member != ""
+    assert coordinator_of(second).member_id == member != ""
 
 
 async def test_who_was_away_meanwhile_does_not_take_its_place_back(topic: World) -> None:
@@ -69,7 +70,7 @@ async def test_a_restarted_process_takes_its_own_place(topic: World) -> None:
     """The dead one's session is not over yet: its place is shown as taken."""
     dead = await Process(topic).open()
     await take(dead, 1)
-    dead._consumer._coordinator._coordination_task.cancel()
+    coordinator_of(dead)._coordination_task.cancel()
     await dead.close()  # a static member does not leave
     await take(await Process(topic).open(), 1)
 
@@ -78,7 +79,7 @@ async def test_a_process_that_was_forgotten_joins_again(topic: World) -> None:
     """Its session timed out while it was frozen, and nobody has taken its place."""
     session = await Process(topic).open()
     await take(session, 1)
-    coordinator = session._consumer._coordinator
+    coordinator = coordinator_of(session)
     former = coordinator.member_id
     node = await topic.admin.find_coordinator(topic.group)
     answer = await topic.admin._send_request(LeaveGroupRequest(topic.group, former), node)

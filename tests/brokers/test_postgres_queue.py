@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from idemconsumer.brokers import listening, postgres
+from idemconsumer.brokers import postgres
 from idemconsumer.brokers.postgres import PostgresBroker, PostgresSession
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded
 from idemconsumer.message.delivered import held_size
@@ -22,8 +22,10 @@ from idemconsumer.message.message import Subscription, Whole
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.sql.answering import AnsweringConnection
+from tests.support.inside import connection_of, doing_of, listening_connection, replace_doing
 from tests.support.ledger import Ledger
 from tests.support.servers.proxy import Proxy
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 Opens = Callable[[], Awaitable[PostgresSession]]
@@ -112,14 +114,14 @@ async def test_what_another_is_taking_is_passed_over_and_not_waited_for(
 async def test_a_session_whose_server_says_nothing_ends(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, query: str
 ) -> None:
-    monkeypatch.setattr(postgres, "VISIBILITY", 0.9 if query == "extend" else 10.0)
+    tuned(monkeypatch, queue_visibility=0.9 if query == "extend" else 10.0)
     async with Proxy(int(str(conninfo_to_dict(ledger.dsn)["port"]))) as proxy:
         broker = PostgresBroker(Settings(dsn=make_conninfo(ledger.dsn, host="127.0.0.1", port=proxy.port)))
         session = await broker.open([Subscription("postgres:emails", "send", "shop")], Bounds(lanes=1, group=1, room=9))
         await publish(broker, b"1")
         (delivery,) = await taken(session)
         proxy.freeze()
-        session._connection.patience = 0.3
+        connection_of(session).patience = 0.3
         async with asyncio.timeout(PATIENCE):
             if query == "finish":
                 await session.settle([delivery])
@@ -134,7 +136,7 @@ async def test_a_session_whose_server_says_nothing_ends(
 @pytest.fixture
 def looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """At its beginning; what a session finds later it has been told of."""
-    monkeypatch.setattr(postgres, "_LOOK", 3_600.0)
+    tuned(monkeypatch, queue_look_pause=3_600.0)
 
 
 async def at_rest(session: PostgresSession) -> asyncio.Task[list[Delivery]]:
@@ -146,13 +148,13 @@ async def at_rest(session: PostgresSession) -> asyncio.Task[list[Delivery]]:
 
 def counted(session: PostgresSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the statements that it sends from now on."""
-    sent, do = list[str](), session._do
+    sent, do = list[str](), doing_of(session)
 
     async def send(query: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         sent.append(query)
         return await do(query, params)
 
-    monkeypatch.setattr(session, "_do", send)
+    replace_doing(monkeypatch, session, send)
     return sent
 
 
@@ -182,7 +184,7 @@ async def test_a_lost_listener_is_replaced_and_what_it_missed_is_looked_for(
 async def test_a_listener_that_is_silent_is_replaced(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, looks_once: None
 ) -> None:
-    monkeypatch.setattr(listening, "PROBE", 0.1)
+    tuned(monkeypatch, listening_probe_pause=0.1)
     async with Proxy(int(str(conninfo_to_dict(ledger.dsn)["port"]))) as proxy:
         listen_dsn = make_conninfo(ledger.dsn, host="127.0.0.1", port=proxy.port)
         broker = PostgresBroker(Settings(dsn=ledger.dsn, listen_dsn=listen_dsn))
@@ -190,18 +192,17 @@ async def test_a_listener_that_is_silent_is_replaced(
         fetching = await at_rest(session)
         proxy.freeze()
         unannounced(ledger)
-        assert session._listening is not None
-        silent = session._listening._connection
+        silent = listening_connection(session)
         assert isinstance(silent, AnsweringConnection)
         silent.patience = 0.3
-        await until(lambda: session._listening is not None and session._listening._connection is not silent)
+        await until(lambda: listening_connection(session) is not silent)
         proxy.thaw()
         assert [delivery.message.body for delivery in await fetching] == [b"quiet"]
         await session.close()
 
 
 async def test_an_idle_session_sends_one_statement_a_look(opened: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postgres, "_LOOK", 0.0)
+    tuned(monkeypatch, queue_look_pause=0.0)
     session = await opened()
     assert not await session.fetch()
     sent = counted(session, monkeypatch)
@@ -255,7 +256,7 @@ async def test_what_is_announced_during_a_take_that_did_not_see_it_is_taken_next
     ledger: Ledger, opened: Opens, monkeypatch: pytest.MonkeyPatch, looks_once: None
 ) -> None:
     session = await opened()
-    do, late = session._do, ["emails"]
+    do, late = doing_of(session), ["emails"]
 
     async def announced_late(query: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         rows = await do(query, params)
@@ -264,7 +265,7 @@ async def test_what_is_announced_during_a_take_that_did_not_see_it_is_taken_next
             session._heard(late.pop())
         return rows
 
-    monkeypatch.setattr(session, "_do", announced_late)
+    replace_doing(monkeypatch, session, announced_late)
     assert [delivery.message.body for delivery in await taken(session)] == [b"quiet"]
 
 
@@ -287,7 +288,7 @@ async def test_a_queue_without_room_keeps_no_other_waiting(broker: PostgresBroke
 async def test_what_is_held_stays_hidden_from_others(
     monkeypatch: pytest.MonkeyPatch, ledger: Ledger, broker: PostgresBroker, opened: Opens
 ) -> None:
-    monkeypatch.setattr(postgres, "VISIBILITY", 6.0)  # so that it is moved on every two seconds
+    tuned(monkeypatch, queue_visibility=6.0)  # so that it is moved on every two seconds
     await publish(broker, b"1")
     holder, other = await opened(), await opened()
     (held,) = await taken(holder)
@@ -376,10 +377,10 @@ async def test_a_message_arrives_in_the_room_of_its_bytes(
 ) -> None:
     session = await opened()
     with (tmp_path / "trace").open("w+") as traced:
-        session._connection.pgconn.trace(traced.fileno())
+        connection_of(session).pgconn.trace(traced.fileno())
         await publish(broker, b"\xff" * 10_000)
         (delivery,) = await taken(session)
-        session._connection.pgconn.untrace()
+        connection_of(session).pgconn.untrace()
         rows = re.findall(r"\tB\t(\d+)\tDataRow", (tmp_path / "trace").read_text(errors="replace"))
     assert len(delivery.message.body) == 10_000
     assert 10_000 < max(map(int, rows)) < 11_000, "as text it has twice as many"

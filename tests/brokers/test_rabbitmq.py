@@ -24,8 +24,6 @@ from aio_pika.abc import AbstractChannel
 from pamqp import decode, encode
 from pamqp.commands import Basic
 
-from idemconsumer.brokers.rabbitmq import broker as rabbitmq
-from idemconsumer.brokers.rabbitmq import link as rabbitmq_link
 from idemconsumer.brokers.rabbitmq.arrivals import Arrival
 from idemconsumer.brokers.rabbitmq.broker import RabbitmqBroker
 from idemconsumer.brokers.rabbitmq.limits import limits
@@ -36,8 +34,10 @@ from idemconsumer.message.message import Subscription, Whole
 from idemconsumer.ports.broker import Bounds, Epoch, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies, until_idle
+from tests.support.inside import not_fetched
 from tests.support.servers.made import PrivateRabbitMQ
 from tests.support.servers.rabbitmq import RabbitMQ
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 
@@ -563,12 +563,12 @@ async def test_what_arrives_until_the_broker_knows_of_a_drain_is_handed_over_whe
     async with consuming(broker, name) as session:
         await until(lambda: session._consumers._consumers)
         await broker.publish(name, numbered(1))
-        await until(lambda: session._arrived)  # and nobody has fetched it
+        await until(lambda: not_fetched(session))  # and nobody has fetched it
         real = session._consumers.cancel
 
         async def cancel() -> None:
             await broker.publish(name, numbered(2)[1:])
-            await until(lambda: len(session._arrived) == handed_over)
+            await until(lambda: not_fetched(session) == handed_over)
             await real()
 
         monkeypatch.setattr(session._consumers, "cancel", cancel)
@@ -584,7 +584,7 @@ async def test_closing_is_bounded_when_the_broker_does_not_answer(
 ) -> None:
     name = await node.queue()
     session = await broker.open([subscribed(name)], WIDE)
-    monkeypatch.setattr(rabbitmq_link, "FAREWELL", 0.2)
+    tuned(monkeypatch, rabbitmq_farewell=0.2)
 
     async def silent(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
@@ -625,7 +625,7 @@ async def test_consuming_goes_on_while_publishers_are_blocked(node: Node, broker
 async def test_an_unconfirmed_publish_says_that_there_may_be_an_alarm(
     node: Node, broker: RabbitmqBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rabbitmq, "CONFIRM", 1.0)
+    tuned(monkeypatch, rabbitmq_confirm_patience=1.0)
     name = await node.queue()
     await broker.publish(name, numbered(1))
     try:

@@ -19,7 +19,6 @@ from click.testing import CliRunner
 
 from idemconsumer import App, Tx
 from idemconsumer.brokers.connecting import connect
-from idemconsumer.brokers.sqs import client as sqs_client
 from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.brokers.sqs.session import SqsSession
 from idemconsumer.cli.inspect import findings
@@ -33,6 +32,7 @@ from tests.support.logs import times
 from tests.support.servers.made import PrivateElasticMQ, Server
 from tests.support.servers.proxy import Proxy
 from tests.support.servers.sqs_double import SqsDouble
+from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, body, note, prepare
 
 
@@ -170,9 +170,12 @@ async def test_a_lost_server_is_said_once_and_used_again_when_it_is_back(
 async def test_an_endpoint_that_is_lost_ends_the_session_and_loses_nothing(
     sqs: Server, broker: SqsBroker, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr(sqs_client, "READ_TIMEOUT", 2.0)
-    monkeypatch.setattr(sqs_client, "CALLS", 1)
-    monkeypatch.setattr(sqs_client, "LEAST_VISIBILITY", 3)  # what is held then comes again soon
+    tuned(
+        monkeypatch,
+        sqs_read_patience=2.0,
+        sqs_calls=1,
+        sqs_visibility=3,  # what is held then comes again soon
+    )
     name = await queue(sqs.address, VisibilityTimeout="1")
     await broker.publish(name, [Outgoing(b"held")])
     async with Proxy(int(sqs.address.rpartition(":")[2])) as proxy:

@@ -20,9 +20,11 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies
+from tests.support.inside import held_in, keep_nothing_invisible, not_fetched, polls_of
 from tests.support.logs import times
 from tests.support.servers.elasticmq import CREDENTIALS
 from tests.support.servers.sqs_double import BUSY, SqsDouble
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 from tests.support.workers import Bench, Item, note, prepare
 
@@ -31,7 +33,7 @@ from tests.support.workers import Bench, Item, note, prepare
 async def double(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SqsDouble]:
     for variable, value in CREDENTIALS.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(sqs_session, "_BACKOFF", (0.01, 0.05))
+    tuned(monkeypatch, sqs_backoff=(0.01, 0.05))
     async with SqsDouble().serving() as double:
         yield double
 
@@ -87,7 +89,7 @@ async def test_a_stale_handle_is_accepted_and_deletes_nothing_so_the_message_is_
         first = await arriving(session, 1)
         double.messages[message].handle = "somebody else's"
         await session.settle(first)
-        await until(lambda: double.requests["DeleteMessageBatch"] == 1 and len(session._held) == 0)
+        await until(lambda: double.requests["DeleteMessageBatch"] == 1 and len(held_in(session)) == 0)
         assert not double.empty
         double.lapse()
         await session.settle(await arriving(session, 1))
@@ -99,7 +101,7 @@ async def test_a_refused_deletion_is_tried_once_more_and_then_left(double: SqsDo
     double.refuse = lambda operation, message: BUSY if (operation, message) == ("delete", stubborn) else None
     async with consuming(double) as session:
         await session.settle(await arriving(session, 2))
-        await until(lambda: double.requests["DeleteMessageBatch"] == 2 and len(session._held) == 0)
+        await until(lambda: double.requests["DeleteMessageBatch"] == 2 and len(held_in(session)) == 0)
         assert list(double.messages) == [stubborn]
         double.lapse()
         (again,) = await arriving(session, 1)
@@ -123,7 +125,7 @@ async def test_deletions_go_out_in_tens_when_they_pile_up(double: SqsDouble) -> 
 
 # ----------------------------------------------------------------------------------------------------------- visibility
 async def test_what_is_held_is_extended_until_it_is_settled(double: SqsDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idemconsumer.brokers.sqs.client.LEAST_VISIBILITY", 1)
+    tuned(monkeypatch, sqs_visibility=1)
     double.attributes["VisibilityTimeout"] = "1"
     held = [double.put("held") for _ in range(12)]
     settled = double.put("settled")
@@ -139,7 +141,7 @@ async def test_what_is_held_is_extended_until_it_is_settled(double: SqsDouble, m
 async def test_what_may_not_be_held_any_longer_is_not_asked_for_again(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch, logged: object
 ) -> None:
-    monkeypatch.setattr("idemconsumer.brokers.sqs.client.LEAST_VISIBILITY", 1)
+    tuned(monkeypatch, sqs_visibility=1)
     double.attributes["VisibilityTimeout"] = "1"
     old, young = double.put("old"), double.put("young")
     asked: list[str] = []
@@ -163,9 +165,9 @@ async def test_what_may_not_be_held_any_longer_is_not_asked_for_again(
 async def test_an_answer_that_comes_late_is_extended_before_it_is_handed_on(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.brokers.sqs.client.LEAST_VISIBILITY", 1)
+    tuned(monkeypatch, sqs_visibility=1)
     double.attributes["VisibilityTimeout"] = "1"
-    monkeypatch.setattr(SqsSession, "_keep_invisible", lambda self: asyncio.sleep(3600))
+    keep_nothing_invisible(monkeypatch)
     other = double.put("other")
     async with consuming(double) as session:
         await arriving(session, 1)
@@ -183,11 +185,11 @@ async def test_an_answer_that_comes_late_is_extended_before_it_is_handed_on(
 async def test_an_answer_in_time_is_handed_on_without_a_request(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SqsSession, "_keep_invisible", lambda self: asyncio.sleep(3600))
+    keep_nothing_invisible(monkeypatch)
     message = double.put("expiring")
     async with consuming(double) as session:
         await arriving(session, 1)
-        session._held.extended(session._held.handles([message]), [], until=0.0)
+        held_in(session).extended(held_in(session).handles([message]), [], until=0.0)
         double.put("fresh")
         await arriving(session, 1)
         assert double.requests["ChangeMessageVisibilityBatch"] == 0
@@ -196,9 +198,9 @@ async def test_an_answer_in_time_is_handed_on_without_a_request(
 async def test_an_extension_that_was_given_up_is_asked_for_again(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.brokers.sqs.client.LEAST_VISIBILITY", 1)
+    tuned(monkeypatch, sqs_visibility=1)
     double.attributes["VisibilityTimeout"] = "1"
-    monkeypatch.setattr(sqs_session, "_PATIENCE", 0)
+    tuned(monkeypatch, sqs_retries=0)
     message = double.put("held")
     double.throttling["ChangeMessageVisibilityBatch"] = 2 * CALLS
     async with consuming(double) as session:
@@ -240,7 +242,7 @@ async def test_a_drain_gives_back_everything_in_batches(double: SqsDouble) -> No
 async def test_a_drain_does_not_wait_for_deletions_that_do_not_end(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch, farewell: float, unfetched: int
 ) -> None:
-    monkeypatch.setattr(sqs_session, "_PATIENCE", 10**6)
+    tuned(monkeypatch, sqs_retries=10**6)
     double.put("finished")
     async with consuming(double) as session:
         deliveries = await arriving(session, 1)
@@ -248,9 +250,9 @@ async def test_a_drain_does_not_wait_for_deletions_that_do_not_end(
         await session.settle(deliveries)
         for _ in range(unfetched):
             double.put("unfetched")
-        await until(lambda: len(session._arrived) == unfetched)
+        await until(lambda: not_fetched(session) == unfetched)
         with monkeypatch.context() as patched:
-            patched.setattr(sqs_session, "_FAREWELL", farewell)
+            tuned(patched, sqs_farewell=farewell)
             async with asyncio.timeout(PATIENCE):
                 await session.release(await session.stop_fetching())
         assert [stored.visible for stored in double.messages.values()] == [False, True][: 1 + unfetched]
@@ -260,13 +262,13 @@ async def test_a_drain_does_not_wait_for_deletions_that_do_not_end(
 async def test_a_drain_does_not_wait_for_lanes_that_go_on_settling(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqs_session, "_PATIENCE", 10**6)
+    tuned(monkeypatch, sqs_retries=10**6)
     for number in range(100):
         double.put(str(number))
     async with consuming(double) as session:
         deliveries = await arriving(session, 100)
         double.put("unfetched")
-        await until(lambda: len(session._arrived) == 1)
+        await until(lambda: not_fetched(session) == 1)
         settling: list[asyncio.Task[None]] = []
 
         def settle(*_: object) -> None:
@@ -276,7 +278,7 @@ async def test_a_drain_does_not_wait_for_lanes_that_go_on_settling(
         double.throttling["DeleteMessageBatch"] = 10**6
         settle()
         stopping = asyncio.create_task(session.stop_fetching())
-        await until(lambda: not session._polls)
+        await until(lambda: polls_of(session) == 0)
         returning = asyncio.create_task(session.release(await stopping))
         double.refuse = settle  # while any message is deleted or given back, another one is finished
         double.throttling.clear()
@@ -289,7 +291,7 @@ async def test_a_drain_does_not_wait_for_lanes_that_go_on_settling(
 async def test_a_throttled_request_is_sent_again_and_said_once(
     double: SqsDouble, operation: str, logged: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.brokers.sqs.client.LEAST_VISIBILITY", 1)
+    tuned(monkeypatch, sqs_visibility=1)
     double.attributes["VisibilityTimeout"] = "1"
     message = double.put("slow")
     double.throttling[operation] = 7  # the client itself gives up after three
@@ -301,7 +303,7 @@ async def test_a_throttled_request_is_sent_again_and_said_once(
         await until(lambda: double.empty)
         assert times(logged, "sqs throttles, backing off") == 1  # type: ignore[arg-type]
         assert times(logged, "sqs no longer throttles") == 0  # type: ignore[arg-type]
-        monkeypatch.setattr(sqs_session, "_CALM", 0.0)
+        tuned(monkeypatch, sqs_calm=0.0)
         await until(lambda: times(logged, "sqs no longer throttles") == 1)  # type: ignore[arg-type]
 
 
@@ -309,11 +311,11 @@ async def test_a_deletion_that_stays_throttled_is_left_to_redelivery(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     double.put("never")
-    monkeypatch.setattr(sqs_session, "_PATIENCE", 1)
+    tuned(monkeypatch, sqs_retries=1)
     double.throttling["DeleteMessageBatch"] = 10**6
     async with consuming(double) as session:
         await session.settle(await arriving(session, 1))
-        await until(lambda: len(session._held) == 0)
+        await until(lambda: len(held_in(session)) == 0)
         assert not double.empty
         assert double.requests["DeleteMessageBatch"] == 2 * CALLS, "once again, then given up"
         assert not await session.fetch(), "the session lives"
@@ -361,10 +363,10 @@ async def test_polls_come_and_go_with_the_load(double: SqsDouble) -> None:
         most = 0
         while len(deliveries) < 400:
             deliveries += await session.fetch()
-            most = max(most, len(session._polls))
+            most = max(most, polls_of(session))
         assert 2 <= most <= sqs_session.POLLS
         await session.settle(deliveries)
-        await until(lambda: double.empty and len(session._polls) == 1)
+        await until(lambda: double.empty and polls_of(session) == 1)
 
 
 async def test_no_more_than_a_few_groups_are_taken_ahead_of_the_other_workers(double: SqsDouble) -> None:
@@ -396,7 +398,7 @@ async def test_a_lost_session_forgets_what_it_delivered(double: SqsDouble) -> No
 async def test_an_answer_that_makes_no_sense_ends_the_session(
     double: SqsDouble, monkeypatch: pytest.MonkeyPatch, held: bool
 ) -> None:
-    monkeypatch.setattr("idemconsumer.brokers.sqs.client.LEAST_VISIBILITY", 1)
+    tuned(monkeypatch, sqs_visibility=1)
     double.attributes["VisibilityTimeout"] = "1"
     double.put("odd")
     async with consuming(double) as session:

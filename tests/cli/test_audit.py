@@ -13,6 +13,7 @@ from idemconsumer.admin.dead_letters import Admin, Which
 from idemconsumer.cli.main import main
 from idemconsumer.message import keys
 from tests.support.servers.postgres import migrated
+from tests.support.tuning import tuned
 
 SCOPE = keys.scope_name("shop", None, "take")
 KEYS = [keys.digest("shop", None, "take", name) for name in "abcde"]
@@ -80,7 +81,7 @@ def test_what_changes_nothing_is_not(dsn: str) -> None:
 
 
 async def test_what_was_interrupted_says_how_far_it_came(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idemconsumer.admin.dead_letters._PAGE", 2)
+    tuned(monkeypatch, letters_of_a_page=2)
     done = 0
 
     def progress(letters: int) -> None:

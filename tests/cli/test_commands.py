@@ -29,6 +29,7 @@ from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import files, script
 from tests.support.servers.postgres import migrated
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, eventually
 
 SHOP = """
@@ -583,7 +584,7 @@ def test_lines_of_a_file_are_published_with_their_headers(shop: Shop) -> None:
 
 
 def test_a_publish_that_fails_on_the_way_says_how_many_went_out(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idemconsumer.cli.messages._BATCH", 2)
+    tuned(monkeypatch, messages_of_a_step=2)
     assert shop.dsn is not None
     with psycopg.connect(shop.dsn) as connection:
         connection.execute("alter table idemconsumer.queue add check (body <> 'bad')")

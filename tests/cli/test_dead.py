@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from idemconsumer.cli.main import main
 from idemconsumer.message import keys
 from tests.support.servers.postgres import migrated
+from tests.support.tuning import tuned
 
 
 class Desk:
@@ -123,7 +124,7 @@ def test_they_are_discarded_once_that_is_confirmed(desk: Desk) -> None:
 
 
 def test_they_are_exported_as_lines_page_by_page(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idemconsumer.admin.dead_letters._PAGE", 2)
+    tuned(monkeypatch, letters_of_a_page=2)
     lines = [json.loads(line) for line in desk("dead", "export").splitlines()]
     assert [(line["id"], line["body"]) for line in lines] == [(n, '{"id": 1}') for n in (5, 4, 3, 2, 1)]
     assert "holds payloads" in desk.stderr

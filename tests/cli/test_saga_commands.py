@@ -22,6 +22,7 @@ from idemconsumer.sagas.step import step_key
 from idemconsumer.settings import Settings
 from idemconsumer.testing import Replay, read_histories, replay
 from tests.support.servers.postgres import migrated
+from tests.support.tuning import tuned
 from tests.support.waiting import until
 
 Act = Callable[[], None]
@@ -376,7 +377,7 @@ def test_a_saga_that_a_worker_runs_is_not_decided_upon(parked: Travel) -> None:
 def test_a_decision_waits_for_a_locked_saga_up_to_the_lock_timeout_and_then_changes_nothing(
     parked: Travel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.stores.claims.LOCK_TIMEOUT", "100ms")
+    tuned(monkeypatch, claim_lock_patience=0.1)
     with psycopg.connect(parked.dsn) as step:
         step.execute("select from idemconsumer.saga for share")
         for words in (["resume"], ["abandon", "--undo"], ["abandon", "--no-undo"]):

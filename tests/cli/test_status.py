@@ -17,7 +17,6 @@ import psycopg
 import pytest
 from click.testing import CliRunner, Result
 
-from idemconsumer.admin import doctor, status
 from idemconsumer.admin.control import Doing, WorkerLine
 from idemconsumer.cli.main import main
 from idemconsumer.cli.top import Rates
@@ -25,6 +24,7 @@ from idemconsumer.message.keys import scope_name
 from idemconsumer.process.child import Exit
 from idemconsumer.stores.migrations import files, script
 from tests.support.servers.postgres import migrated
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE
 
 HANDLERS = {
@@ -150,7 +150,7 @@ def test_what_waits_is_counted_and_whose_it_is(site: Site, monkeypatch: pytest.M
     for word in ("paused by ann", "1 workers have not said so yet", "wrong prices", "no worker", "attempts_exhausted"):
         assert word in shown
     assert json.loads(site("status", "elsewhere", "--json").stdout)["sagas"] == []
-    monkeypatch.setattr(status, "MOST", 1)
+    tuned(monkeypatch, status_rows=1)
     (queue,) = [line for line in site("status").output.splitlines() if line.startswith("mails")]
     assert "more than 1 " in queue
     (sagas,) = [line for line in site("status").output.splitlines() if "1 or more" in line]
@@ -243,7 +243,7 @@ def test_the_doctor_finds_it(
     healthy = site("doctor")
     assert (healthy.exit_code, healthy.output) == (Exit.DONE, "nothing found\n")
     if plant is open_transaction:
-        monkeypatch.setattr(doctor, "LONG", 0.0)
+        tuned(monkeypatch, transaction_is_long_after=0.0)
     plant(site)
     found = site("doctor", "--json")
     while OPEN:

@@ -20,6 +20,7 @@ from idemconsumer.rules.group_size import Gate
 from idemconsumer.stores.claims import PostgresClaims
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.collisions import a_lock_is_taken, collide
+from tests.support.inside import replace_size, sizes_of
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 from tests.support.points import Points
 from tests.support.waiting import PATIENCE, until
@@ -104,9 +105,9 @@ async def two_lanes(
 
 def keep_turns(engine: Engine, handler: BoundHandler) -> None:
     """Keep the gate shut, however long the machine takes for the rest of the test."""
-    size = engine._sizes.of(handler)
+    size = sizes_of(engine).of(handler)
     assert size.gated(asyncio.get_running_loop().time()), "they did not collide"
-    engine._sizes._sizes[handler.name] = replace(size, gate=Gate(float("inf")))
+    replace_size(engine, handler, replace(size, gate=Gate(float("inf"))))
 
 
 @pytest.mark.parametrize("apart", ["two lanes", "two processes", "two handlers"])
@@ -123,7 +124,7 @@ async def test_groups_that_collide_take_turns_and_do_not_collide_again(
     for _ in range(20):  # until each has been rolled back once
         assert set(await two_lanes(meeting, engines, handlers, groups=1)) <= {"applied", "duplicate"}
         now = asyncio.get_running_loop().time()
-        shut = [e._sizes.of(h).gated(now) for e, h in zip(engines, handlers, strict=True)]
+        shut = [sizes_of(e).of(h).gated(now) for e, h in zip(engines, handlers, strict=True)]
         if all(shut):
             break
         ledger.clear()
@@ -199,7 +200,7 @@ async def test_duplicates_in_a_row_are_answered_from_one_read(ledger: Ledger, st
     await to_the_end(engine, works(insert, *ids))
     for _ in range(3):
         assert set(kinds(await to_the_end(engine, works(insert, *ids)))) == {"duplicate"}
-    assert engine.group_size(bound) > 100 > engine._sizes.of(bound).to_claim
+    assert engine.group_size(bound) > 100 > sizes_of(engine).of(bound).to_claim
     points.seen.clear()
 
     conflicting = work(bound, message(7, amount=1))
@@ -208,7 +209,7 @@ async def test_duplicates_in_a_row_are_answered_from_one_read(ledger: Ledger, st
     ]  # fmt: skip
     assert points.count(Point.CLAIMED) == 0, "a transaction for what a read can tell"
     assert kinds(await engine.run(works(insert, 1, 2, "new", 3))) == ["duplicate", "duplicate"]
-    assert engine.group_size(bound) == engine._sizes.of(bound).to_claim, "something was new"
+    assert engine.group_size(bound) == sizes_of(engine).of(bound).to_claim, "something was new"
     assert kinds(await engine.run(works(insert, "new", 3))) == ["applied", "duplicate"]
     assert len(ledger.effects) == 101
 

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 
 from idemconsumer.engine.company import Company, Stay
+from tests.support.inside import impatient, set_longest, set_patience
 from tests.support.waiting import until
 
 
@@ -178,16 +179,16 @@ async def test_who_can_give_way_is_asked_once_another_waits_to_be_alone(room: Ro
 async def test_nobody_is_asked_for_one_that_has_stopped_waiting(room: Room) -> None:
     async with room.emptied():
         await room.comes("saga")
-        room.company._patience = 1000.0
+        set_patience(room.company, 1000.0)
         await room.comes("X")
-        assert room.company._impatience is not None
+        assert impatient(room.company)
         await room.is_cancelled("X")
-        assert room.company._impatience is None
+        assert not impatient(room.company)
         assert room.asked == []
 
 
 async def test_who_does_not_give_way_is_not_waited_for_any_longer(room: Room) -> None:
-    room.company._longest = 0.0
+    set_longest(room.company, 0.0)
     async with room.emptied():
         await room.comes("saga")
         await room.comes("X")
@@ -203,7 +204,7 @@ async def test_who_does_not_give_way_is_not_waited_for_any_longer(room: Room) ->
 async def test_one_that_is_alone_at_first_lets_others_in_beside_it(room: Room, how: str) -> None:
     async with room.emptied():
         if how == "its time is over":
-            room.company._longest = 0.0
+            set_longest(room.company, 0.0)
         await room.comes("Saga")
         for name in ("a", "X"):
             await room.comes(name)

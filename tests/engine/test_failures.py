@@ -20,7 +20,6 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import Interrupted, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.ports.broker import Outgoing
-from idemconsumer.rules import group_size
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.user_code import time_limit
@@ -28,6 +27,7 @@ from tests.support.collisions import a_lock_is_taken, collide
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 from tests.support.logs import capture_logs
 from tests.support.points import Killed
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 
@@ -312,7 +312,7 @@ async def test_running_out_of_locks_halves_what_groups_may_hold_for_a_while(
     for n in range(16):
         await engine.run(works(exhausting, f"more {n}"))
     assert engine.group_size(given[0].handler) == 16
-    monkeypatch.setattr(group_size, "_SCARCE", 0.0)
+    tuned(monkeypatch, locks_are_scarce_for=0.0)
     collisions = iter(range(1))
     assert len(await engine.run(works(exhausting, *range(100, 116)))) == 8
     for n in range(64 + 64):  # the first ones double what is allowed, the others make use of it

@@ -15,6 +15,7 @@ from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SOURCE, Ledger, kinds, message, write
+from tests.support.tuning import tuned
 from tests.support.waiting import until
 
 RIVALS = 50
@@ -125,7 +126,7 @@ async def test_a_handler_is_told_of_the_attempts_that_failed_before(ledger: Ledg
 async def test_the_attempts_of_so_many_keys_are_remembered(
     ledger: Ledger, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.app.inline._MAX_ATTEMPTS", 2)
+    tuned(monkeypatch, inline_keys=2)
     seen: list[tuple[int, int]] = []
 
     @app.idempotent_handler(SOURCE, key="id")

@@ -17,6 +17,7 @@ from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, State
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, works, write
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 RIVALS = 50
@@ -154,7 +155,7 @@ async def test_when_the_winner_ends_without_an_effect_the_next_one_is_judged_ane
 async def test_a_rejection_whose_key_a_rival_holds_by_then_comes_again(
     ledger: Ledger, store: PostgresStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.stores.claims.LOCK_TIMEOUT", "100ms")
+    tuned(monkeypatch, claim_lock_patience=0.1)
     with psycopg.connect(ledger.dsn) as rival:
 
         class Meanwhile:

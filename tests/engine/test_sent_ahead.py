@@ -24,6 +24,7 @@ from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.flights import Cost, Wire
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 INSERT = "insert into only_once (id) values (%s)"
@@ -39,7 +40,7 @@ def only_once(ledger: Ledger) -> Iterator[None]:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has to be learnt first."""
-    monkeypatch.setattr(habits, "_RUNS", 0)
+    tuned(monkeypatch, runs_before_ahead=0)
 
 
 @pytest.fixture

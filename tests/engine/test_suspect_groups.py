@@ -19,6 +19,7 @@ from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import OutcomeKind
 from idemconsumer.stores.joined import PostgresStore
+from tests.support.inside import waiting_for
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work, works, write
 from tests.support.points import Killed, Points
 from tests.support.waiting import until
@@ -155,9 +156,9 @@ async def test_what_was_begun_before_waits_until_other_lanes_are_quiet(ledger: L
     other = asyncio.create_task(engine.run(pay.suspects("other")))
     await running.wait()
     begun = asyncio.create_task(engine.run(pay.suspects("begun")))
-    await until(lambda: len(engine.company._waiting) == 1)
+    await until(lambda: waiting_for(engine.company) == 1)
     behind = asyncio.create_task(engine.run(works(pay.handler, "behind")))
-    await until(lambda: len(engine.company._waiting) == 2)
+    await until(lambda: waiting_for(engine.company) == 2)
     assert (pay.seen, ledger.attempts) == (["other"], [0, 0]), "it is not counted either"
     go.set()
     assert [kinds(await task) for task in (other, begun, behind)] == [["applied"]] * 3
@@ -171,7 +172,7 @@ async def test_what_is_taken_back_while_it_waits_for_its_turn_does_not_run(store
     outside = copy_context()
     async with engine.company.alone():
         tasks = [asyncio.create_task(engine.run(group), context=outside) for group in waiting]
-        await until(lambda: len(engine.company._waiting) == 2)
+        await until(lambda: waiting_for(engine.company) == 2)
         for (work,) in waiting:
             work.abandoned = lambda: True
     assert (await asyncio.gather(*tasks), pay.seen) == ([[], []], [])

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from idemconsumer import StoreUnavailable
 from idemconsumer.embedded.postgres import free_port
-from idemconsumer.http import Route, current_tx, joined
+from idemconsumer.http import Route, current_tx
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.stores.joined import PostgresStore
 from tests.http.crashing import ROUTES
@@ -26,6 +26,7 @@ from tests.support import ROOT
 from tests.support.ledger import Ledger, write
 from tests.support.logs import LogCapture, times
 from tests.support.servers.proxy import Proxy, Trap
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 JOINED = {"POST /orders": Route(tx=True)}
@@ -71,7 +72,7 @@ async def test_a_database_that_says_nothing_is_503_long_before_a_statement_may_l
 ) -> None:
     async with client(service(make_door(routes=JOINED), place)) as shop:
         assert (await shop.post(1)).status_code == 201
-        monkeypatch.setattr(joined, "PATIENCE", 0.05)
+        tuned(monkeypatch, joined_request_patience=0.05)
         proxy.freeze()
         async with asyncio.timeout(25):  # of the 35 s that the connection itself would wait
             silent = await shop.post(2, key="other")
@@ -94,7 +95,7 @@ async def test_a_pool_that_is_full_is_503_and_nothing_runs(
     async with client(service(make_door(routes=JOINED), endpoint)) as shop:
         first = asyncio.create_task(shop.post(1))
         await inside.wait()
-        monkeypatch.setattr(joined, "PATIENCE", 0.05)
+        tuned(monkeypatch, joined_request_patience=0.05)
         full = await shop.post(2, key="other")
         assert (full.status_code, problem(full)) == (503, "unavailable")
         go.set()
@@ -123,7 +124,7 @@ async def test_a_pool_that_is_full_is_503_for_what_is_asked_after_the_claim_too(
         first = asyncio.create_task(shop.post())
         await inside.wait()
         monkeypatch.setattr(PostgresStore, look, full)
-        monkeypatch.setattr(joined, "PATIENCE", 0.5)
+        tuned(monkeypatch, joined_request_patience=0.5)
         if look == "differs":
             got = await asyncio.wait_for(other.post(), PATIENCE)
         go.set()

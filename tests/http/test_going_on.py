@@ -13,7 +13,7 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response, StreamingResponse
 
 from idemconsumer import App
-from idemconsumer.http import Idempotency, Route, leased, opening
+from idemconsumer.http import Idempotency, Route, leased
 from idemconsumer.http import Response as Given
 from idemconsumer.http.policy import compile_route
 from idemconsumer.message.message import StoredResult
@@ -27,6 +27,7 @@ from tests.http.site import Call, MakeDoor, by_header, client, problem, replayed
 from tests.support.ledger import Ledger
 from tests.support.logs import LogCapture, times
 from tests.support.points import Points
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 BRIEF = Route(timeout="50ms")
@@ -196,7 +197,7 @@ async def test_a_store_that_goes_after_the_limit_is_waited_for(
         asked.set()
         return await complete(held, result, failed=failed)
 
-    monkeypatch.setattr(leased, "_AGAIN", 0.01)
+    tuned(monkeypatch, response_retry_pause=0.01)
     monkeypatch.setattr(store, "complete", asked_in_vain)
     endpoint.go.clear()
     async with client(service(make_door(store=store, default=BRIEF), endpoint.__call__)) as shop:
@@ -235,7 +236,7 @@ async def test_what_has_not_begun_when_it_is_cancelled_does_not_begin(
             cancelled.set()
         raise AssertionError
 
-    monkeypatch.setattr(leased, "PATIENCE", 2 * PATIENCE)
+    tuned(monkeypatch, leased_request_patience=2 * PATIENCE)
     monkeypatch.setattr(store, "claim", claim)
     call = left(service(make_door(store=store), endpoint.__call__))
     await claiming.wait()
@@ -306,7 +307,7 @@ async def test_what_runs_for_longer_keeps_its_key_and_all_is_closed_behind_it(
     make_door: MakeDoor, store: FakeRequests, endpoint: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """H14."""
-    monkeypatch.setattr(opening, "_GRACE", 0.01)
+    tuned(monkeypatch, closing_grace=0.01)
     endpoint.go.clear()
     door = make_door(store=store)
     call = left(service(door, endpoint.__call__))
@@ -367,7 +368,7 @@ async def test_what_somebody_cancels_with_all_tasks_keeps_its_key(
     make_door: MakeDoor, store: FakeRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """H14: as a program does that is about to end."""
-    monkeypatch.setattr(opening, "_GRACE", 0.01)
+    tuned(monkeypatch, closing_grace=0.01)
     slow = InThread()
     door = make_door(store=store)
     call = left(service(door, cast(Any, slow.__call__)))
@@ -385,7 +386,7 @@ async def test_a_loop_that_ends_leaves_the_keys_of_its_threads_to_their_lease(
     ledger: Ledger, make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """H14, H15: as a server ends its loop, with a thread in it that runs on."""
-    monkeypatch.setattr(opening, "_GRACE", 0.01)
+    tuned(monkeypatch, closing_grace=0.01)
     slow = InThread()
 
     async def serve() -> None:

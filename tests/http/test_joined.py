@@ -23,11 +23,12 @@ from idemconsumer.http import Response as Given
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.user_code import cancellation
 from tests.http.fake_requests import FakeRequests
 from tests.http.site import Call, MakeDoor, client, place, problem, replayed, service
+from tests.support.inside import left_behind
 from tests.support.ledger import Ledger, write
 from tests.support.points import Points
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 RIVALS = 50
@@ -442,9 +443,9 @@ async def test_an_endpoint_that_does_not_end_is_left_behind_and_can_do_nothing(
     ledger: Ledger, make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """H8."""
-    monkeypatch.setattr("idemconsumer.http.exchange._GRACE", 0.02)
+    tuned(monkeypatch, endpoint_grace=0.02)
     inside, end, mailed = asyncio.Event(), asyncio.Event(), list[str]()
-    said, by_others = list[Exception](), set(cancellation._LEFT_BEHIND)
+    said, by_others = list[Exception](), set(left_behind())
 
     async def endpoint(request: StarletteRequest) -> Response:
         tx = current_tx()
@@ -469,11 +470,11 @@ async def test_an_endpoint_that_does_not_end_is_left_behind_and_can_do_nothing(
         assert (await call.next())["status"] == 503
         await call.task
     sent = call.sent.qsize()
-    (left,) = cancellation._LEFT_BEHIND - by_others
+    (left,) = left_behind() - by_others
     end.set()
     with pytest.raises(OSError, match="cut off"):
         await asyncio.wait_for(left, PATIENCE)
-    cancellation._LEFT_BEHIND.remove(left)
+    left_behind().remove(left)
     assert [type(error) for error in said] == [HandlerFault, HandlerFault]
     assert (ledger.effects, ledger.states, call.sent.qsize(), mailed) == ([], [], sent, [])
 

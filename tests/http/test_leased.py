@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from idemconsumer import ConfigurationError
 from idemconsumer.errors import CommitUnknown, Contention, IdemConsumerError, StoreUnavailable
-from idemconsumer.http import IdempotencyMiddleware, Route, leased
+from idemconsumer.http import IdempotencyMiddleware, Route
 from idemconsumer.http.modes import CutOff
 from idemconsumer.rules.values import State
 from tests.http.endpoints import Counting
@@ -21,6 +21,7 @@ from tests.http.fake_requests import FakeRequests
 from tests.http.site import Call, MakeDoor, client, problem, replayed, service
 from tests.support.ledger import Ledger
 from tests.support.servers.redis import RedisServer
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE
 
 
@@ -203,7 +204,7 @@ async def test_an_end_that_is_refused_for_now_gives_back_no_key(
             raise refusals.pop()
         return await complete(*given, **more)
 
-    monkeypatch.setattr(leased, "_AGAIN", 0.0)
+    tuned(monkeypatch, response_retry_pause=0.0)
     monkeypatch.setattr(store, "complete", refused)
     async with client(service(make_door(store=store), endpoint.__call__)) as shop:
         assert [(await shop.post()).content for _ in range(2)] == [b"run 1"] * 2
@@ -236,7 +237,7 @@ async def test_a_store_that_is_away_is_503_and_nothing_runs(
 async def test_a_store_that_goes_while_it_runs_is_waited_for_and_then_given_up(
     make_door: MakeDoor, store: FakeRequests, endpoint: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leased, "_AGAIN", 0.01)
+    tuned(monkeypatch, response_retry_pause=0.01)
     endpoint.go.clear()
     async with client(service(make_door(store=store), endpoint.__call__)) as shop:
         first = asyncio.create_task(shop.post())
@@ -247,7 +248,7 @@ async def test_a_store_that_goes_while_it_runs_is_waited_for_and_then_given_up(
         store.down = False
         assert (await first).status_code == 201
 
-        monkeypatch.setattr(leased, "_PATIENCE", 0.02)
+        tuned(monkeypatch, response_patience=0.02)
         endpoint.go.clear()
         endpoint.inside.clear()
         second = asyncio.create_task(shop.post(key="other"))

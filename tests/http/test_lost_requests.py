@@ -12,11 +12,12 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response as StarletteResponse
 
 from idemconsumer import App, ConfigurationError, Done, NotDone, Unknown
-from idemconsumer.http import Idempotency, LostRequest, Response, Route, current_key, lost
+from idemconsumer.http import Idempotency, LostRequest, Response, Route, current_key
 from idemconsumer.stores.redis.requests import RedisRequests
 from tests.http.site import Client, MakeDoor, by_header, client, problem, replayed, service
 from tests.support.logs import LogCapture
 from tests.support.servers.redis import RedisServer
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE
 
 CHARGED = Response(
@@ -204,7 +205,7 @@ async def test_a_reconcile_that_does_not_end_is_left_behind(
                 await go.wait()
         return Done(CHARGED)
 
-    monkeypatch.setattr(lost, "_GRACE", 0.01)
+    tuned(monkeypatch, reconcile_grace=0.01)
     its = await lose(Route(reconcile=reconcile, timeout="50ms"))
     async with asyncio.timeout(PATIENCE):
         assert problem(await its.shop.post()) == "outcome-unknown"

@@ -14,11 +14,12 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from idemconsumer.embedded.postgres import free_port
-from idemconsumer.http import Route, current_tx, opening
+from idemconsumer.http import Route, current_tx
 from idemconsumer.rules.values import State
 from tests.http.endpoints import Counting
 from tests.http.site import MakeDoor, client, problem, replayed, service
 from tests.support.ledger import Ledger, write
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 JOINED = {"POST /orders": Route(tx=True)}
@@ -119,7 +120,7 @@ async def test_a_shutdown_leaves_its_key_to_a_leased_request_that_still_runs(
     ledger: Ledger, make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch, endpoint: Counting
 ) -> None:
     """H14."""
-    monkeypatch.setattr(opening, "_GRACE", 0.01)
+    tuned(monkeypatch, closing_grace=0.01)
     endpoint.go.clear()
     app = service(make_door(), endpoint.__call__)
     async with served(app, timeout_graceful_shutdown=0) as (server, url), asking(url) as shop:

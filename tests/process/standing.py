@@ -6,10 +6,10 @@ import os
 from typing import Any
 
 from idemconsumer import App, Saga, Tx
-from idemconsumer.worker import worker
 from tests.process.supervised import hold_the_interpreter, spin
+from tests.support.tuning import tuned_for_good
 
-worker._SPARE = 1.0  # type: ignore[misc]
+tuned_for_good(worker_standstill=1.0)
 app = App("shop")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from idemconsumer.rules.habits import Habits
+from tests.support.inside import texts_known
 
 
 def test_what_nobody_looked_at_three_times_is_sent_ahead() -> None:
@@ -31,7 +32,7 @@ def test_texts_that_are_made_up_for_each_message_are_not_kept() -> None:
         habits.looked(f"select {number}")
     for _ in range(3):
         habits.ran("insert")
-    assert len(habits._missing) == 1_000
+    assert len(texts_known(habits)) == 1_000
     assert not habits.sends("insert")
 
 
@@ -39,7 +40,7 @@ def test_long_texts_are_not_kept_without_end() -> None:
     habits = Habits()
     for number in range(90):
         habits.ran(f"insert {number} {'x' * 20_000}")
-    assert sum(map(len, habits._missing)) <= 1_000_000
+    assert sum(map(len, texts_known(habits))) <= 1_000_000
     for _ in range(3):
         habits.ran("insert")
     assert habits.sends("insert"), "there is room for short ones"

@@ -10,6 +10,7 @@ import pytest
 from idemconsumer.ports.observer import Observer
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.families import Family
+from tests.support.inside import own_pool
 from tests.support.points import Points
 from tests.support.sagas import SCHEMA, Bench, OpenStation, Remote, Station
 from tests.support.servers.made import PostgresServer
@@ -47,7 +48,7 @@ async def open_station(bench: Bench) -> AsyncIterator[OpenStation]:
         store = await PostgresStore.open(dsn or bench.dsn, SCHEMA, connections=6, longest_run=30.0, lease=lease)
         stores.append(store)
         # A prepared COMMIT has no text that a proxy could look for.
-        store.pool._pool.kwargs = {"prepare_threshold": None}
+        own_pool(store).kwargs = {"prepare_threshold": None}
         return Station(store, bench.register(), observer)
 
     yield make

@@ -27,6 +27,7 @@ from tests.support.sagas import (
     saga,
     take_back,
 )
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 CANCELLED = '{"code":"cancelled","body":null}'
@@ -371,7 +372,7 @@ async def test_a_row_that_stays_locked_is_said(bench: Bench, one: Station, monke
     async def book(order: dict[str, Any], saga: Saga) -> None:
         raise ValueError("not now")
 
-    monkeypatch.setattr("idemconsumer.stores.claims.LOCK_TIMEOUT", "20ms")
+    tuned(monkeypatch, claim_lock_patience=0.02)
     await one.deliver(saga(book))
     async with locked(bench, "select 1 from idemconsumer.saga for share"):
         with pytest.raises(StoreUnavailable, match="55P03"):

@@ -24,6 +24,7 @@ from tests.support.families import (
     nap,
     simple,
 )
+from tests.support.inside import sagas_in_hand
 from tests.support.sagas import Bench, locked, order, put, take_back
 from tests.support.waiting import until
 
@@ -33,7 +34,7 @@ async def test_a_parent_is_in_no_process_until_its_child_has_ended(family: Famil
     waits = await family.begin(simple(family))
     assert (waits.kind, waits.state, family.queued) == (OutcomeKind.BUSY, State.PROCESSING, 1)
     assert bench.run("select worker from idemconsumer.saga") == [(None,)]
-    assert not family.station.engine._in_hand
+    assert not sagas_in_hand(family.station.engine)
     assert (await family.station.leases.look("shop", ["book"])).due == {}
     assert (await family.deliver()).kind is OutcomeKind.APPLIED
     assert (await family.station.leases.look("shop", ["book"])).due["book"] <= 0

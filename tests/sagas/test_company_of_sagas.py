@@ -10,7 +10,6 @@ from typing import Any, Literal
 import pytest
 
 from idemconsumer import Outcome, OutcomeKind, Saga, Step, Tx
-from idemconsumer.brokers import due_sagas as source
 from idemconsumer.engine.company import Company
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
@@ -18,8 +17,10 @@ from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.values import State
 from idemconsumer.rules.verdicts import Settlement, settle
+from tests.support.inside import set_longest, set_patience, waiting_for
 from tests.support.points import Points
 from tests.support.sagas import Bench, FreeLanes, Station, due_sagas, lost, order, put, saga
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 
@@ -28,12 +29,12 @@ class Rooms:
 
     def __init__(self, one: Station) -> None:
         self.company: Company = one.engine._company
-        self.company._patience = 0.0
+        set_patience(self.company, 0.0)
         self._others: list[tuple[asyncio.Task[None], asyncio.Event]] = []
 
     @property
     def waiting(self) -> int:
-        return len(self.company._waiting)
+        return waiting_for(self.company)
 
     async def enters(self, *, alone: bool) -> None:
         """Somebody, part of nobody else, who stays until `goes`."""
@@ -120,7 +121,7 @@ async def test_who_does_not_give_way_is_not_waited_for_and_released_later(
     bench: Bench, one: Station, rooms: Rooms
 ) -> None:
     booking = Booking(swallows=True)
-    rooms.company._longest = 0.0
+    set_longest(rooms.company, 0.0)
     run = asyncio.create_task(one.deliver(saga(booking.book)))
     await booking.stopped.wait()
     await rooms.enters(alone=True)
@@ -223,8 +224,7 @@ async def test_one_that_waits_for_its_turn_can_be_ended(
 async def test_no_due_saga_is_taken_while_one_is_alone_or_waits_to_be_but_not_for_ever(
     bench: Bench, one: Station, two: Station, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "_AGAIN", 0.0)
-    monkeypatch.setattr(source, "_MOST_KEPT_OUT", 3)
+    tuned(monkeypatch, due_saga_pause=0.0, looks_kept_out=3)
     await lost(bench, one, saga(Booking().book))
     session = await due_sagas(two, FreeLanes(1, closed=True))
     assert [len(await session.fetch()) for _ in range(4)] == [0, 0, 0, 1]
@@ -270,7 +270,7 @@ async def test_a_suspect_is_counted_and_runs_alone_until(
     handler = saga(book)
     holding = await held(bench, one, two, handler, suspect=True)
     if how == "its time is over":
-        rooms.company._longest = 0.0
+        set_longest(rooms.company, 0.0)
     await rooms.enters(alone=False)
     run = asyncio.create_task(one.run(Work.of(handler, order(), leased=holding)))
     await until(lambda: rooms.waiting == 1)

@@ -18,6 +18,7 @@ from idemconsumer.rules.values import State
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker.saga_lease import SagaLease
+from tests.support.inside import register
 from tests.support.sagas import SCHEMA, Bench, Remote, SagaFn, Station, put, saga, take_back
 
 GRACE = 600.0  # seconds
@@ -198,9 +199,9 @@ async def test_a_worker_that_is_not_a_newer_one_is_not_waited_for(
 
 async def test_a_lease_that_is_registered_again_makes_no_process_newer(bench: Bench) -> None:
     heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=30.0, patience=30.0)
-    await asyncio.to_thread(heartbeat._register)
+    await asyncio.to_thread(register, heartbeat)
     first = heartbeat.worker
-    await asyncio.to_thread(heartbeat._register)
+    await asyncio.to_thread(register, heartbeat)
     assert bench.run("select id, born from idemconsumer.worker order by id") == [
         (first, None), (heartbeat.worker, first),
     ]  # fmt: skip

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Saga, Step, Tx
-from idemconsumer.sagas import body, functions
+from idemconsumer.sagas import body
 from tests.sagas.swallowers import explode
 from tests.support.sagas import Bench, Station, order, put, saga
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "GRACE", 0.05)
-    monkeypatch.setattr(body, "GRACE", 0.05)
+    tuned(monkeypatch, function_grace=0.05)
 
 
 async def never() -> None:

@@ -14,7 +14,6 @@ import psycopg
 import pytest
 
 from idemconsumer import App, Message, Saga
-from idemconsumer.brokers import due_sagas as due_sagas_module
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.brokers.due_sagas import DueSagas
 from idemconsumer.brokers.memory import MemoryBroker, MemorySession
@@ -28,7 +27,9 @@ from idemconsumer.settings import Settings
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker.worker import Worker
+from tests.support.inside import lanes_of
 from tests.support.sagas import Bench, FreeLanes, OpenStation, Station, due_sagas, order
+from tests.support.tuning import tuned
 from tests.support.waiting import until
 
 LANES = 8
@@ -219,8 +220,7 @@ async def test_a_saga_that_is_being_begun_among_those_that_wait_is_not_taken_fro
         bench.run("delete from idemconsumer.record")
         await until(lambda: crowd.running > 0, "it has begun")
         crowd.go.set()
-        lanes = worker._lanes
-        assert lanes is not None
+        lanes = lanes_of(worker)
         await until(lambda: lanes.in_hand.in_flight == 0, "it has ended")
         assert (crowd.running, worker.counts.get("fenced", 0)) == (1, 0)
 
@@ -343,7 +343,7 @@ async def test_one_that_is_free_again_takes_what_was_left_without_another_look(
 async def test_a_process_with_nothing_to_do_sends_one_statement_a_look(
     bench: Bench, one: Station, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(due_sagas_module, "_LONGEST", 0.0)
+    tuned(monkeypatch, due_saga_longest_pause=0.0)
     sent: list[str] = []
     await left_behind(one, Crowd())
     own = [key for key, _ in await one.leases.own()]
@@ -384,7 +384,7 @@ class LockedQueue:
 async def test_a_lock_on_the_queues_does_not_hold_up_the_sagas(
     bench: Bench, one: Station, two: Station, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
-    monkeypatch.setattr(due_sagas_module, "_HELD_UP", 0.05)
+    tuned(monkeypatch, due_queue_patience=0.05)
     crowd, beside = Crowd(), LockedQueue()
     await left_behind(one, crowd)
     bench.expire(one)

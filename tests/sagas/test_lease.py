@@ -28,6 +28,18 @@ from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.saga_lease import SagaLease
 from tests.sagas import holding_saga, standing_saga
+from tests.support.inside import (
+    beats,
+    queries_of,
+    register,
+    renewal_of,
+    renewed_at,
+    renewed_earlier,
+    replace_queries,
+    replace_renewal,
+    stand_for,
+    worker_of,
+)
 from tests.support.sagas import SCHEMA, Bench, Remote, Station, hog, order, put, saga
 from tests.support.servers.proxy import Proxy
 from tests.support.waiting import PATIENCE, until
@@ -116,9 +128,9 @@ async def test_a_step_that_computes_for_longer_than_the_lease_keeps_its_saga(ben
 
     handler = saga(book)
     async with process(bench.dsn, lease=STEADY) as sagas:
-        worker = sagas.leases._lease.worker
+        worker = worker_of(sagas.leases)
         assert await run(sagas, Work.of(handler, order())) is OutcomeKind.APPLIED
-        assert sagas.leases._lease.worker == worker
+        assert worker_of(sagas.leases) == worker
     assert bench.effects == ["last"]
 
 
@@ -157,7 +169,7 @@ async def test_a_lost_database_cancels_the_sagas_before_others_may_take_them(
 
     handler = saga(book)
     async with process(proxied) as sagas:
-        worker = sagas.leases._lease.worker
+        worker = worker_of(sagas.leases)
         running = asyncio.create_task(run(sagas, Work.of(handler, order())))
         await begun.wait()
         proxy.cut()
@@ -178,7 +190,7 @@ async def test_a_lost_lease_is_registered_anew_and_used(
         return await saga.call("c", remote.charge, "c")
 
     async with process(proxied) as sagas:
-        old = sagas.leases._lease.worker
+        old = worker_of(sagas.leases)
         proxy.cut()
         await until(lambda: not workers(bench)[old], "the lease runs out")
         await proxy.restore()
@@ -209,7 +221,7 @@ async def test_a_lease_that_the_database_says_is_over_is_not_renewed(bench: Benc
 async def test_a_renewal_that_hangs_does_not_delay_the_cancelling(bench: Bench) -> None:
     lost, thawed = Lost(), threading.Event()
     heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=LEASE, patience=30.0)
-    heartbeat._renew = lambda connection: thawed.wait(PATIENCE)  # type: ignore[method-assign,assignment]
+    replace_renewal(heartbeat, lambda connection: thawed.wait(PATIENCE))
     await heartbeat.start(lost)
     try:
         async with asyncio.timeout(30):
@@ -254,13 +266,11 @@ async def test_a_renewal_that_a_silent_connection_swallowed_is_followed_by_a_new
         await heartbeat.stop()
 
 
-async def test_a_lease_whose_sagas_were_interrupted_is_not_renewed_after_all(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lease_whose_sagas_were_interrupted_is_not_renewed_after_all(bench: Bench) -> None:
     """They belong to it, and as long as it is valid nobody takes them."""
     told, lost = threading.Event(), asyncio.Event()
     heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=3.0, patience=30.0)
-    renew = heartbeat._renew
+    renew = renewal_of(heartbeat)
 
     def late(connection: Any) -> None:
         told.wait()
@@ -270,7 +280,7 @@ async def test_a_lease_whose_sagas_were_interrupted_is_not_renewed_after_all(
         told.set()
         lost.set()
 
-    monkeypatch.setattr(heartbeat, "_renew", late)
+    replace_renewal(heartbeat, late)
     await heartbeat.start(both)
     old = heartbeat.worker
     try:
@@ -357,7 +367,7 @@ async def test_a_heartbeat_ends_with_its_loop_and_leaves_the_lease_to_its_time(b
     await asyncio.to_thread(asyncio.run, heartbeat.start(lambda: None))
     ends = "select until from idemconsumer.worker order by id desc limit 1"
     first = bench.run(ends)
-    await until(lambda: not heartbeat._thread.is_alive(), "it goes on")
+    await until(lambda: not beats(heartbeat), "it goes on")
     assert bench.run(ends) >= first, "it was ended before its time"
     await until(lambda: not workers(bench)[heartbeat.worker], "the lease runs out")
 
@@ -376,7 +386,7 @@ async def test_a_heartbeat_that_seeks_a_lease_ends_with_its_loop_too(bench: Benc
     await until(registered.is_set)
     proxy.cut()
     await ended
-    await until(lambda: not heartbeat._thread.is_alive(), "it goes on")
+    await until(lambda: not beats(heartbeat), "it goes on")
 
 
 async def test_the_lease_ends_when_no_saga_gets_on_though_the_loop_does(bench: Bench) -> None:
@@ -384,8 +394,8 @@ async def test_the_lease_ends_when_no_saga_gets_on_though_the_loop_does(bench: B
     heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=LEASE, patience=30.0)
     await heartbeat.start(lost.set, lambda: stands[0])
     try:
-        begun = heartbeat._good
-        await until(lambda: heartbeat._good > begun, "it is renewed while they get on")
+        begun = renewed_at(heartbeat)
+        await until(lambda: renewed_at(heartbeat) > begun, "it is renewed while they get on")
         stands[0] = 2 * 30.0 + 61.0
         old = heartbeat.worker
         lost.clear()
@@ -406,12 +416,12 @@ async def test_how_long_no_saga_got_on_is_known_while_one_runs(bench: Bench, one
     async def book(order: dict[str, Any], saga: Saga) -> None:
         await saga.call("s", waits)
 
-    one.engine._moved -= 1_000
+    stand_for(one.engine, 1_000)
     assert one.engine.standing() == 0, "none runs"
     running = asyncio.create_task(one.deliver(saga(book)))
     await begun.wait()
     assert one.engine.standing() < 100
-    one.engine._moved -= 1_000
+    stand_for(one.engine, 1_000)
     assert one.engine.standing() >= 1_000
     go.set()
     assert (await running).kind is OutcomeKind.APPLIED
@@ -487,14 +497,14 @@ async def test_a_step_begins_under_a_lease_that_covers_it_or_just_after_a_renewa
     begun, may_end, clock = threading.Event(), threading.Event(), [0.0]
     monkeypatch.setattr("idemconsumer.stores.heartbeat._now", lambda: clock[0])
     async with beating(bench.dsn, 30.0) as heartbeat:
-        renew = heartbeat._renew
+        renew = renewal_of(heartbeat)
 
         def held(connection: Any) -> None:
             begun.set()
             may_end.wait(PATIENCE)
             renew(connection)
 
-        heartbeat._renew = held  # type: ignore[method-assign]
+        replace_renewal(heartbeat, held)
         clock[0] += ago
         heartbeat._ticked = clock[0]
         await heartbeat.good(covered)
@@ -513,7 +523,7 @@ async def test_no_step_begins_while_the_heartbeats_connection_is_silent(proxied:
     lost = asyncio.Event()
     async with beating(proxied, STEADY, lost) as heartbeat:
         proxy.freeze()
-        heartbeat._good -= 0.2 * STEADY
+        renewed_earlier(heartbeat, 0.2 * STEADY)
         waiting = [asyncio.create_task(heartbeat.good(timeout)) for timeout in (0.65 * STEADY, 3600.0)]
         await asyncio.wait_for(lost.wait(), PATIENCE)
         assert not any(each.done() for each in waiting)
@@ -526,13 +536,14 @@ async def test_no_step_begins_while_the_heartbeats_connection_is_silent(proxied:
 async def test_the_databases_clock_may_be_another_one(bench: Bench) -> None:
     """An hour ahead of this machine: what counts is the time since a renewal began, by one clock each."""
     async with beating(bench.dsn, 30.0) as heartbeat:
-        heartbeat._queries = {
+        shifted = {
             name: query.replace(b"clock_timestamp()", b"(clock_timestamp() + interval '1 hour')")
-            for name, query in heartbeat._queries.items()
+            for name, query in queries_of(heartbeat).items()
         }
-        await asyncio.to_thread(heartbeat._register)
+        replace_queries(heartbeat, shifted)
+        await asyncio.to_thread(register, heartbeat)
         await asyncio.wait_for(heartbeat.good(20.0), PATIENCE)
-        heartbeat._good -= 10.0
+        renewed_earlier(heartbeat, 10.0)
         await asyncio.wait_for(heartbeat.good(20.0), PATIENCE)
 
 
@@ -541,7 +552,7 @@ async def test_no_step_begins_under_a_lease_that_the_database_calls_over(bench: 
     lost = asyncio.Event()
     async with beating(bench.dsn, 30.0, lost) as heartbeat:
         bench.run("update idemconsumer.worker set until = clock_timestamp() - interval '1 second'")
-        heartbeat._good -= 4.0
+        renewed_earlier(heartbeat, 4.0)
         with pytest.raises(Fenced):
             await asyncio.wait_for(heartbeat.good(3600.0), PATIENCE)
         assert lost.is_set()

@@ -16,6 +16,7 @@ from idemconsumer.rules.values import State
 from tests.support.points import Points
 from tests.support.sagas import Bench, OpenStation, Remote, SagaFn, Station, order, put, saga, take_back
 from tests.support.servers.proxy import Proxy, Trap
+from tests.support.tuning import tuned
 
 Cut = Literal["before", "after"]
 both_cuts = pytest.mark.parametrize("cut", ["before", "after"])
@@ -60,9 +61,7 @@ async def line(
     open_station: OpenStation,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Line]:
-    monkeypatch.setattr("idemconsumer.stores.connection._LOOK_OUT", 0.05)
-    monkeypatch.setattr("idemconsumer.stores.pool.PATIENCE", 0.8)
-    monkeypatch.setattr("idemconsumer.stores.pool._SPARE_SECONDS", -1000.0)
+    tuned(monkeypatch, lookout_pause=0.05, pool_patience=0.8, spare_answer_time=-1000.0)
     async with Proxy(int(str(conninfo_to_dict(bench.dsn)["port"]))) as proxy:
         dsn = make_conninfo(bench.dsn, host="127.0.0.1", port=proxy.port)
         station = await open_station(points, dsn=dsn)

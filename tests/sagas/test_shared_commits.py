@@ -28,6 +28,7 @@ from idemconsumer.stores import shared_commits
 from idemconsumer.stores.claims import PostgresClaims, transaction
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.sharing import OTHERS
+from tests.support.inside import held_by_party, spare
 from tests.support.logs import LogCapture, times
 from tests.support.sagas import SCHEMA, Bench, OpenStation, Remote, Station, locked, order, put, saga
 from tests.support.servers.proxy import Proxy
@@ -104,7 +105,7 @@ async def full(station: Station) -> AsyncIterator[None]:
     """Nobody gets a connection, as when each is in use by a step."""
     sharing = station.store.pool._sharing
     async with AsyncExitStack() as stack:
-        while sharing._spare or not sharing._held[OTHERS]:
+        while spare(sharing) or not held_by_party(sharing)[OTHERS]:
             await stack.enter_async_context(sharing.place())
         yield
 

@@ -13,6 +13,7 @@ from idemconsumer.engine.work import Work
 from tests.support.sagas import Bench, OpenStation, Remote, Station, put, saga
 from tests.support.sagas import order as order_of
 from tests.support.servers.proxy import Proxy
+from tests.support.tuning import tuned
 
 SOON = 1.0  # second of patience; an answer takes milliseconds, if the disk is not busy
 
@@ -28,9 +29,7 @@ async def test_a_stalled_answer_does_not_freeze_the_sagas_of_a_process(
     where: str,
 ) -> None:
     """Five sagas run, and the next COMMIT gets no answer. No connection that a deadline ends is waited for again."""
-    monkeypatch.setattr("idemconsumer.stores.pool._READY_SECONDS", SOON)
-    for module in ("pool", "claims", "lending"):
-        monkeypatch.setattr(f"idemconsumer.stores.{module}.PATIENCE", SOON)
+    tuned(monkeypatch, ready_patience=SOON, answer_patience=SOON)
 
     async def book(order: dict[str, Any], saga: Saga) -> str:
         await saga.tx("a", put, order["id"])

@@ -10,9 +10,9 @@ import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Tx
 from idemconsumer.engine.work import Work
-from idemconsumer.rules import habits
 from idemconsumer.stores.ahead import Ahead
 from tests.support.sagas import Bench, Remote, Station, lost, order, put, saga, take_back
+from tests.support.tuning import tuned
 
 APPLIED, FAILED, DEAD = OutcomeKind.APPLIED, OutcomeKind.FAILED, OutcomeKind.DEAD
 
@@ -20,7 +20,7 @@ APPLIED, FAILED, DEAD = OutcomeKind.APPLIED, OutcomeKind.FAILED, OutcomeKind.DEA
 @pytest.fixture(autouse=True)
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Nothing has to be learnt first. What was sent ahead."""
-    monkeypatch.setattr(habits, "_RUNS", 0)
+    tuned(monkeypatch, runs_before_ahead=0)
     texts: list[bytes] = []
     send = Ahead.send
 

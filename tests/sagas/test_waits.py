@@ -20,6 +20,7 @@ from idemconsumer.rules.values import State
 from idemconsumer.sagas.run import SagaInterrupted
 from idemconsumer.settings import Settings
 from idemconsumer.worker.retention import prune_once
+from tests.support.inside import sagas_in_hand
 from tests.support.sagas import SCHEMA, Bench, Remote, Station, locked, put, saga, take_back
 from tests.support.waiting import until
 
@@ -53,7 +54,7 @@ async def test_a_saga_that_sleeps_is_in_no_process_and_any_other_one_resumes_it(
     same = "select s.due = t.until from idemconsumer.saga as s, idemconsumer.step as t where t.until is not null"
     assert bench.run(same) == [(True,)]
     assert not one.engine._active
-    assert not one.engine._in_hand
+    assert not sagas_in_hand(one.engine)
     assert await two.take(handler) is None
     later(bench, 3)
     assert (await two.resume(handler)).result == b'"cool"'

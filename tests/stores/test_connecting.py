@@ -25,6 +25,7 @@ from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import connect
+from tests.support.inside import heart_connection, queue_connection
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
 from tests.support.waiting import PATIENCE
 
@@ -74,11 +75,11 @@ async def test_every_connection_is_read_committed_whatever_the_role_prefers(
     store = await open_store(dsn)
     async with store.pool.connection() as pooled:
         levels.append(await (await pooled.execute(LEVEL)).fetchone())
-    async with await PostgresBroker(Settings(dsn=dsn))._connect(dsn) as queue:
+    async with await queue_connection(PostgresBroker(Settings(dsn=dsn)), dsn) as queue:
         levels.append(await (await queue.execute(LEVEL)).fetchone())
     async with connected(dsn, SCHEMA) as admin:
         levels.append(tuple((await (await admin.execute(LEVEL)).fetchone() or {}).values()))
-    with closing(Heartbeat(dsn, SCHEMA, lease=10.0, patience=10.0)._connect()) as heart:
+    with closing(heart_connection(Heartbeat(dsn, SCHEMA, lease=10.0, patience=10.0))) as heart:
         levels.append(heart.execute(LEVEL).fetchone())
     with closing(connect(dsn)) as migrations:
         levels.append(migrations.execute(LEVEL).fetchone())
@@ -100,11 +101,11 @@ async def test_every_connection_reads_all_text_and_times(
             connection.execute(sql.SQL("alter database {} set datestyle = german").format(name))
     read = "select '\u2713' as text, now() as at"
     dsn, found = ledger.dsn, list[tuple[Any, ...]]()
-    async with await PostgresBroker(Settings(dsn=dsn))._connect(dsn) as queue:
+    async with await queue_connection(PostgresBroker(Settings(dsn=dsn)), dsn) as queue:
         found.append(await (await queue.execute(read)).fetchone() or ())
     async with connected(dsn, SCHEMA) as admin:
         found.append(tuple((await (await admin.execute(read)).fetchone() or {}).values()))
-    with closing(Heartbeat(dsn, SCHEMA, lease=10.0, patience=10.0)._connect()) as heart:
+    with closing(heart_connection(Heartbeat(dsn, SCHEMA, lease=10.0, patience=10.0))) as heart:
         found.append(heart.execute(read).fetchone() or ())
     with closing(connect(dsn)) as migrations:
         found.append(migrations.execute(read).fetchone() or ())
@@ -212,7 +213,7 @@ async def test_read_write_is_a_primary(read_write: str, open_store: OpenStore) -
     store = await open_store(read_write)
     async with store.pool.connection() as pooled:
         assert await (await pooled.execute("show transaction_read_only")).fetchone() == ("on",)
-    async with await PostgresBroker(Settings(dsn=read_write))._connect(read_write):
+    async with await queue_connection(PostgresBroker(Settings(dsn=read_write)), read_write):
         pass
     connect(read_write).close()
 

@@ -19,7 +19,9 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.stores.connection import Connection
+from tests.support.inside import watched
 from tests.support.servers.proxy import Proxy
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 
@@ -36,7 +38,7 @@ def loops(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventL
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idemconsumer.stores.connection._LOOK_OUT", 0.02)
+    tuned(monkeypatch, lookout_pause=0.02)
 
 
 def run(loops: Callable[[], asyncio.AbstractEventLoop], main: Any) -> Any:
@@ -120,7 +122,7 @@ def test_a_lost_server_ends_the_statement_and_leaves_no_socket_behind(
             async with asyncio.timeout(30):
                 with pytest.raises(psycopg.OperationalError):
                     await sleeping
-            assert connection._watched is None
+            assert not watched(connection)
             again = await connected(database)
             async with asyncio.timeout(30):
                 assert await one(again, "select 1") == 1
@@ -142,14 +144,14 @@ def test_a_reset_connection_ends_the_statement_and_the_next_one(
             sleeping = asyncio.create_task(waiting.execute("select pg_sleep(60)"))
             await asyncio.sleep(0)
             assert waiting._waiter is not None
-            assert resting._watched is not None
+            assert watched(resting)
             proxy.cut()
             async with asyncio.timeout(30):
                 with pytest.raises(psycopg.OperationalError):
                     await sleeping
                 with pytest.raises(psycopg.OperationalError):
                     await resting.execute("select 1")
-                await until(lambda: resting._watched is None)
+                await until(lambda: not watched(resting))
             await waiting.close()
             await resting.close()
 
@@ -169,7 +171,7 @@ def test_a_silent_server_ends_the_statement_and_the_connection(
                 with pytest.raises(psycopg.OperationalError, match=r"no answer from the server within 0\.3 s"):
                     await connection.execute("select 1")
             assert connection.closed
-            assert connection._watched is None
+            assert not watched(connection)
             assert await one(await connected(database), "select 1") == 1
 
     run(loops, main())
@@ -251,9 +253,9 @@ def test_what_arrives_while_nobody_waits_does_not_keep_the_loop_busy(
     async def main() -> None:
         connection = await connected(database)
         pid = await one(connection, "select pg_backend_pid()")
-        assert connection._watched is not None
+        assert watched(connection)
         await kill(database, pid)
-        await until(lambda: connection._watched is None)
+        await until(lambda: not watched(connection))
         with pytest.raises(psycopg.OperationalError):
             await connection.execute("select 1")
         await connection.close()
@@ -281,7 +283,7 @@ def test_large_answers_copies_and_pipelines_pass_through(
         for _ in range(8):  # prepared from the sixth on
             assert await one(connection, "select 7") == 7
         await connection.close()
-        assert connection._watched is None
+        assert not watched(connection)
 
     run(loops, main())
 

@@ -12,16 +12,16 @@ import pytest
 
 from idemconsumer import Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
-from idemconsumer.rules import habits
 from idemconsumer.rules.values import State
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, to_the_end, work
+from tests.support.tuning import tuned
 
 
 @pytest.fixture(autouse=True)
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Statements are waited for on one server and sent ahead on the other (J26)."""
-    monkeypatch.setattr(habits, "_RUNS", 0 if "postgres18" in request.node.name else 1_000_000)
+    tuned(monkeypatch, runs_before_ahead=0 if "postgres18" in request.node.name else 1_000_000)
 
 
 Attack = Callable[[Tx], Awaitable[object]]

@@ -18,6 +18,7 @@ from idemconsumer import Reject, Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import HandlerFault
 from idemconsumer.stores.joined import PostgresStore
+from tests.support.inside import connection_of
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, run, to_the_end, works, write
 from tests.support.waiting import PATIENCE, until
 
@@ -261,10 +262,10 @@ async def test_what_is_under_way_when_its_connection_is_closed_is_told_why(
         execute = tx.execute if through == "tx" else tx.connection.execute
         sleeping = asyncio.ensure_future(execute("select pg_sleep(60)"))
         asleep = "select 1 from pg_stat_activity where wait_event = 'PgSleep' and pid = %s"
-        pid = claims._connection.info.backend_pid
+        pid = connection_of(claims).info.backend_pid
         await until(lambda: book.run(asleep, [pid]))
         claims.end()
-        await claims._connection.close()
+        await connection_of(claims).close()
         with pytest.raises(HandlerFault):
             await sleeping
 

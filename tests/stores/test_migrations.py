@@ -21,6 +21,7 @@ from idemconsumer.stores import migrations, waiting_for_locks
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.migrations import Migration, files, migrate, script, status
 from tests.support.servers.proxy import Proxy
+from tests.support.tuning import tuned
 
 ODD = 'Shop "eu" {1}'
 
@@ -144,7 +145,7 @@ def test_the_printed_script_does_what_up_does(database: str) -> None:
 def shortly(database: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The database, where a lock is asked for only half as long."""
     monkeypatch.setattr(waiting_for_locks, "backoff", lambda *_, **__: 0.01)
-    monkeypatch.setattr(waiting_for_locks, "_LOOKS", 0.05)
+    tuned(monkeypatch, migration_lock_pause=0.05)
     return make_conninfo(database, options="-c deadlock_timeout=100ms")
 
 

@@ -23,6 +23,7 @@ from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import migrate
 from idemconsumer.worker.retention import prune_once
+from tests.support.inside import own_pool
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, OpenStore, kinds, to_the_end, works
 from tests.support.sagas import Bench, Station, saga
 from tests.support.servers.made import PrivatePgBouncer
@@ -149,7 +150,7 @@ async def test_a_step_that_waits_for_a_lock_is_recognized_too(
         await tx.execute("insert into effect (name) values ('taken')")
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
-        for connection in station.store.pool._pool._pool:
+        for connection in own_pool(station.store)._pool:
             connection._told = 0  # by the transactions before this step, in the same process of the server
         await saga.tx("s", take)
 

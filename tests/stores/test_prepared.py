@@ -14,11 +14,12 @@ from psycopg._queries import PostgresQuery
 
 from idemconsumer import Tx
 from idemconsumer.rules.habits import Habits
-from idemconsumer.stores import prepared
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.prepared import PreparedStatements
 from idemconsumer.stores.tx import PostgresTx
+from tests.support.inside import converted
 from tests.support.ledger import SCHEMA, Ledger
+from tests.support.tuning import tuned
 
 INSERT = "insert into item (id, qty) values (%s, %s)"
 UPDATE = "update item set qty = %s where id = %s"
@@ -193,14 +194,14 @@ async def test_in_a_pipeline_everything_goes_its_old_way(tx: Tx, named: list[byt
 async def test_texts_that_are_made_for_one_run_do_not_pile_up(
     tx: Tx, named: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared, "_MOST", 3)
+    tuned(monkeypatch, prepared_statements=3)
     for number in range(9):
         await tx.execute(INSERT, (f"i{number}", number))
         await tx.execute(f"update item set qty = qty + %s where id = 'i{number}'", (100,))
         await tx.execute(f"delete from item where qty = -%s and id = 'i{number}'", (100,))
     assert await items(tx) == [(f"i{number}", number + 100) for number in range(9)]
     assert isinstance(tx, PostgresTx)
-    assert len(tx._statements._converted) == 3
+    assert len(converted(tx)) == 3
     assert len(named) == 6, "the one that is used again and again is not the one to be forgotten"
 
 
@@ -231,5 +232,5 @@ async def test_neither_parameters_nor_long_texts_are_kept(tx: Tx, named: list[by
         gc.collect()
         assert {found.params for found in kept() if id(found) not in before} <= {None}
     assert isinstance(tx, PostgresTx)
-    assert list(tx._statements._converted) == [INSERT, UPDATE]
+    assert converted(tx) == [INSERT, UPDATE]
     assert len(named) == 6

@@ -22,6 +22,7 @@ from idemconsumer.stores.redis.checks import examine
 from idemconsumer.stores.redis.requests import RedisRequests
 from idemconsumer.stores.redis.scripts import NotReplicated, name_of
 from idemconsumer.testing import RequestHarness, RequestProcess, RequestStoreContract
+from tests.support.inside import ask_redis, keeper_of, kept
 from tests.support.servers.made import PrivateRedis
 from tests.support.servers.proxy import Proxy
 from tests.support.servers.redis import RedisCluster, RedisSentinels, RedisServer
@@ -79,8 +80,8 @@ def through(proxy: Proxy) -> str:
 
 def process_of(store: RedisRequests) -> RequestProcess:
     async def expire() -> None:
-        for key in store._keeper._mine:
-            await store._redises.client.execute_command("HSET", name_of(key), "u", 0)
+        for key in kept(store):
+            await ask_redis(store, "HSET", name_of(key), "u", 0)
 
     return RequestProcess(store, expire)
 
@@ -185,7 +186,7 @@ async def test_whoever_cannot_renew_is_told_while_the_lease_still_holds(
     server.kill()
     async with asyncio.timeout(PATIENCE):
         await lost.wait()
-    assert store._keeper.record(A.key) is None
+    assert keeper_of(store).record(A.key) is None
 
 
 async def test_a_time_far_ahead_is_that_of_a_clock_that_was_set_back(server: RedisServer, opened: Open) -> None:
@@ -205,7 +206,7 @@ async def until_renewed(store: RedisRequests) -> None:
     held = await hold(store, claim)
 
     async def over() -> bytes:
-        found: bytes = await store._redises.client.execute_command("HGET", name_of(claim.key), "u")
+        found: bytes = await ask_redis(store, "HGET", name_of(claim.key), "u")
         return found
 
     first = await over()
@@ -276,8 +277,8 @@ async def test_a_claim_that_somebody_was_told_is_lost_is_not_renewed_after_all(
     lost = list[bool]()
     store, rival = opened(server.address, lease=0.6), opened(server.address)
     await store.claim(A, lambda: lost.append(True))
-    store._keeper._mine[A.key].good = -math.inf  # as after a renewal that hangs
-    store._keeper._look()
+    kept(store)[A.key].good = -math.inf  # as after a renewal that hangs
+    keeper_of(store)._look()
     assert lost == [True]
     assert (await until_held(rival, A)).again
 
@@ -379,7 +380,7 @@ async def test_a_claim_that_fails_does_not_take_the_place_of_an_end_that_is_due(
     proxy.cut()
     with pytest.raises(StoreUnavailable):
         await store.complete(held, CREATED)
-    store._keeper.drop(held)  # as when it is lost, and its client asks again
+    keeper_of(store).drop(held)  # as when it is lost, and its client asks again
     with pytest.raises(StoreUnavailable):
         await store.claim(A, never)
     await proxy.restore()

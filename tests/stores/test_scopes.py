@@ -17,6 +17,7 @@ from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker.retention import prune_once
 from tests.support.ledger import SCHEMA, Ledger
 from tests.support.sagas import Lease, order
+from tests.support.tuning import tuned
 from tests.support.waiting import until
 
 
@@ -135,7 +136,7 @@ async def test_an_id_is_not_used_long_after_its_scope_was_looked_up(
     ledger.run("update idemconsumer.scope set retired_at = clock_timestamp()")
     await take(store, claim_of("a", "soon"))
     assert scopes(ledger) == [("a", True)], "looked at by no claim"
-    monkeypatch.setattr("idemconsumer.stores.pool._SCOPES_FOR", -1.0)
+    tuned(monkeypatch, scopes_known_for=-1.0)
     await take(store, claim_of("a", "late"))
     assert scopes(ledger) == [("a", False)]
 
@@ -193,7 +194,7 @@ async def test_scopes_that_are_new_to_a_group_are_one_commit(ledger: Ledger, sto
 async def test_a_process_remembers_so_many_scopes(
     ledger: Ledger, store: PostgresStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.stores.pool._SCOPES", 2)
+    tuned(monkeypatch, known_scopes=2)
     await take(store, *(claim_of(tenant) for tenant in "abc"))
     await take(store, claim_of("b", "used"))
     await take(store, claim_of("d"), claim_of("b", "again"))

@@ -15,10 +15,10 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.errors import Contention, Interrupted, StoreUnavailable
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import State
-from idemconsumer.stores import claims as claims_module
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.statements import Effect, special
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, OpenStore, kinds, to_the_end, works, write
+from tests.support.tuning import tuned
 from tests.support.waiting import until
 
 Act = Callable[[Tx], Awaitable[object]]
@@ -341,7 +341,7 @@ async def test_a_worker_that_freezes_after_a_pipeline_is_cut_off(
 async def test_whoever_waits_at_the_gate_comes_again_after_a_while(
     book: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims_module, "_GATE_TIMEOUT", "100ms")
+    tuned(monkeypatch, gate_patience=0.1)
     store = await PostgresStore.open(book.dsn, SCHEMA, connections=2, longest_run=30.0)
     ahead, behind = Claim(b"a" * 32, "shop//pay", None), Claim(b"b" * 32, "shop//pay", None)
     async with store.transaction(group=2, gate="shop") as frozen:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from idemconsumer.stores.sharing import PARTY, Sharing
+from tests.support.inside import held_by_party, spare
 
 
 class Bench:
@@ -55,8 +56,8 @@ async def bench() -> AsyncIterator[Bench]:
     bench = Bench()
     yield bench
     await bench.end()
-    assert bench.sharing._held == {"": 0, "a": 0, "b": 0}
-    assert bench.sharing._spare == 2
+    assert held_by_party(bench.sharing) == {"": 0, "a": 0, "b": 0}
+    assert spare(bench.sharing) == 2
     assert not bench.sharing._waiting
 
 

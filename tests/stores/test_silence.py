@@ -21,6 +21,7 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.migrations import status
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, OpenStore, kinds, works, write
 from tests.support.servers.proxy import Proxy
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 SOON = 1.0  # second of patience; an answer takes milliseconds, if the disk is not busy
@@ -28,12 +29,13 @@ SOON = 1.0  # second of patience; an answer takes milliseconds, if the disk is n
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idemconsumer.stores.connection._LOOK_OUT", 0.05)
-    monkeypatch.setattr("idemconsumer.stores.connection._CANCEL_SECONDS", SOON)
-    monkeypatch.setattr("idemconsumer.stores.pool.PATIENCE", SOON)
-    monkeypatch.setattr("idemconsumer.stores.claims.PATIENCE", SOON)
-    monkeypatch.setattr("idemconsumer.stores.lending.PATIENCE", SOON)
-    monkeypatch.setattr("idemconsumer.stores.pool._SPARE_SECONDS", SOON - 30.0)  # the store's longest run is 30 s
+    tuned(
+        monkeypatch,
+        lookout_pause=0.05,
+        cancel_patience=SOON,
+        answer_patience=SOON,
+        spare_answer_time=SOON - 30.0,  # the store's longest run is 30 s
+    )
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ async def test_a_server_that_ends_the_session_since_its_answer_was_lost_costs_no
         ledger.run("select pg_terminate_backend(%s)", [connection.info.backend_pid])
 
     monkeypatch.setattr(psycopg.AsyncConnection, "_try_cancel", never_heard)
-    monkeypatch.setattr("idemconsumer.stores.connection._CANCEL_SECONDS", 2 * PATIENCE)
+    tuned(monkeypatch, cancel_patience=2 * PATIENCE)
     inside.put_nowait(lambda: proxy.freeze(answers_only=True))
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(StoreUnavailable, match="did not answer"):

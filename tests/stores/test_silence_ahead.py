@@ -15,6 +15,7 @@ from idemconsumer import Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SOURCE, Ledger, OpenStore, kinds, works
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE
 
 SOON = 1.0
@@ -58,10 +59,7 @@ async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, p
 @pytest.fixture
 async def store(ledger: Ledger, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PostgresStore]:
     """In which an answer has a second."""
-    monkeypatch.setattr("idemconsumer.rules.habits._RUNS", 0)
-    monkeypatch.setattr("idemconsumer.stores.connection._LOOK_OUT", 0.05)
-    monkeypatch.setattr("idemconsumer.stores.connection._CANCEL_SECONDS", SOON / 2)
-    monkeypatch.setattr("idemconsumer.stores.claims.PATIENCE", SOON)
+    tuned(monkeypatch, runs_before_ahead=0, lookout_pause=0.05, cancel_patience=SOON / 2, claim_patience=SOON)
     async with Narrow(ledger.dsn) as narrow:
         store = await open_store(make_conninfo(ledger.dsn, host="127.0.0.1", port=narrow.port))
         store.pool.longest_answer = SOON

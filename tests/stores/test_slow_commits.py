@@ -21,6 +21,7 @@ from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, works, write
 from tests.support.logs import LogCapture, times
 from tests.support.servers.made import PrivatePgBouncer, PrivatePostgres
 from tests.support.servers.pgbouncer import carry
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 HANGS, OVER = "commits wait for a synchronous standby", "commits no longer wait for a synchronous standby"
@@ -56,10 +57,7 @@ def address(request: pytest.FixtureRequest, ledger: Ledger, private_pgbouncer: P
 @pytest.fixture
 async def engine(ledger: Ledger, address: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     """Its commits hang from now on, and its deadlines are short."""
-    monkeypatch.setattr("idemconsumer.stores.connection._LOOK_OUT", 0.02)
-    monkeypatch.setattr("idemconsumer.stores.connection._SLOW_COMMIT", 0.1)
-    monkeypatch.setattr("idemconsumer.stores.connection._CANCEL_SECONDS", 0.5)
-    monkeypatch.setattr("idemconsumer.stores.slow_commits._ASK_EVERY", 0.1)
+    tuned(monkeypatch, lookout_pause=0.02, commit_is_slow_after=0.1, cancel_patience=0.5, slow_commit_pause=0.1)
     store = await PostgresStore.open(address, SCHEMA, connections=4, longest_run=30.0)
     store.pool.longest_answer = 1.0
     engine = Engine(store)

@@ -21,13 +21,14 @@ from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.store import JoinedStore
 from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.settings import Settings
-from idemconsumer.stores import claims as claims_module
 from idemconsumer.stores import session
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.joined import PostgresStore
+from tests.support.inside import own_pool
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
 from tests.support.servers.made import PostgresServer, PrivatePostgres
 from tests.support.servers.postgres import fresh_database
+from tests.support.tuning import tuned
 
 pytest.register_assert_rewrite("idemconsumer.testing.store_contract")
 
@@ -317,7 +318,7 @@ async def test_waiting_for_a_connection_that_others_use_is_no_outage(
     async with store.transaction(group=1) as claims:
         await claims.claim([A])
         with monkeypatch.context() as patch:
-            patch.setattr(store.pool._pool, "timeout", 0.05)  # only now: it may take longer to make one
+            patch.setattr(own_pool(store), "timeout", 0.05)  # only now: it may take longer to make one
             waiting = asyncio.create_task(complete(store, [B]))
             done, _ = await asyncio.wait({waiting}, timeout=0.5)  # ten times as long as an outage takes to be noticed
             assert not done
@@ -368,8 +369,7 @@ async def test_the_wait_at_the_gate_is_bounded_by_neither_the_handlers_time_nor_
     ledger: Ledger, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = await open_store(ledger.dsn)
-    for module in (session, claims_module):
-        monkeypatch.setattr(module, "LOCK_TIMEOUT", "100ms")
+    tuned(monkeypatch, session_lock_patience=0.1, claim_lock_patience=0.1)
     hasty = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=-4.8)  # 0.2 s for a statement
 
     async def second() -> None:

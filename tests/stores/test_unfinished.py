@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.stores import unfinished
 from idemconsumer.stores.unfinished import Unfinished
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE
 
 
 async def test_an_act_that_swallows_the_cancellation_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unfinished, "_PAUSE", 0.0)
+    tuned(monkeypatch, unfinished_pause=0.0)
     trying, left = asyncio.Event(), Unfinished()
 
     async def act() -> None:
@@ -25,7 +25,7 @@ async def test_an_act_that_swallows_the_cancellation_does_not_keep_the_process(m
 
     left.add(b"k", act)
     await trying.wait()
-    monkeypatch.setattr(unfinished, "_LAST", 0.01)
+    tuned(monkeypatch, unfinished_patience=0.01)
     async with asyncio.timeout(PATIENCE):
         await left.close()
     assert not left.idle

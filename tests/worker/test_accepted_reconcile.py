@@ -28,6 +28,7 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.overdue import Overdue, asking, take_overdue
 from idemconsumer.stores.pool import Pool
 from idemconsumer.worker.deadlines import Deadlines
+from tests.support.inside import give_settings, pool_of
 from tests.support.waiting import PATIENCE
 from tests.support.workers import SCHEMA, Bench, Item, note
 
@@ -65,7 +66,7 @@ class Shop:
 @pytest.fixture
 async def shop(bench: Bench) -> AsyncIterator[Shop]:
     shop = Shop()
-    shop.app._settings = bench.settings()
+    give_settings(shop.app, bench.settings())
     yield shop
     await shop.app.close()
 
@@ -206,7 +207,7 @@ async def test_a_question_that_kills_who_asks_has_an_end(bench: Bench, shop: Sho
     names = list(sweepers[0]._asked)
     for _ in range(3):
         assert await shop.found() == (Progress.PENDING, None, None)
-        assert await take_overdue(sweepers[0]._pool, names, 0.0) is not None
+        assert await take_overdue(pool_of(sweepers[0]), names, 0.0) is not None
     shop.answer = lambda *_: Unknown()
     await sweepers[0].ask()
     assert (await shop.found(), len(shop.asked)) == (NOT_IN_TIME, 4)

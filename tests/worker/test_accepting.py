@@ -26,7 +26,6 @@ from idemconsumer import (
 )
 from idemconsumer.admin.dead_letters import ALL
 from idemconsumer.admin.redrives import Redrives
-from idemconsumer.app import accepting
 from idemconsumer.errors import CommitUnknown, Contention
 from idemconsumer.message import codecs
 from idemconsumer.message.origin import ORIGIN, Pending, with_origin
@@ -36,6 +35,8 @@ from idemconsumer.rules.values import State
 from idemconsumer.stores import accepting as storing
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.deadlines import Deadlines
+from tests.support.inside import give_settings, inline_of, pool_of
+from tests.support.tuning import tuned
 from tests.support.workers import SCHEMA, Bench, Item, body, note
 
 PENDING = Accepted(Progress.PENDING)
@@ -202,7 +203,7 @@ async def test_a_handler_accepts_in_its_own_transaction(bench: Bench, shop: Shop
 async def test_an_answer_to_commit_that_is_lost_is_no_second_message(
     bench: Bench, shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inline = await shop.app._running()
+    inline = await inline_of(shop.app)
     accept, lost = inline.accept, [CommitUnknown("lost")]
 
     async def loses(acceptance: storing.Acceptance) -> object:
@@ -221,8 +222,8 @@ async def test_what_may_be_stored_is_never_told_as_not_stored(
     bench: Bench, shop: Shop, monkeypatch: pytest.MonkeyPatch, then: Exception
 ) -> None:
     """The answer to COMMIT is lost, and then nobody can be asked."""
-    monkeypatch.setattr(accepting, "_PATIENCE", 0.0)
-    inline = await shop.app._running()
+    tuned(monkeypatch, accepting_patience=0.0)
+    inline = await inline_of(shop.app)
     accept, calls = inline.accept, list[int]()
 
     async def loses(acceptance: storing.Acceptance) -> object:
@@ -251,7 +252,7 @@ async def test_a_connection_without_a_transaction_is_refused(bench: Bench, shop:
 async def test_a_key_that_a_rival_holds_without_a_record_is_not_told_of(
     bench: Bench, shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accepting, "_PATIENCE", 0.0)
+    tuned(monkeypatch, accepting_patience=0.0)
     digest = shop.pay.plan.identity("shop").digest(None, "k")
     async with bench.rival(digest) as release:
         with pytest.raises(StoreUnavailable, match="cannot be claimed now"):
@@ -291,7 +292,7 @@ def test_each_state_is_told(bench: Bench) -> None:
 async def test_what_waits_for_its_next_attempt_is_pending_and_then_dead(bench: Bench) -> None:
     shop = Shop(backoff="1h, 1h", max_attempts=2)
     shop.act = lambda message: 1 / 0
-    shop.app._settings = bench.settings()
+    give_settings(shop.app, bench.settings())
     await shop.app.accept(shop.pay, Item("a"), key="k")
     await bench.until_empty(shop.app)
     assert await shop.app.accept(shop.pay, Item("a"), key="k") == PENDING
@@ -307,7 +308,7 @@ async def test_what_waits_for_its_next_attempt_is_pending_and_then_dead(bench: B
 async def test_what_is_dead_is_redriven_under_its_key_and_for_its_tenant(bench: Bench) -> None:
     shop = Shop(max_attempts=1)
     shop.act = lambda message: 1 / 0
-    shop.app._settings = bench.settings()
+    give_settings(shop.app, bench.settings())
     await shop.app.accept(shop.pay, Item("a"), key="k", tenant="t")
     await bench.until_empty(shop.app)
     assert await shop.progress(tenant="t") is Progress.DEAD
@@ -390,7 +391,7 @@ def test_a_rejection_says_no() -> None:
 async def hurried(bench: Bench) -> AsyncIterator[Shop]:
     """Everything it accepts is too old at once."""
     shop = Shop(max_age=1e-6, backoff="1h, 1h")
-    shop.app._settings = bench.settings()
+    give_settings(shop.app, bench.settings())
     yield shop
     await shop.app.close()
 
@@ -446,7 +447,7 @@ async def test_what_runs_right_now_is_left_to_its_end(
         await go.wait()
         await note(tx, item)
 
-    sweeper = Deadlines(sweepers[0]._pool, hurried.app.bound_handlers(bench.settings()))
+    sweeper = Deadlines(pool_of(sweepers[0]), hurried.app.bound_handlers(bench.settings()))
     monkeypatch.setattr("idemconsumer.worker.worker.Deadlines.run", AsyncMock())
     await hurried.app.accept(slow, Item("a"), key="k")
     async with bench.running(hurried.app) as running:

@@ -21,6 +21,7 @@ from idemconsumer.message.replies import MESSAGE_ID
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.values import OutcomeKind, State
 from idemconsumer.stores.joined import PostgresStore
+from tests.support.inside import give_settings
 from tests.support.relaying import Taking
 from tests.support.workers import SCHEMA, Bench, Item, body, connected, note
 
@@ -73,7 +74,7 @@ def bench(bench: Bench, taking: Taking, monkeypatch: pytest.MonkeyPatch) -> Benc
 @pytest.fixture
 async def shop(bench: Bench) -> AsyncIterator[Shop]:
     shop = Shop()
-    shop.app._settings = bench.settings()
+    give_settings(shop.app, bench.settings())
     yield shop
     await shop.app.close()
 
@@ -110,7 +111,7 @@ async def test_the_message_that_was_accepted_takes_its_record_once(bench: Bench,
 
 async def test_it_is_in_the_outbox_with_its_record_and_in_the_order_of_its_entity(bench: Bench, taking: Taking) -> None:
     shop, quiet = Shop("kafka:orders", order_by="entity"), Shop()
-    shop.app._settings = bench.settings()
+    give_settings(shop.app, bench.settings())
     item = Item("a", "customer")
     assert await shop.app.accept(shop.pay, item, key="k", tenant="t", headers={"n": "v"}, via="kafka:orders") == NEW
     assert await shop.app.accept(shop.pay, item, key="k", tenant="t", via="kafka:orders") == Accepted(Progress.PENDING)
@@ -210,7 +211,7 @@ async def test_a_copy_waits_while_somebody_has_the_message_in_hand(bench: Bench,
 # -------------------------------------------------------------------------------------------------------- further lives
 async def test_what_failed_is_awaited_as_before(bench: Bench) -> None:
     shop, fails = Shop(backoff="1ms, 1ms"), [ValueError("once"), ValueError("twice")]
-    shop.app._settings = bench.settings()
+    give_settings(shop.app, bench.settings())
 
     def act(message: Message) -> object:
         if fails:
@@ -227,7 +228,7 @@ async def test_what_failed_is_awaited_as_before(bench: Bench) -> None:
 
 async def test_what_waits_for_its_next_attempt_is_not_taken_by_a_copy(bench: Bench) -> None:
     shop = Shop(backoff="1h, 1h")
-    shop.app._settings = bench.settings()
+    give_settings(shop.app, bench.settings())
     shop.act = lambda message: 1 / 0
     await shop.accept("a")
     bench.do("create table kept as select * from idemconsumer.queue")
@@ -246,7 +247,7 @@ async def test_what_waits_for_its_next_attempt_is_not_taken_by_a_copy(bench: Ben
 async def test_a_copy_that_comes_after_a_kill_costs_what_waits_no_attempt(bench: Bench) -> None:
     """The worker was killed between storing the next attempt and telling the broker: the message comes as a suspect."""
     shop = Shop(backoff="1h, 1h", max_attempts=3)
-    shop.app._settings = bench.settings()
+    give_settings(shop.app, bench.settings())
     shop.act = lambda message: 1 / 0
     await shop.accept("a")
     ((stored, headers),) = bench.do("select body, headers from idemconsumer.queue")
@@ -289,7 +290,7 @@ async def test_what_is_stored_in_a_queue_of_the_handlers_own_is_not_released(ben
 # -------------------------------------------------------------------------------------------------------------- refused
 async def test_a_message_that_names_another_key_or_tenant_is_refused(bench: Bench) -> None:
     app = App("shop")
-    app._settings = bench.settings()
+    give_settings(app, bench.settings())
 
     @app.idempotent_handler("postgres:orders", key=Key.first("id", IDEMPOTENCY), tenant="entity")
     async def pay(item: Item, tx: Tx) -> None:
@@ -372,7 +373,7 @@ async def test_it_is_sent_as_its_source_orders_and_names_messages(
     bench: Bench, key: KeySpec, via: str, stored: str | None, comes_as: Sent
 ) -> None:
     app = App("shop")
-    app._settings = bench.settings()
+    give_settings(app, bench.settings())
     sources = [via] if "/" not in via else ["rabbitmq:q"]
 
     @app.idempotent_handler(*sources, key=key)

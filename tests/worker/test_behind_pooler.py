@@ -17,6 +17,7 @@ from idemconsumer.settings import Settings
 from tests.support.relaying import Taking
 from tests.support.servers.made import PrivatePgBouncer
 from tests.support.servers.pgbouncer import CARRIED, PgBouncer, carry
+from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, connected, note, prepare
 
 
@@ -96,7 +97,7 @@ async def test_the_queue_is_listened_to_by_the_servers_own_address_or_polled(
         session = await PostgresBroker(Settings(dsn=pooler.dsn, listen_dsn=listen_dsn)).open([QUEUE], BOUNDS)
         query = "select count(*) from pg_stat_activity where datname = current_database() and query like 'listen %'"
         assert Bench(direct).do(query) == [(listeners,)]
-        monkeypatch.setattr("idemconsumer.brokers.postgres._LOOK", 1.0 if listen_dsn is None else 3_600.0)
+        tuned(monkeypatch, queue_look_pause=1.0 if listen_dsn is None else 3_600.0)
         waiting = asyncio.create_task(session.fetch())
         await asyncio.sleep(0)
         await PostgresBroker(Settings(dsn=pooler.dsn)).publish("q", [Outgoing(b"{}")])

@@ -13,9 +13,9 @@ from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery
-from idemconsumer.user_code import cancellation
 from idemconsumer.user_code.cancellation import end, run_on
 from idemconsumer.worker.worker import Worker
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE
 from tests.support.workers import Bench, Item, Lasting, connected, note
 
@@ -40,7 +40,7 @@ class Stubborn:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cancellation, "_AGAIN", 0.01)
+    tuned(monkeypatch, cancel_again_pause=0.01)
 
 
 async def test_what_swallows_its_cancellation_is_cancelled_again() -> None:
@@ -55,7 +55,7 @@ async def test_what_swallows_its_cancellation_is_cancelled_again() -> None:
 async def test_who_is_cancelled_while_it_waits_for_another_one_s_end_sees_it_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cancellation, "_AGAIN", PATIENCE)
+    tuned(monkeypatch, cancel_again_pause=PATIENCE)
     stubborn = Stubborn(1)
     task = asyncio.create_task(stubborn.run())
     await stubborn.began.wait()

@@ -11,13 +11,13 @@ import pytest
 
 from idemconsumer import App, ConfigurationError, Message, Reject, Saga, StoreUnavailable, Tx
 from idemconsumer.admin.keys import KeyDetail, Keys
-from idemconsumer.engine import delivery_log
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import LoggedDeliveries
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.retention import prune_once
 from tests.support.logs import LogCapture, times
 from tests.support.servers.made import PrivatePgBouncer
+from tests.support.tuning import tuned
 from tests.support.workers import SCHEMA, Bench, Item, note
 
 UNWRITTEN = "the delivery log cannot be written, messages run without it"
@@ -42,7 +42,7 @@ def fail_once(message: Message) -> None:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery_log, "_PAUSE", 0.0)
+    tuned(monkeypatch, delivery_log_pause=0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from idemconsumer import App, Tx
 from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
+from tests.support.inside import in_flight, lanes_if_any
 from tests.support.servers.made import Server
 from tests.support.waiting import until
 from tests.support.workers import Bench, Item, Running, body, note
@@ -56,7 +57,7 @@ class Deployed:
 
 
 def in_hand(running: Running) -> int:
-    return 0 if running.worker._lanes is None else running.worker._lanes.in_hand.in_flight
+    return 0 if lanes_if_any(running.worker) is None else in_flight(running.worker)
 
 
 def orders(count: int) -> list[bytes]:

@@ -14,8 +14,9 @@ from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.errors import SessionEnded
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Delivery, Outgoing
-from idemconsumer.worker import capacity
+from tests.support.inside import draining, in_memory, lanes_if_any
 from tests.support.logs import LogCapture, times
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 from tests.support.workers import Bench, Item, Lasting, body, connected, note
 
@@ -73,8 +74,8 @@ async def test_a_drain_fetches_nothing_new(bench: Bench) -> None:
     async with bench.running(app_with(gate, "postgres:q"), concurrency=2) as running:
         await running.until(lambda: bool(gate.started))
         running.worker.drain()
-        assert running.worker._lanes is not None
-        await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.draining)
+        assert lanes_if_any(running.worker) is not None
+        await running.until(lambda: draining(running.worker))
         bench.enqueue("q", Item("late"))
         gate.go.set()
     assert bench.effects() == ["running"]
@@ -91,7 +92,7 @@ async def test_what_a_fetch_under_way_still_brings_is_given_back_at_once(bench: 
         async with bench.running(app_with(Gate(), "postgres:q")) as running:
             await running.until(lambda: bench.do(waiting + " and wait_event_type = 'Lock'", pattern)[0][0] == 1)
             running.worker.drain()
-            await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.draining)
+            await running.until(lambda: draining(running.worker))
             await other.commit()
             async with asyncio.timeout(SOON):
                 await running.leave()
@@ -142,7 +143,7 @@ async def test_a_drain_leaves_the_room_and_a_lane_that_waits_for_it(
 ) -> None:
     from idemconsumer.message.keys import digest
 
-    monkeypatch.setattr(capacity, "ROOM", 1)
+    tuned(monkeypatch, lane_room=1)
     busy = [f"busy-{n}" for n in range(3)]
     bench.enqueue("q", *map(Item, busy))
     app = app_with(Gate(), "postgres:q", wait="0s", order_by="entity")
@@ -171,7 +172,7 @@ async def test_aborting_rolls_back_at_once(bench: Bench) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
     assert bench.effects() == []
-    assert len(bench.broker._queue("q").waiting) == 1
+    assert len(in_memory(bench.broker, "q")) == 1
 
 
 async def test_a_drain_before_the_database_answers_ends_the_worker(bench: Bench, logged: LogCapture) -> None:
@@ -255,7 +256,7 @@ async def test_what_arrives_late_and_would_count_if_it_was_given_back_is_applied
     latecomers = Latecomers()
     connected(bench, monkeypatch, memory=latecomers)
     await latecomers.publish("q", [Outgoing(body(Item(name))) for name in ("new", "again", "new too")])
-    waiting = latecomers._queue("q").waiting
+    waiting = in_memory(latecomers, "q")
     waiting[1] = (waiting[1][0], 1, waiting[1][2])
     async with bench.running(app_with(Gate(), "memory:q")) as running:
         await running.until(latecomers.fetching.is_set)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, Message, Tx
-from idemconsumer.rules import failing
 from idemconsumer.rules.failing import IN_A_ROW, Health
+from tests.support.inside import in_memory, lanes_of
 from tests.support.logs import LogCapture, times
+from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, Running, note
 
 SLOWED, WORKS = "all messages of a handler fail, trying one at a time", "handler works again"
@@ -53,8 +54,7 @@ class Service:
 
 
 def lanes_at_work(running: Running) -> int:
-    assert running.worker._lanes is not None
-    return running.worker._lanes.of("handle").spread.running
+    return lanes_of(running.worker).of("handle").spread.running
 
 
 @pytest.mark.parametrize("order", [None, "entity"])
@@ -96,7 +96,7 @@ async def test_what_is_to_run_once_runs_once(bench: Bench, options: Any) -> None
 async def test_what_can_never_succeed_is_buried_in_the_end(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
 ) -> None:
-    monkeypatch.setattr(failing, "FREE", 0.2)
+    tuned(monkeypatch, failing_is_free_for=0.2)
     service = Service(lambda _: False, max_attempts=2)
     await bench.publish("q", *(Item(str(n)) for n in range(10)))
     worker = await bench.until_empty(service.app)
@@ -116,4 +116,4 @@ async def test_a_drain_does_not_wait_for_the_next_run(bench: Bench, monkeypatch:
     async with bench.running(service.app, concurrency=4) as running:
         await running.until(lambda: service.calls >= IN_A_ROW and not service.inside)
         await running.leave()
-    assert len(bench.broker._queue("q").waiting) == 40
+    assert len(in_memory(bench.broker, "q")) == 40

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from idemconsumer import App, Reject, Retry, Saga, Step, Tx
-from idemconsumer.rules import failing
 from idemconsumer.rules.failing import Health
-from idemconsumer.sagas import probes
 from tests.support.logs import LogCapture, times
+from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, note
 
 SLOWED, WORKS = "a function fails in all sagas, trying one at a time", "function of sagas works again"
@@ -29,7 +28,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(failed(health, now, first=first), next_run=now + 0.01)
 
     monkeypatch.setattr(Health, "failed", at_once)
-    monkeypatch.setattr(probes, "_LONGEST", 0.05)
+    tuned(monkeypatch, longest_probe_pause=0.05)
 
 
 class Service:
@@ -155,7 +154,7 @@ async def test_a_step_that_asks_for_another_attempt_has_not_failed(bench: Bench,
 async def test_a_function_that_can_never_succeed_has_an_end(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
 ) -> None:
-    monkeypatch.setattr(failing, "FREE", 0.2)
+    tuned(monkeypatch, failing_is_free_for=0.2)
     service = Service(lambda _: False, "call", max_attempts=2)
     await bench.publish("q", *(Item(str(n)) for n in range(10)))
     async with bench.running(service.app) as running:

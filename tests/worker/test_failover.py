@@ -14,6 +14,7 @@ from idemconsumer import App, Tx
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from tests.support.servers.made import PrivatePostgres
 from tests.support.servers.standby import Standby
+from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, connected, note, prepare
 
 
@@ -45,7 +46,7 @@ async def test_a_worker_goes_on_at_the_standby_that_was_promoted(
         **wanted,
     )
     bench = connected(Bench(dsn), monkeypatch)
-    monkeypatch.setattr("idemconsumer.brokers.postgres.VISIBILITY", 2.0)  # until what was in hand is delivered again
+    tuned(monkeypatch, queue_visibility=2.0)  # until what was in hand is delivered again
     app = App("failover")
 
     @app.idempotent_handler(source, key="id", group_size=4)

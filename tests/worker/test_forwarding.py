@@ -20,6 +20,7 @@ from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.settings import Settings
 from tests.support.brokers import SCHEMES, Brokers
+from tests.support.inside import give_settings
 from tests.support.logs import LogCapture, times
 from tests.support.requesters import requester_of_kafka
 from tests.support.servers.made import Server
@@ -184,14 +185,14 @@ async def test_a_letter_is_forwarded_each_time_that_it_is_written_by_whichever_w
         raise AssertionError("nothing can be decoded")
 
     message = Message("postgres:orders", b"{", position="orders#1")
-    app._settings = bench.settings()
+    give_settings(app, bench.settings())
     assert (await app.process(message)).kind == "dead"
     assert len(unforwarded(bench)) == 1
     await bench.until_empty(app)
     ids = "select message_id from idemconsumer.queue where name = 'dlq' order by id"
     ((number,),) = bench.do("select id from idemconsumer.dead_letter")
     assert bench.do(ids) == [(f"shop-dead-{number}",)]
-    app._settings = bench.settings()
+    give_settings(app, bench.settings())
     assert (await app.process(message)).kind == "dead"  # another arrival of the same
     await app.close()
     assert (bench.do("select arrivals from idemconsumer.dead_letter"), unforwarded(bench)) == ([(2,)], [])

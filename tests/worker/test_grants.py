@@ -23,6 +23,7 @@ from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.cli.main import main
 from idemconsumer.rules.letters import Redriven
 from idemconsumer.stores.migrations import names
+from tests.support.inside import give_settings
 from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
 from tests.support.workers import SCHEMA, Bench, Item, connected, note, prepare
@@ -170,10 +171,10 @@ async def test_a_producer_sends_and_reads_nothing(bench: Bench, made: Made) -> N
     await command("publish", "postgres:orders", '{"id": "c"}', dsn=dsn)
     do(dsn, "select idemconsumer.publish('kafka:out', '{\"id\": \"out\"}', 'k', delay => interval '1 h')")
     sending = App("shop")
-    sending._settings = bench.settings(dsn=dsn)
+    give_settings(sending, bench.settings(dsn=dsn))
     await sending.publish("postgres:orders", {"id": "d"}, delay=0.001)
     async with await psycopg.AsyncConnection.connect(dsn) as connection:
-        shop.app._settings = bench.settings(dsn=dsn)
+        give_settings(shop.app, bench.settings(dsn=dsn))
         await shop.app.start(shop.ride, Item("r"), key="r", tx=connection)
         early = await shop.app.signal(shop.ride, key="r", name="go", payload="on", tx=connection)
     assert early == "early"

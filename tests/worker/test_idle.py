@@ -8,10 +8,9 @@ import psycopg
 import pytest
 
 from idemconsumer import App, Saga, Tx
-from idemconsumer.brokers import postgres
 from idemconsumer.ports.leases import Look
 from idemconsumer.stores.leases import PostgresLeases
-from idemconsumer.worker import steering
+from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, note
 
 
@@ -45,8 +44,11 @@ async def test_the_number_of_handlers_does_not_raise_the_number_of_connections(b
 
 
 async def test_one_look_is_for_all_sagas_and_queues_of_a_process(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postgres, "_LOOK", 3_600.0)  # no queue is looked at but by the look for sagas
-    monkeypatch.setattr(steering, "_AGAIN", 3_600.0)  # what a worker says of itself comes every twelve seconds (O13)
+    tuned(
+        monkeypatch,
+        queue_look_pause=3_600.0,  # no queue is looked at but by the look for sagas
+        steering_retry_pause=3_600.0,  # what a worker says of itself comes every twelve seconds (O13)
+    )
     look, looks = PostgresLeases.look, list[Look]()
     execute, sent = psycopg.AsyncCursor.execute, list[str]()
 

@@ -25,6 +25,7 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.readings import PostgresReading
 from idemconsumer.worker.in_hand import Outage
 from idemconsumer.worker.intake import Intake
+from tests.support.inside import draining, lanes_if_any
 from tests.support.points import Killed
 from tests.support.workers import SCHEMA, Bench, Item, body, note
 
@@ -271,7 +272,7 @@ async def test_a_drain_gives_back_what_still_waits_to_be_read(bench: Bench) -> N
         reader.redelivered("begun", "behind", begun="begun")
         await worker.until(lambda: bench.do("select deliveries from idemconsumer.queue") == [(2,), (2,)])
         worker.worker.drain()
-        await worker.until(lambda: worker.worker._lanes is not None and worker.worker._lanes.in_hand.draining)
+        await worker.until(lambda: draining(worker.worker))
         go.set()
     assert reader.read == {}
     rows = bench.do("select deliveries, visible_at <= clock_timestamp() from idemconsumer.queue")
@@ -291,7 +292,7 @@ async def test_a_drain_waits_for_what_is_being_read_and_gives_it_back(bench: Ben
         async with bench.running(reader.app) as worker:
             await worker.until(lambda: bench.do(waiting) == [(1,)])
             worker.worker.drain()
-            await worker.until(lambda: worker.worker._lanes is not None and worker.worker._lanes.finished.is_set())
+            await worker.until(lambda: (lanes := lanes_if_any(worker.worker)) is not None and lanes.finished.is_set())
             for _ in range(20):  # the worker would leave
                 await asyncio.sleep(0)
             await other.rollback()

@@ -9,10 +9,10 @@ from aiokafka import AIOKafkaProducer
 
 from idemconsumer import App, Tx
 from idemconsumer.admin.dead_letters import Admin
-from idemconsumer.brokers.kafka import unreadable as kafka_unreadable
 from idemconsumer.brokers.kafka.decompression import LEAST_LIMIT
 from tests.support.kafka import World, world_of
 from tests.support.servers.made import Server
+from tests.support.tuning import tuned
 from tests.support.workers import SCHEMA, Bench, Item, body, note
 
 
@@ -27,7 +27,7 @@ async def world(kafka: Server) -> AsyncIterator[World]:
 async def test_a_batch_above_the_limit_is_a_dead_letter_with_its_offsets(
     bench: Bench, world: World, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_unreadable, "LOOK_AGAIN", 0.1)
+    tuned(monkeypatch, unreadable_look_pause=0.1)
     app = App(world.topic.replace(".", "_"))
 
     @app.idempotent_handler(f"kafka:{world.topic}", key="id", consumer_group=world.group)

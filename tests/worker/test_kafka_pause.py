@@ -7,6 +7,7 @@ import asyncio
 from aiokafka import AIOKafkaProducer
 
 from idemconsumer import App, Tx
+from tests.support.inside import lanes_of
 from tests.support.kafka import world_of
 from tests.support.logs import LogCapture, times
 from tests.support.servers.made import Server
@@ -32,8 +33,7 @@ async def test_nothing_is_lost_or_run_twice_and_no_rebalance_happens(
             async with bench.running(app, kafka=kafka.address) as running:
                 await running.until(lambda: len(begun) == 4)
                 await app.pause("send")
-                lanes = running.worker._lanes
-                assert lanes is not None
+                lanes = lanes_of(running.worker)
                 await running.until(lambda: lanes.paused("send"))
                 go.set()
                 await running.until_count(applied=4)

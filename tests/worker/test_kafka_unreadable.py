@@ -12,13 +12,13 @@ from aiokafka import AIOKafkaProducer
 from idemconsumer import App, Tx
 from idemconsumer.admin.dead_letters import Admin
 from idemconsumer.admin.stops import Stops
-from idemconsumer.brokers.kafka import unreadable as kafka_unreadable
 from idemconsumer.errors import ConfigurationError
 from tests.support.kafka import World, killing, world_of
 from tests.support.kafka_log import codec, edit_batch, replaced
 from tests.support.logs import LogCapture, entries
 from tests.support.servers.kafka import Kafka
 from tests.support.servers.made import PrivateKafka
+from tests.support.tuning import tuned
 from tests.support.waiting import until
 from tests.support.workers import SCHEMA, Bench, Item, body, note, prepare
 
@@ -40,7 +40,7 @@ async def world(own: Kafka) -> AsyncIterator[World]:
 
 @pytest.fixture
 def bench(database: str, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(kafka_unreadable, "LOOK_AGAIN", 0.1)
+    tuned(monkeypatch, unreadable_look_pause=0.1)
     prepare(database)
     return Bench(database)
 
@@ -130,7 +130,7 @@ async def committed(world: World, offset: int) -> bool:
 async def test_it_is_said_again_and_goes_on_when_it_can_be_read_after_all(
     world: World, own: Kafka, bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_unreadable, "SAY_AGAIN", 0.1)
+    tuned(monkeypatch, unreadable_log_pause=0.1)
     await batch(world, 0, 1)
     edit_batch(log_of(own, world), 0, replaced(b"name0", b"nome0"), checked=False)
     async with bench.running(app_of(world), kafka=own.address) as running:

@@ -16,6 +16,8 @@ from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import NullObserver, Point
 from idemconsumer.worker.in_hand import Held, InHand
 from idemconsumer.worker.lane import Lane
+from tests.support.inside import draining
+from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, note
 
 
@@ -185,8 +187,7 @@ async def test_while_the_cpu_is_busy_what_arrives_goes_with_a_later_group(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr("idemconsumer.worker.turns.open_groups", lambda limit, lanes, busy: 1)
-    monkeypatch.setattr("idemconsumer.worker.turns._LOOK", 0.0)
-    monkeypatch.setattr("idemconsumer.worker.turns._PATIENCE", math.inf)
+    tuned(monkeypatch, turn_look_pause=0.0, turn_patience=math.inf)
     app, began, go_on = App("lanes"), asyncio.Event(), asyncio.Event()
     running = most = 0
 
@@ -215,7 +216,7 @@ async def test_a_lane_that_waits_for_its_turn_begins_nothing_once_the_worker_lea
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("idemconsumer.worker.turns.open_groups", lambda limit, lanes, busy: 1)
-    monkeypatch.setattr("idemconsumer.worker.turns._LOOK", 0.0)
+    tuned(monkeypatch, turn_look_pause=0.0)
     app, began, go_on = App("lanes"), asyncio.Event(), asyncio.Event()
 
     @app.idempotent_handler("memory:q", key="id", group_size=8)
@@ -230,7 +231,7 @@ async def test_a_lane_that_waits_for_its_turn_begins_nothing_once_the_worker_lea
         await bench.publish("q", *(Item(f"i{n}") for n in range(20)))
         await running.until(lambda: running.points.count(Point.DISPATCHED) == 21)
         running.worker.drain()
-        await running.until(lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.draining)
+        await running.until(lambda: draining(running.worker))
         go_on.set()
     assert bench.effects() == ["first"]
 

@@ -9,8 +9,8 @@ import pytest
 from idemconsumer import App, Tx
 from idemconsumer.admin.dead_letters import Admin
 from idemconsumer.cli.letters import show
-from idemconsumer.rules import failing
 from tests.support.logs import LogCapture, entries
+from tests.support.tuning import tuned
 from tests.support.workers import SCHEMA, Bench, Item, note
 
 
@@ -28,7 +28,7 @@ def shop(text: str, **options: Any) -> App:
 async def test_500_messages_with_one_fault_are_a_few_lines(
     bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failing, "IN_A_ROW", 1_000)  # else they would be tried one at a time (D17)
+    tuned(monkeypatch, failures_in_a_row=1_000)  # else they would be tried one at a time (D17)
     await bench.publish("q", *(Item(str(n)) for n in range(500)))
     worker = await bench.until_empty(shop("no limit is set", max_attempts=1, group_size=1))
     assert worker.counts == {"dead": 500}

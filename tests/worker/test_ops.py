@@ -34,18 +34,19 @@ from idemconsumer.process.child import Exit
 from idemconsumer.rules.health import Phase
 from idemconsumer.stores.migrations import migrate
 from tests.support.servers.made import PrivatePostgres
+from tests.support.tuning import tuned, tuning_source
 from tests.support.waiting import PATIENCE, eventually
 from tests.support.workers import Bench, Item
 
-SHOP = """
+SHOP = (
+    tuning_source(loop_hiccup=1.0)
+    + """
 import os
 import pathlib
 import signal
 import time
 from idemconsumer import App, Reject, Retry, Saga, Tx
-from idemconsumer.worker import reporting
 
-reporting._HICCUP = 1.0
 app = App("shop")
 
 @app.idempotent_handler("postgres:orders", key="id", timeout="0.5s", max_attempts=2, backoff=("0.01s", "0.01s"))
@@ -71,6 +72,7 @@ async def mail(order: dict, tx: Tx) -> None:
 async def ride(order: dict, saga: Saga) -> None:
     raise RuntimeError("no")
 """
+)
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 
@@ -280,7 +282,7 @@ def test_a_loop_that_stands_still_and_a_database_that_is_away(
 
 
 async def test_a_poll_that_does_not_come_back_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idemconsumer.worker.feed._LONGEST_POLL", 0.0)
+    tuned(monkeypatch, longest_poll=0.0)
     app, returns = App("shop"), asyncio.Event()
 
     @app.idempotent_handler("memory:orders", key="id")
@@ -296,7 +298,7 @@ async def test_a_poll_that_does_not_come_back_is_told(bench: Bench, monkeypatch:
         await running.until(lambda: "memory:orders" in reporting.report().stalled)
         report = reporting.report()
         assert report.phase is Phase.CONSUMING
-        monkeypatch.setattr("idemconsumer.worker.feed._LONGEST_POLL", 60.0)
+        tuned(monkeypatch, longest_poll=60.0)
         assert reporting.report().stalled == {}
         running.worker.drain()
         assert reporting.report().phase is Phase.DRAINING
@@ -304,7 +306,7 @@ async def test_a_poll_that_does_not_come_back_is_told(bench: Bench, monkeypatch:
 
 
 async def test_a_database_that_is_away_or_silent_holds_up_no_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "DEADLINE", 0.2)
+    tuned(monkeypatch, scrape_patience=0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         database = measured.Database(f"postgresql://u@127.0.0.1:{silent.getsockname()[1]}/d", "idemconsumer")
         began = time.monotonic()

@@ -15,8 +15,10 @@ from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.message.keys import digest
 from idemconsumer.ports.observer import Point
 from idemconsumer.worker.saga_lease import SagaLease
+from tests.support.inside import in_memory
 from tests.support.logs import LogCapture, entries, times
 from tests.support.servers.made import PrivatePostgres
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 from tests.support.workers import Bench, Item, connected, note, prepare
 
@@ -76,7 +78,7 @@ async def test_while_the_database_is_away_nothing_is_settled_and_then_it_goes_on
         assert max(waits.values(), default=0) <= 1
         assert bench.do("select 1 from idemconsumer.queue") == []
     else:
-        assert not bench.broker._queue("q").waiting
+        assert not in_memory(bench.broker, "q")
 
 
 @pytest.mark.kill
@@ -121,13 +123,13 @@ async def test_a_drain_ends_a_worker_whose_database_is_away(
         await running.until(lambda: times(logged, "store unreachable, waiting") == 1)
         async with asyncio.timeout(PATIENCE):
             await running.leave()
-    assert len(bench.broker._queue("q").waiting) == 2
+    assert len(in_memory(bench.broker, "q")) == 2
 
 
 # ------------------------------------------------------------------------------------------------- other people's locks
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idemconsumer.stores.session.LOCK_TIMEOUT", "100ms")
+    tuned(monkeypatch, session_lock_patience=0.1)
 
 
 @pytest.mark.usefixtures("impatient")

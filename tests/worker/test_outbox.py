@@ -20,8 +20,10 @@ from idemconsumer.message.replies import MESSAGE_ID
 from idemconsumer.ports.broker import Outgoing, Unsent
 from idemconsumer.worker.outgoing import Lane
 from idemconsumer.worker.relay_connections import MOST
+from tests.support.inside import give_settings
 from tests.support.logs import LogCapture, entries, times
 from tests.support.relaying import Taking
+from tests.support.tuning import tuned
 from tests.support.workers import SCHEMA, Bench, Item, Running, connected, note
 
 KAFKA = "127.0.0.1:1"  # an address, so that there is somebody to relay
@@ -107,7 +109,7 @@ async def test_it_goes_out_if_and_only_if_its_transaction_commits(bench: Bench, 
         connection.execute("savepoint s")
         connection.execute("select idemconsumer.publish('kafka:b', '{\"id\": \"undone\"}')")
         connection.execute("rollback to s")
-    app._settings = bench.settings()
+    give_settings(app, bench.settings())
     async with await psycopg.AsyncConnection.connect(bench.dsn) as connection_of_mine:
         await app.publish("kafka:b", {"id": "rolled back"}, tx=connection_of_mine)  # type: ignore[arg-type]
         await connection_of_mine.rollback()
@@ -152,7 +154,7 @@ async def test_a_queue_may_have_any_name_and_postgres_may_stand_before_it(bench:
         if item.id == "first":
             await app.publish("postgres:kafka:b", {"id": "second"}, tx=tx)
 
-    app._settings = bench.settings()
+    give_settings(app, bench.settings())
     await app.publish("postgres:kafka:b", {"id": "first"})
     bench.do("select idemconsumer.publish('postgres:plain', '{\"id\": \"third\"}')")
     await bench.until_empty(app)
@@ -345,11 +347,11 @@ async def test_an_outage_while_the_one_at_fault_is_looked_for_ends_the_round(
 async def test_what_is_in_hand_is_bounded_in_rows_and_bytes(
     bench: Bench, taking: Taking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.worker.outgoing.MOST", 4)
+    tuned(monkeypatch, outgoing_messages=4)
     publish(bench, *map(str, range(10)))
     await bench.until_empty(quiet(), kafka=KAFKA)
     assert max(map(len, taking.calls)) == 4
-    monkeypatch.setattr("idemconsumer.worker.outgoing.BYTES", 1_000)
+    tuned(monkeypatch, outgoing_bytes=1_000)
     taking.calls.clear()
     publish(bench, *("x" * 600 for _ in range(8)))
     await bench.until_empty(quiet(), kafka=KAFKA)
@@ -412,7 +414,7 @@ async def test_an_impossible_destination_is_said_and_holds_nothing_up(
 
 async def test_what_is_in_memory_is_in_no_transaction(bench: Bench) -> None:
     app = quiet()
-    app._settings = bench.settings()
+    give_settings(app, bench.settings())
     async with await psycopg.AsyncConnection.connect(bench.dsn) as connection:
         with pytest.raises(ConfigurationError, match="in no transaction"):
             await app.publish("memory:b", 1, tx=connection)  # type: ignore[arg-type]

@@ -13,8 +13,9 @@ from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.leases import Look
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.stores.pool import Pool
-from idemconsumer.worker import steering
+from tests.support.inside import give_settings, lanes_if_any
 from tests.support.logs import LogCapture, entries, times
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE
 from tests.support.workers import Bench, Item, Running, note
 
@@ -39,15 +40,14 @@ class Held:
 
 
 def paused(running: Running) -> bool:
-    lanes = running.worker._lanes
+    lanes = lanes_if_any(running.worker)
     return lanes is not None and lanes.paused("send")
 
 
 @pytest.fixture(autouse=True)
 def polled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look for what was decided comes soon here, where a test does not say otherwise."""
-    monkeypatch.setattr(steering, "EVERY", 0.5)
-    monkeypatch.setattr(steering, "_AGAIN", 0.1)
+    tuned(monkeypatch, steering_pause=0.5, steering_retry_pause=0.1)
 
 
 @pytest.mark.parametrize("source", ["postgres:mails", "memory:mails"])
@@ -81,7 +81,7 @@ async def test_a_worker_that_starts_meanwhile_starts_paused_and_says_so(bench: B
     held = Held("postgres:mails")
     held.go.set()
     bench.enqueue("mails", Item("waits"))
-    held.app._settings = bench.settings()
+    give_settings(held.app, bench.settings())
     await held.app.pause("send", reason="wrong prices", by="ann")
     async with bench.running(held.app) as first:
         await first.until(lambda: times(logged, "consuming") == 1)
@@ -111,8 +111,8 @@ async def test_what_cannot_be_read_changes_nothing(
         return await alone(pool, name, params, **more)
 
     monkeypatch.setattr(Pool, "alone", refusing)
-    monkeypatch.setattr(steering, "_AGAIN", 0.02)
-    held.app._settings = bench.settings()
+    tuned(monkeypatch, steering_retry_pause=0.02)
+    give_settings(held.app, bench.settings())
     await held.app.pause("send")
     async with bench.running(held.app) as running:
         await running.until(lambda: times(logged, "consuming") == 1)
@@ -128,7 +128,7 @@ async def test_what_cannot_be_read_changes_nothing(
 
         with monkeypatch.context() as patch:
             patch.setattr(PostgresSession, "ask", away)
-            patch.setattr(steering, "_SOONEST", 0.02)
+            tuned(patch, steering_notice_pause=0.02)
             await running.until(lambda: asked >= 1)
             bench.enqueue("mails", Item("waits"))
             await held.app.resume("send")
@@ -174,7 +174,7 @@ async def test_its_sagas_are_not_taken_and_go_on_later(bench: Bench, monkeypatch
 
 
 async def test_a_notice_takes_effect_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steering, "EVERY", 3600.0)
+    tuned(monkeypatch, steering_pause=3600.0)
     held = Held("memory:mails")
     async with bench.running(held.app) as running:
         seen = "select count(*)::int from idemconsumer.process where seen_at > started_at"

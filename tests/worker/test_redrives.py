@@ -23,6 +23,7 @@ from idemconsumer.ports.broker import Outgoing
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules.letters import Redriven
 from idemconsumer.rules.values import State
+from tests.support.tuning import tuned
 from tests.support.workers import SCHEMA, Bench, Item, body, note
 from tests.worker.crashes import payment, work
 from tests.worker.crashing_worker import PAYMENTS
@@ -355,7 +356,7 @@ async def test_what_is_not_whole_is_not_redriven(bench: Bench) -> None:
 
 
 async def test_a_run_that_was_killed_goes_on_where_it_was(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_TOGETHER", 2)
+    tuned(monkeypatch, letters_of_a_redrive=2)
     service = Service(max_attempts=1)
     await bench.publish("q", *(Item(str(n)) for n in range(5)))
     await bench.until_empty(service.app, concurrency=1)

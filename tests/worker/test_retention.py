@@ -12,6 +12,7 @@ from idemconsumer.sql.queries import load
 from idemconsumer.worker import retention as upkeep
 from idemconsumer.worker.retention import Retention, prune_once
 from tests.support.servers.postgres import migrated
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 SCHEMA = "idemconsumer"
@@ -115,7 +116,7 @@ async def test_a_dry_run_counts_and_deletes_nothing(store: str) -> None:
 
 
 async def test_all_blocks_are_walked_and_reported(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "_BLOCKS", 4)
+    tuned(monkeypatch, retention_blocks=4)
     insert(store, "completed", count=1_000)
     seen: list[tuple[int, int]] = []
 
@@ -154,8 +155,7 @@ async def test_a_pruner_that_is_stopped_gives_the_pass_back(store: str) -> None:
 
 
 async def test_a_turn_is_not_waited_for_without_end(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "_BLOCKS", 1)
-    monkeypatch.setattr(upkeep, "_LOCK_TIMEOUT", "50ms")
+    tuned(monkeypatch, retention_blocks=1, retention_lock_patience=0.05)
     insert(store, "completed", count=1_000)
     with psycopg.connect(store) as rival:
 
@@ -206,7 +206,7 @@ async def test_a_pruner_that_has_died_is_replaced(store: str) -> None:
 
 
 async def test_a_pruner_that_was_replaced_stops(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "_BLOCKS", 1)
+    tuned(monkeypatch, retention_blocks=1)
     insert(store, "completed", count=1_000)
     seen: list[int] = []
 
@@ -229,7 +229,7 @@ async def looked_at(dsn: str) -> int:
 
 
 async def test_a_pass_with_nothing_to_do_looks_at_nothing(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "_BLOCKS", 1)
+    tuned(monkeypatch, retention_blocks=1)
     insert(store, "kept", age=NEW, count=500)
     ranges = await looked_at(store)
     assert ranges > 3

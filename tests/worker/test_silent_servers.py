@@ -13,6 +13,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from idemconsumer import App, Tx
 from idemconsumer.worker.retention import prune_once
 from tests.support.servers.proxy import Proxy, Trap
+from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 from tests.support.workers import SCHEMA, Bench, Item, connected, note
 
@@ -28,7 +29,7 @@ async def proxy(bench: Bench) -> AsyncIterator[Proxy]:
 async def test_a_pass_of_retention_that_gets_no_answer_ends(
     bench: Bench, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idemconsumer.worker.retention._PATIENCE", 0.3)
+    tuned(monkeypatch, retention_patience=0.3)
     trap = proxy.freeze_at(b"begun_at", mode="after")
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(psycopg.OperationalError, match="no answer from the server"):
@@ -46,8 +47,7 @@ async def test_a_drain_does_not_wait_for_a_server_that_says_nothing(
     bench: Bench, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, where: Where
 ) -> None:
     """The deadlines themselves are far away: a drain hurries what it waits for."""
-    monkeypatch.setattr("idemconsumer.stores.connection._LOOK_OUT", 0.05)
-    monkeypatch.setattr("idemconsumer.stores.connection._CANCEL_SECONDS", 0.3)
+    tuned(monkeypatch, lookout_pause=0.05, cancel_patience=0.3)
     behind = connected(Bench(make_conninfo(bench.dsn, host="127.0.0.1", port=proxy.port), bench.broker), monkeypatch)
     app, trap, frozen = App("silent"), list[Trap](), asyncio.Event()
 

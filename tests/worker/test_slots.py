@@ -20,8 +20,10 @@ from idemconsumer.settings import Settings
 from idemconsumer.sql.queries import load
 from idemconsumer.worker.retention import prune_once
 from idemconsumer.worker.schedules import Schedules
+from tests.support.inside import queries_of, replace_queries
 from tests.support.logs import LogCapture, times
 from tests.support.servers.postgres import migrated
+from tests.support.tuning import tuned
 from tests.support.waiting import until
 
 HOURLY = Schedule("hourly", "0 * * * *", "UTC", "all", "report")
@@ -84,7 +86,7 @@ async def test_all_schedules_of_an_app_are_read_in_one_statement(desk: Desk, mon
 async def test_what_goes_wrong_delays_schedules_and_is_said_once(
     desk: Desk, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr("idemconsumer.worker.schedules._AGAIN", 0.0)
+    tuned(monkeypatch, schedule_retry_pause=0.0)
     schedules, looks = desk.worker(), list[int]()
     look = schedules.look
 
@@ -148,11 +150,9 @@ async def test_another_expression_catches_up_with_nothing(desk: Desk) -> None:
 async def test_the_databases_clock_decides(desk: Desk) -> None:
     await desk.worker().look()
     ahead = desk.worker()  # of a database that is five hours ahead of this machine
-    read = ahead._queries["read_schedules"]
-    ahead._queries = {
-        **ahead._queries,
-        "read_schedules": read.replace(b"clock_timestamp()", b"clock_timestamp() + interval '5 hours'"),
-    }
+    queries = queries_of(ahead)
+    read = queries["read_schedules"].replace(b"clock_timestamp()", b"clock_timestamp() + interval '5 hours'")
+    replace_queries(ahead, queries | {"read_schedules": read})
     await ahead.look()
     assert len(desk.keys) == 5
     await desk.worker().look()

@@ -17,22 +17,18 @@ from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.engine.work import Work
 from idemconsumer.ports.broker import Delivery, Epoch, Outgoing
 from idemconsumer.ports.observer import NullObserver
-from idemconsumer.worker import capacity
 from idemconsumer.worker import lane as lanes
 from idemconsumer.worker.feed import _Kind, _kind
 from idemconsumer.worker.in_hand import Held, InHand
 from idemconsumer.worker.spread import Spread
+from tests.support.inside import in_flight, in_memory
 from tests.support.kafka import create_topic
 from tests.support.logs import LogCapture, times
 from tests.support.servers.made import Server
-from tests.support.workers import Bench, Item, Running, body, note
+from tests.support.tuning import tuned
+from tests.support.workers import Bench, Item, body, note
 
 LONG = "30s, 30s"  # a backoff that no test waits for
-
-
-def in_flight(running: Running) -> int:
-    assert running.worker._lanes is not None
-    return running.worker._lanes.in_hand.in_flight
 
 
 # ---------------------------------------------------------------------------------------------------------- in a worker
@@ -112,10 +108,10 @@ async def test_a_failed_message_steps_aside_and_its_lane_goes_on(bench: Bench) -
         # A later delivery of its key does not run before it is due, or the backoff would be none.
         await bench.publish("q", Item("bad-0"), Item("last"))
         await running.until_count(applied=37)
-        assert in_flight(running) == 5
+        assert in_flight(running.worker) == 5
     assert runs.count("bad-0") == 1
     assert bench.attempts() == 4, "what is given back keeps its attempts"
-    assert len(bench.broker._queue("q").waiting) == 5
+    assert len(in_memory(bench.broker, "q")) == 5
 
 
 async def test_it_runs_again_once_it_is_due_and_later_deliveries_behind_it(bench: Bench) -> None:
@@ -156,7 +152,7 @@ async def test_of_a_thousand_rabbitmq_messages_the_failing_ones_hold_up_none(ben
         async with bench.running(app(), concurrency=4, rabbitmq=rabbitmq.address) as running:
             await running.until_count(applied=980, retrying=20)
             assert running.worker.counts["retrying"] == 20, "each failed once and waits"
-            assert in_flight(running) == 20
+            assert in_flight(running.worker) == 20
         assert bench.attempts() == 20
         broken = False
         async with bench.running(app(), concurrency=4, rabbitmq=rabbitmq.address) as running:
@@ -189,7 +185,7 @@ async def test_records_without_a_key_use_all_lanes_though_they_have_one_partitio
 
 
 async def test_only_so_many_may_wait_aside(bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "ROOM", 2)
+    tuned(monkeypatch, lane_room=2)
     app, runs = App("spread"), list[str]()
 
     @app.idempotent_handler("memory:q", key="id", backoff=LONG)
@@ -201,7 +197,7 @@ async def test_only_so_many_may_wait_aside(bench: Bench, logged: LogCapture, mon
     async with bench.running(app, concurrency=1) as running:
         await running.until(lambda: times(logged, "too many retries wait, lane waits") == 1)
         assert len(runs) == 3
-    assert len(bench.broker._queue("q").waiting) == 20
+    assert len(in_memory(bench.broker, "q")) == 20
 
 
 # ------------------------------------------------------------------------------------------------------------ one place
@@ -299,7 +295,7 @@ async def test_all_that_waits_is_given_back() -> None:
 async def test_only_so_many_bytes_may_wait_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers count as the body does."""
     place, lane, headers = Place(), Lane(), {"large": "x" * 1_000}
-    monkeypatch.setattr("idemconsumer.worker.spread._MOST_BYTES", 2_000)
+    tuned(monkeypatch, spread_bytes=2_000)
     place.add(*"abc", headers=headers)
     first, second, third = (place.spread.take(lane, 1, turns=0)[0] for _ in range(3))
     for each in (first, second, third):

@@ -11,6 +11,7 @@ from idemconsumer.worker import steering
 from idemconsumer.worker.reporting import Reporting
 from idemconsumer.worker.retention import prune_once
 from tests.support.logs import LogCapture, times
+from tests.support.tuning import tuned
 from tests.support.workers import SCHEMA, Bench, Item, note
 
 
@@ -44,8 +45,7 @@ async def test_a_worker_is_on_record_from_its_start_to_its_end(bench: Bench, app
 async def test_it_says_what_it_has_done_and_comes_back_if_its_row_was_pruned(
     bench: Bench, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steering, "EVERY", 0.1)
-    monkeypatch.setattr(steering, "_AGAIN", 0.1)
+    tuned(monkeypatch, steering_pause=0.1, steering_retry_pause=0.1)
     monkeypatch.setattr(Reporting, "lag", {"postgres:mails": Lag(7)})
     outcomes = (
         "select handlers #>> '{send,outcomes,applied}' from idemconsumer.process where state = 'running'"

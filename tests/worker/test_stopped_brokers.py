@@ -12,14 +12,11 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer import App, Tx
 from idemconsumer.brokers.connecting import connect
-from idemconsumer.brokers.kafka import client as kafka_client
-from idemconsumer.brokers.kafka import session as kafka_session
-from idemconsumer.brokers.rabbitmq import link
-from idemconsumer.brokers.sqs import client as sqs_client
 from idemconsumer.ports.broker import Outgoing
 from tests.support.kafka import create_topic
 from tests.support.logs import LogCapture, times
 from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivateRabbitMQ
+from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, body, note
 
 pytestmark = [pytest.mark.kill, pytest.mark.long]
@@ -68,8 +65,7 @@ async def goes_on(
 async def test_kafka(
     bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, private_kafka: PrivateKafka
 ) -> None:
-    monkeypatch.setattr(kafka_session, "PROBE_EVERY", 0.2)
-    monkeypatch.setattr(kafka_client, "PROBE_TIMEOUT", 1.0)
+    tuned(monkeypatch, kafka_probe_pause=0.2, kafka_probe_patience=1.0)
     server = private_kafka()
 
     async def create() -> None:
@@ -84,7 +80,7 @@ async def test_kafka(
 async def test_rabbitmq(
     bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, private_rabbitmq: PrivateRabbitMQ
 ) -> None:
-    monkeypatch.setattr(link, "HEARTBEAT", 1)
+    tuned(monkeypatch, rabbitmq_heartbeat=1)
     server = private_rabbitmq()
 
     async def create() -> None:
@@ -98,8 +94,7 @@ async def test_rabbitmq(
 async def test_sqs(
     bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, private_elasticmq: PrivateElasticMQ
 ) -> None:
-    monkeypatch.setattr(sqs_client, "READ_TIMEOUT", 2.0)
-    monkeypatch.setattr(sqs_client, "CALLS", 1)
+    tuned(monkeypatch, sqs_read_patience=2.0, sqs_calls=1)
     server = private_elasticmq()
 
     async def create() -> None:

@@ -15,6 +15,7 @@ from idemconsumer import App, Tx
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
+from tests.support.inside import in_flight
 from tests.support.kafka import create_topic
 from tests.support.logs import LogCapture, entries, times
 from tests.support.servers.made import PrivateRabbitMQ, Server
@@ -144,6 +145,5 @@ async def test_a_backlog_in_kafka_is_not_all_taken(bench: Bench, kafka: Server) 
     gate = Gate("shop", f"kafka:{topic}")
     async with bench.running(gate.app, kafka=kafka.address, concurrency=LANES) as running:
         await running.until(lambda: len(gate.began) == LANES)
-        assert running.worker._lanes is not None
-        assert running.worker._lanes.in_hand.in_flight <= MOST
+        assert in_flight(running.worker) <= MOST
         gate.open.set()

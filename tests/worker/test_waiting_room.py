@@ -16,8 +16,9 @@ from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.values import Record
 from idemconsumer.stores.joined import PostgresStore
-from idemconsumer.worker import capacity
+from tests.support.inside import in_flight, in_memory, lanes_of, nothing_in_flight, waiting_room
 from tests.support.logs import LogCapture, times
+from tests.support.tuning import tuned
 from tests.support.waiting import until
 from tests.support.workers import Bench, Item, note
 
@@ -41,8 +42,7 @@ async def test_a_busy_message_that_waits_stops_its_lane_until_its_rival_ends(ben
         claims = running.points.count(Point.CLAIMED)
         await running.until(lambda: running.points.count(Point.CLAIMED) > claims + 1)
         assert bench.effects() == ["first"]
-        assert running.worker._lanes is not None
-        assert running.worker._lanes.in_hand.in_flight == 2
+        assert in_flight(running.worker) == 2
         await let_go()
         await running.until_count(applied=3)
     assert bench.effects() == ["first", "busy", "behind"]
@@ -81,7 +81,7 @@ async def test_a_wait_that_runs_out_goes_to_the_room_and_is_not_lost(bench: Benc
         await let_go()
         await running.until_count(applied=2)
     assert bench.effects() == ["behind", "busy"]
-    assert not bench.broker._queue("q").waiting
+    assert not in_memory(bench.broker, "q")
 
 
 async def test_no_connection_is_held_while_a_message_waits_for_its_rival(bench: Bench) -> None:
@@ -112,7 +112,7 @@ async def test_no_connection_is_held_while_a_message_waits_for_its_rival(bench: 
 async def test_a_full_room_stops_the_lane_and_says_so_once(
     bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "ROOM", 2)
+    tuned(monkeypatch, lane_room=2)
     app = App(APP)
 
     # What is behind busy ones in a group of theirs may run.
@@ -127,11 +127,9 @@ async def test_a_full_room_stops_the_lane_and_says_so_once(
         async with bench.running(app, concurrency=1) as running:
             await running.until_count(busy=3)
             await running.until(lambda: times(logged, "waiting room full, lane waits") == 1)
-            assert running.worker._lanes is not None
-            room = running.worker._lanes.of("handle").waiting_room
             rounds = running.points.count(Point.CLAIMED)
             await running.until(lambda: running.points.count(Point.CLAIMED) > rounds + 3)
-            assert len(room._deliveries) == 2
+            assert len(waiting_room(running.worker, "handle")) == 2
             assert bench.effects() == []
             for let_go in rivals:
                 await let_go()
@@ -221,9 +219,7 @@ async def test_a_conflict_in_the_room_is_not_settled_before_its_dead_letter(
         async with bench.running(app_on("memory:ours")) as running:
             await running.until_count(busy=1)
             go.set()
-            await running.until(
-                lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.in_flight == 0
-            )
+            await running.until(lambda: nothing_in_flight(running.worker))
             assert bench.do("select reason from idemconsumer.dead_letter") == [("conflict",)]
             assert running.worker.counts["conflict"] == 1
             assert tried[1] - tried[0] >= 0.02, "it was not due yet"
@@ -237,13 +233,12 @@ async def test_the_room_starts_nothing_more_in_the_midst_of_a_round(bench: Bench
 
     @app.idempotent_handler("memory:q", key="id", order_by="entity", wait="0s", group_size=1)
     async def handle(item: Item, tx: Tx) -> None:
-        lanes = running.worker._lanes
-        assert lanes is not None
+        lanes = lanes_of(running.worker)
         if end == "the worker drains":
             running.worker.drain()
             await until(lambda: lanes.in_hand.draining)
         else:
-            for held in lanes.of("handle").waiting_room._deliveries:
+            for held in waiting_room(running.worker, "handle"):
                 held.delivery.epoch.retiring = True
         await gone.wait()
         await note(tx, item)
@@ -253,16 +248,9 @@ async def test_the_room_starts_nothing_more_in_the_midst_of_a_round(bench: Bench
     async with AsyncExitStack() as stack:
         rivals = [await stack.enter_async_context(bench.rival(key_of(name))) for name in busy]
         async with bench.running(app, concurrency=1) as running:
-            await running.until(
-                lambda: (
-                    running.worker._lanes is not None
-                    and len(running.worker._lanes.of("handle").waiting_room._deliveries) == 2
-                )
-            )
+            await running.until(lambda: len(waiting_room(running.worker, "handle")) == 2)
             for let_go in rivals:
                 await let_go()
             gone.set()
-            await running.until(
-                lambda: running.worker._lanes is not None and running.worker._lanes.in_hand.in_flight == 0
-            )
+            await running.until(lambda: nothing_in_flight(running.worker))
     assert len(bench.effects()) == 1
