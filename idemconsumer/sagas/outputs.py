@@ -20,6 +20,7 @@ from idemconsumer.message import codecs, models
 from idemconsumer.message.message import StoredResult
 
 _OCTETS: Final = "application/octet-stream"
+_AWAITABLE: Final = ("Awaitable", "Coroutine", "Future", "Task", "Any")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,20 @@ def check(fn: Callable[..., Any]) -> None:
     """Raises TypeError if an output could not be read by the return annotation, so far as that tells. It is called
     before the function has its effect (R40)."""
     _output(fn)
+
+
+def plain(fn: Any) -> str | None:
+    """The name of a function that has its effect as soon as it is called: a `def` that neither wraps an async function
+    nor is annotated to return something to await. Of a lambda nothing is known."""
+    function = function_of(fn)
+    if function is None or inspect.iscoroutinefunction(fn):
+        return None
+    function = inspect.unwrap(function)
+    if inspect.iscoroutinefunction(function) or function.__name__ == "<lambda>":
+        return None
+    given = function.__annotations__.get("return")
+    awaited = given is not None and any(name in str(given) for name in _AWAITABLE)
+    return None if awaited else function.__qualname__
 
 
 def encode(fn: Callable[..., Any], value: object) -> tuple[StoredResult | None, Any]:

@@ -262,7 +262,7 @@ class SagaRun(Settling):
                 await self._await_open_calls(spec.name)
             if self._ended:
                 raise _TooLate(f"step {spec.name!r} is requested after the handler has ended")
-            spec.check_output_type()
+            spec.check_functions()
             return await (self._wait(spec) if isinstance(spec, WaitSpec) else self._run_in_flight(spec, row))
         if end:
             await self._await_other_branches(row)

@@ -68,8 +68,14 @@ class StepSpec:
                     f"choose another, such as {name.replace(':', '_')!r}"
                 )
 
-    def check_output_type(self) -> None:
-        """Refuse a type that cannot be stored before the remote is called. Raises SagaMisused."""
+    def check_functions(self) -> None:
+        """Refuse, before any of them has an effect, functions that are not async, and an output that cannot be stored
+        (L69). Raises SagaMisused."""
+        for function in (self.fn, self.undo, self.reconcile, self.reconcile_undo):
+            if function is not None and (name := outputs.plain(function)) is not None:
+                raise SagaMisused(
+                    f"step {self.name!r}: {name} is not async; write async def, or annotate its return as Awaitable"
+                )
         try:
             outputs.check(self.fn)
         except TypeError as error:

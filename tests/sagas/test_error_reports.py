@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -62,7 +64,11 @@ WRONG: dict[str, tuple[Callable[[Any], Awaitable[object]], str]] = {
         "argument: 'remote'; it is called with step, then with the step's arguments, and by name with the "
         "app's resources (@app.resource)",
     ),
-    "not async": (lambda saga: saga.tx("s", plain), "step 's': TypeError: plain is not async, it returned int; write"),
+    "not async": (lambda saga: saga.tx("s", plain), "step 's': plain is not async; write async def"),
+    "a lambda that is not async": (
+        lambda saga: saga.tx("s", lambda tx: 1),
+        "is not async, it returned int; write async def",
+    ),
     "unstorable": (lambda saga: saga.call("s", unstorable), "step 's': a result of type object cannot be stored"),
     "without words": (lambda saga: saga.call("s", mute), "step 's': tests.sagas.test_error_reports.Mute"),
     "cancelled": (
@@ -100,6 +106,58 @@ async def test_an_error_names_its_step_and_what_to_do(bench: Bench, one: Station
     ((error,),) = bench.run("select error from idemconsumer.saga")
     assert says in error
     assert set(raised) <= {"SagaInterrupted", "TimeoutError"}
+
+
+@pytest.mark.parametrize("place", ["fn", "undo", "reconcile", "reconcile_undo"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["def", "partial"])
+async def test_a_function_that_is_not_async_is_refused_before_any_has_an_effect(
+    bench: Bench, one: Station, place: str, wrapped: bool
+) -> None:
+    """L69: each attempt would repeat what it does before anybody sees that it returned nothing to await."""
+    effects = list[str]()
+
+    def charge(*_: object) -> None:
+        effects.append("plain")
+
+    async def charge_in_time(*_: object) -> None:
+        effects.append("async")
+
+    functions: dict[str, Any] = {"fn": charge_in_time, "undo": charge_in_time, "reconcile": charge_in_time}
+    functions |= {"reconcile_undo": charge_in_time, place: functools.partial(charge) if wrapped else charge}
+    fn = functions.pop("fn")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.call("charged", fn, **functions)
+
+    await one.deliver(saga(book))
+    ((error,),) = bench.run("select error from idemconsumer.saga")
+    assert "step 'charged': " in error
+    assert "charge is not async; write async def" in error
+    assert effects == []
+
+
+async def test_a_plain_function_that_returns_something_to_await_is_a_step(bench: Bench, one: Station) -> None:
+    done = list[str]()
+
+    async def charge(step: Step, what: str) -> None:
+        done.append(what)
+
+    def passed_on(step: Step) -> Awaitable[None]:
+        return charge(step, "passed on")
+
+    @functools.wraps(charge)
+    def wrapping(*args: Any) -> Any:
+        return charge(*args)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.call("a", passed_on)
+        await saga.call("b", wrapping, "wrapped")
+        await saga.call("c", lambda step: charge(step, "lambda"))
+        await saga.call("d", functools.partial(charge, what="partial"))
+        await saga.call("e", AsyncMock(return_value=None))
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.APPLIED
+    assert done == ["passed on", "wrapped", "lambda", "partial"]
 
 
 async def test_a_step_that_is_cut_off_says_where_it_was(bench: Bench, one: Station) -> None:
