@@ -63,7 +63,8 @@ class Key:
     @staticmethod
     def message_id() -> Key:
         """The producer's message id, where the broker carries one (RabbitMQ, SQS, the Postgres queue). SQS gives every
-        message an id of its own; where the producer gave none, that one detects redeliveries only."""
+        message an id of its own; where the producer gave none, that one detects redeliveries only. The deduplication id
+        of a FIFO queue is not meant: it counts for five minutes only."""
         return Key("message_id")
 
     @staticmethod

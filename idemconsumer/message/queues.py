@@ -10,6 +10,9 @@ from urllib.parse import urlsplit
 GROUP: Final = "MessageGroupId"
 """The header that names the group of a message, published or received."""
 
+DEDUPLICATION_ID: Final = "MessageDeduplicationId"
+"""The header with the deduplication id of a message received from a FIFO queue."""
+
 _NAME: Final = r"(?P<name>[A-Za-z0-9_-]{1,80}(\.fifo)?)"
 _ARN: Final = re.compile(rf"arn:aws[a-z-]*:sqs:(?P<region>[a-z0-9-]+):(?P<account>\d{{12}}):{_NAME}")
 _URL: Final = re.compile(rf"https?://[A-Za-z0-9.:\[\]-]+/(?:[^@?#\s]*/)?{_NAME}")

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from idemconsumer import Key, Message
 from idemconsumer.brokers.sqs.client import Queue
 from idemconsumer.brokers.sqs.limits import limits, max_receives, retention
 from idemconsumer.brokers.sqs.wire import entry_of, message_of, receives, requests
 from idemconsumer.errors import BadMessage, ConfigurationError
+from idemconsumer.message.keys import compile_key
 from idemconsumer.ports.broker import Outgoing
 
 ORDERS, FIFO = Queue("orders", "http://q"), Queue("orders.fifo", "http://q")
@@ -104,13 +106,24 @@ def test_a_key_is_the_deduplication_id_of_a_fifo_queue() -> None:
     assert "MessageDeduplicationId" not in entry_of(content, Outgoing(b"{}", group))
 
 
-def test_an_id_that_sqs_made_from_the_content_identifies_nothing() -> None:
-    def arrived(token: str) -> str | None:
-        system = {"MessageGroupId": "g", "MessageDeduplicationId": token}
-        return message_of(FIFO, {"MessageId": "m", "Body": "same", "Attributes": system}).message_id
+def test_a_deduplication_id_is_a_header_and_no_message_id() -> None:
+    """A7: SQS gives it to another message after five minutes, or in another group."""
 
-    assert arrived("producer's") == "producer's"
-    assert arrived(hashlib.sha256(b"same").hexdigest()) == "m"
+    def arrived(message_id: str, group: str, **given: str) -> Message:
+        system = {"MessageGroupId": group, "MessageDeduplicationId": "daily report"}
+        attributes = {name: {"DataType": "String", "StringValue": value} for name, value in given.items()}
+        raw = {"MessageId": message_id, "Body": "{}", "Attributes": system, "MessageAttributes": attributes}
+        return message_of(FIFO, raw)
+
+    messages = [arrived("m1", "g"), arrived("m2", "h"), arrived("m3", "g")]
+    read = compile_key(Key.message_id(), dict, handler="h")
+    assert [read(message, {}) for message in messages] == ["m1", "m2", "m3"]
+    assert messages[0].headers == {"MessageGroupId": "g", "MessageDeduplicationId": "daily report"}
+    both = Key.all(Key.header("MessageGroupId"), Key.header("MessageDeduplicationId"))
+    assert len({compile_key(both, dict, handler="h")(message, {}) for message in messages}) == 2
+    again = entry_of(FIFO, Outgoing(b"{}", messages[0].headers, "key"))
+    assert again["MessageDeduplicationId"] == "key"
+    assert "MessageDeduplicationId" not in again["MessageAttributes"]
 
 
 def test_a_message_larger_than_the_queue_takes_is_refused_with_its_headers_counted() -> None:

@@ -16,7 +16,7 @@ from idemconsumer.brokers.sqs.in_hand import Held
 from idemconsumer.brokers.sqs.wire import BATCH, message_of, receives
 from idemconsumer.errors import SessionEnded
 from idemconsumer.logs import log
-from idemconsumer.message.queues import GROUP
+from idemconsumer.message.queues import DEDUPLICATION_ID, GROUP
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Lag
 from idemconsumer.user_code.cancellation import end
 
@@ -123,7 +123,7 @@ class SqsSession:
             MaxNumberOfMessages=want,
             WaitTimeSeconds=WAIT,
             VisibilityTimeout=visibility,
-            MessageSystemAttributeNames=["ApproximateReceiveCount", GROUP, "MessageDeduplicationId", "SentTimestamp"],
+            MessageSystemAttributeNames=["ApproximateReceiveCount", GROUP, DEDUPLICATION_ID, "SentTimestamp"],
             MessageAttributeNames=["All"],
         )
         arrivals = [self._delivery(raw, started + visibility) for raw in answer.get("Messages") or ()]

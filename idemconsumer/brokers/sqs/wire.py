@@ -23,7 +23,7 @@ from idemconsumer.brokers.sqs.client import Queue
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message
-from idemconsumer.message.queues import GROUP
+from idemconsumer.message.queues import DEDUPLICATION_ID, GROUP
 from idemconsumer.ports.broker import Outgoing
 
 BATCH: Final = 10  # messages in one request
@@ -53,6 +53,7 @@ def entry_of(queue: Queue, message: Outgoing) -> Entry:
     """
     headers = dict(message.headers)
     group = headers.pop(GROUP, None)
+    headers.pop(DEDUPLICATION_ID, None)  # of the message that this one was made from
     if message.key is not None:
         headers.pop(_ID, None)
         headers = {_ID: message.key, **headers}
@@ -154,37 +155,32 @@ def _fifo(queue: Queue, group: str | bytes | None, key: str | None) -> Entry:
         return {GROUP: group}
     else:
         token = uuid4().hex  # the same when the client sends the request again
-    return {GROUP: group, "MessageDeduplicationId": token}
+    return {GROUP: group, DEDUPLICATION_ID: token}
 
 
 # ------------------------------------------------------------------------------------------------------------ incoming
 def message_of(queue: Queue, raw: Mapping[str, Any]) -> Message:
     """Translate one arrival. Numbers arrive as text, binary attributes as text where they are UTF-8.
 
-    The message id is the producer's: the key it was published with, else the deduplication id of a FIFO queue. One
-    that SQS made from the content is ignored, since two messages may be equal; then, and where there is none, it is
-    SQS's own id, which identifies redeliveries but not what a producer sent twice.
+    The message id is the key that it was published with, else SQS's own id, which identifies redeliveries but not what
+    a producer sent twice. It is never the deduplication id of a FIFO queue, which is a header (A7): that one counts for
+    five minutes, and in some queues within a group, so another message may have it.
     """
     system = raw.get("Attributes") or {}
     headers = {name: _value(value) for name, value in (raw.get("MessageAttributes") or {}).items()}
     packed, mark = headers.pop(_PACKED, ""), headers.pop(_BODY, None)
     if packed:
         headers |= decode_headers(packed if isinstance(packed, bytes) else packed.encode())
-    group = system.get(GROUP)
-    if group is not None:
-        headers[GROUP] = group
+    headers |= {name: system[name] for name in (GROUP, DEDUPLICATION_ID) if name in system}
     text = raw.get("Body") or ""
     body = _read(text, mark)
     given = headers.pop(_ID, None)
-    token = system.get("MessageDeduplicationId")
-    if token == hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest():
-        token = None
     return Message(
         source=queue.source,
         body=body,
         headers=headers,
-        message_id=given if isinstance(given, str) else token or raw["MessageId"],
-        order_hint=group if queue.fifo else None,
+        message_id=given if isinstance(given, str) else raw["MessageId"],
+        order_hint=system.get(GROUP) if queue.fifo else None,
         position=f"{queue.name}#{raw['MessageId']}",
         timestamp=_time(system.get("SentTimestamp")),
     )
