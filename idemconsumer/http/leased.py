@@ -10,7 +10,7 @@ from typing import Any, Final
 from idemconsumer.errors import CommitUnknown, SelfCancelled, StoreUnavailable
 from idemconsumer.http.current import slot_for
 from idemconsumer.http.lost import ask, given
-from idemconsumer.http.messages import Response
+from idemconsumer.http.messages import Response, replay
 from idemconsumer.http.modes import PATIENCE, UNCLAIMED, Answer, CutOff, Open, Run, kept_result, refusal
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import OUTCOME_UNKNOWN
@@ -152,7 +152,7 @@ class Leased:
         if isinstance(known, Response) and result is not None:
             if await self._stored(held, result, lost, failed=known.status >= 400):
                 log.warning("a lost request was settled", by="reconcile", route=policy.name, key=held.claim.key)
-                return Answer(known, live=False)
+                return Answer(replay(result), live=False)
         elif isinstance(known, Unknown):
             await uninterrupted(self._release(held))
         return refusal(OUTCOME_UNKNOWN)

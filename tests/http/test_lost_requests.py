@@ -141,6 +141,9 @@ async def test_what_reconcile_knows_is_stored_and_sent(lose: Lose) -> None:
     assert [(each.status_code, each.content, each.headers["location"]) for each in got] == [
         (201, b"charged", "/charges/1")
     ] * 2
+    assert [("set-cookie" in each.headers, each.headers["x-bill"], replayed(each)) for each in got] == [
+        (False, "7", True)
+    ] * 2
     assert its.runs == 1
     assert [(each.key, each.route, each.since) for each in asked] == [(lost.key, "POST *", lost.since)]
 
