@@ -68,7 +68,7 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
         key=keys.compile_key(key, payload_type, handler=name),
         tenant=None if tenant is None else keys.compile_key(tenant, payload_type, handler=name, option="tenant"),
         order=_order(name, sources, payload_type, given, leased=signature.needs_saga),
-        fingerprint=_fingerprint(name, payload_type, given, is_json=hook is None and not codecs.is_bytes(payload_type)),
+        fingerprint=_fingerprint(name, payload_type, given, hooked=hook is not None),
         fingerprint_spec=given.get("fingerprint"),
     )
 
@@ -230,16 +230,24 @@ def _partition(message: Message) -> str:
     return message.position.rpartition("-")[0]
 
 
-def _fingerprint(handler: str, payload_type: Any, given: Options, *, is_json: bool) -> FingerprintOf:
-    """R26. What is compared of a whole message is its bytes as they arrived, and beside that its value: of JSON in
-    canonical form, of anything else in an envelope its bytes."""
+def _fingerprint(handler: str, payload_type: Any, given: Options, *, hooked: bool) -> FingerprintOf:
+    """R26. What is compared of a whole message is its bytes as they arrived, and beside that its value: of JSON, and of
+    what `decode=` makes, in canonical form, of anything else in an envelope its bytes."""
     spec: Any = given.get("fingerprint", _WHOLE_BODY)
     if spec is None:
         return lambda _, __, ___: (None, None)
     if spec is not _WHOLE_BODY and spec != RAW_BYTES:
         take = keys.compile_fingerprint(spec, payload_type, handler=handler)
         return lambda _, message, payload: (take(message, payload), None)
-    if is_json and spec is _WHOLE_BODY:
+    if hooked and spec is _WHOLE_BODY:
+        if payload_type is ByAttribute:
+            raise HandlerError(
+                handler,
+                "`decode` makes an object of another library, and nobody can tell whether two of these are equal",
+                'name what duplicates have in common, e.g. fingerprint="order.id"; "raw bytes" compares the body',
+            )
+        return lambda arrived, _, payload: (keys.fingerprint(arrived.body), keys.canonical_value(payload))
+    if spec is _WHOLE_BODY and not codecs.is_bytes(payload_type):
         return lambda arrived, message, _: (keys.fingerprint(arrived.body), keys.canonical(message.body))
     if "envelope" in given:
         return lambda arrived, message, _: (keys.fingerprint(arrived.body), keys.shortened(message.body))

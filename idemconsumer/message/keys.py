@@ -240,6 +240,14 @@ def canonical(body: bytes) -> bytes | None:
         return None
 
 
+def canonical_value(payload: object) -> bytes | None:
+    """As `canonical`, of what `decode=` has made: of its plain form. None for an object that has none."""
+    try:
+        return canonical(msgspec.json.encode(payload, enc_hook=paths.plain))
+    except Exception:  # noqa: BLE001 - a payload type of the user's may raise anything
+        return None
+
+
 def shortened(payload: bytes) -> bytes:
     """A fingerprint beside that of the body. It is stored with each record, so it is half as long."""
     return fingerprint(payload)[:16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gzip
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -457,10 +458,32 @@ def test_a_payload_is_compared_by_its_bytes_and_by_its_value() -> None:
     assert compared(one) == (sha256(one).digest(), keys.canonical(other))
     assert compared(one, fingerprint="raw bytes") == (sha256(one).digest(), None)
     assert compared(one, take, key=Key.message_id()) == (sha256(one).digest(), None)
-    assert compared(one, decode=lambda body, message: Order("a")) == (sha256(one).digest(), None)
+    made = keys.canonical(msgspec.json.encode(Order("a")))
+    assert compared(one, decode=lambda body, message: Order("a")) == (sha256(one).digest(), made)
+    assert compared(one, decode=lambda body, message: Order("a"), fingerprint="raw bytes")[1] is None
     assert compared(one, fingerprint=None) == (None, None)
     assert compared(one, fingerprint="qty") == compared(other, fingerprint="qty")
     assert compared(one, fingerprint="qty")[1] is None
+
+
+def test_what_decode_makes_is_compared_and_not_how_it_was_sent() -> None:
+    """R26: the same value, compressed a second later or with its fields in another order, is the same message."""
+
+    def unzipped(body: bytes, message: Message) -> Order:
+        return msgspec.json.decode(gzip.decompress(body), type=Order)
+
+    texts = [b'{"order_id":"a","qty":2}', b'{"qty": 2, "order_id": "a"}', b'{"order_id":"a","qty":3}']
+    bodies = [gzip.compress(text, mtime=second) for second, text in enumerate(texts)]
+    one, same, other = (compared(body, decode=unzipped) for body in bodies)
+    assert one[0] != same[0]
+    assert one[1] == same[1] != other[1]
+
+    class Opaque:
+        pass
+
+    async def anything(order: Any, tx: Tx) -> None: ...
+
+    assert compared(b"x", anything, key=Key.message_id(), decode=lambda body, message: Opaque())[1] is None
 
 
 def test_in_an_envelope_the_inside_is_compared_and_the_bytes_that_arrived() -> None:
@@ -504,7 +527,8 @@ def test_a_decoder_of_ones_own_makes_the_payload() -> None:
         return Opaque(f"{body.decode()} of {message.position}")
 
     def key_of(key: str) -> str:
-        return bound(take_opaque, key=key, decode=decode).call_for(Message("kafka:orders", b"x", position="t-0-1")).key
+        plan = bound(take_opaque, key=key, decode=decode, fingerprint="order.id")
+        return plan.call_for(Message("kafka:orders", b"x", position="t-0-1")).key
 
     assert key_of("order.id") == "x of t-0-1"
     assert key_of("lines[0].id") == "x of t-0-1"
@@ -513,6 +537,9 @@ def test_a_decoder_of_ones_own_makes_the_payload() -> None:
             key_of(missing)
     assert "is more than a path" in refusal(take_opaque, key="lines[*].id", decode=decode)
     assert "give decode= a function" in refusal(take_opaque)
+    assert 'name what duplicates have in common, e.g. fingerprint="order.id"' in refusal(
+        take_opaque, key="order.id", decode=decode
+    )
 
     def as_dict(body: bytes, message: Message) -> dict[str, str]:
         return {"order_id": body.decode()}
@@ -563,7 +590,8 @@ def test_what_is_begun_from_code_is_in_no_envelope_and_is_json() -> None:
     begun = Message("postgres:~shop/book", b'{"order_id": "a"}', message_id="k")
     assert bound(book, envelope="sns").call_for(begun).payload == Order("a")
     assert bound(book, decode=lambda body, message: Order("no")).call_for(begun).payload == Order("a")
-    other = bound(book_opaque, key="order.id", decode=lambda body, message: Opaque("no"))
+    given: Any = {"fingerprint": "order.id", "decode": lambda body, message: Opaque("no")}
+    other = bound(book_opaque, key="order.id", **given)
     with pytest.raises(BadMessage, match="cannot be begun from code"):
         other.call_for(msgspec.structs.replace(begun, source="postgres:~shop/book_opaque"))
 
