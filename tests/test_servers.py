@@ -118,7 +118,7 @@ async def test_rabbitmq_keeps_a_quorum_queue_over_a_kill_and_takes_more_configur
         channel = await connection.channel()
         await channel.declare_queue("kept", durable=True, arguments=arguments)
         await channel.default_exchange.publish(aio_pika.Message(b"1"), "kept")
-        server.wait_quorum_queues_registered()
+        server.wait_until_saved()
         server.kill()
     server.start()
     async with await aio_pika.connect(server.address) as connection:

@@ -463,8 +463,9 @@ async def test_a_killed_broker_ends_the_session_and_loses_nothing(node: Node, br
         await broker.publish(name, numbered(20))
     async with consuming(broker, names[0]) as session:
         held = await arriving(session, 20)
-        await asyncio.to_thread(node.server.wait_quorum_queues_registered)
+        await asyncio.to_thread(node.server.wait_until_saved, *names)
         node.server.kill()
+        assert node.server.has_saved(*names)
         assert "connection lost" in await ended(session)
         await session.settle(held)
         with pytest.raises(BrokerUnavailable, match="cannot connect"):

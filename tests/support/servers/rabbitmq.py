@@ -104,20 +104,30 @@ class RabbitMQ:
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=self._environment)
         return done.stdout
 
-    def wait_quorum_queues_registered(self) -> None:
-        """Return when every quorum queue that was declared would outlive a `kill()`.
+    def wait_until_saved(self, *queues: str) -> None:
+        """Return when these durable queues, and all quorum queues that were declared, would outlive a `kill()`.
 
         RabbitMQ 3.10 confirms messages before it has saved, in names.dets and half a second to a second after the
-        declaration, which log belongs to the queue. Killed before that, it gives the queue a new log, which is
+        declaration, which log belongs to a quorum queue. Killed before that, it gives the queue a new log, which is
         empty, and no leader is ever elected for it. Terms and votes (meta.dets) are saved at once, and can be spared.
         """
         registry = self._processes.folder / "mnesia" / self.node / "quorum" / self.node
 
-        def registered() -> bool:
-            saved = (registry / "names.dets").read_bytes()
-            return all(entry.name.encode() in saved for entry in registry.iterdir() if entry.is_dir())
+        def saved() -> bool:
+            names = (registry / "names.dets").read_bytes()
+            return self.has_saved(*queues) and all(
+                entry.name.encode() in names for entry in registry.iterdir() if entry.is_dir()
+            )
 
-        self._processes.wait_ready(registered, 60.0)
+        self._processes.wait_ready(saved, 60.0)
+
+    def has_saved(self, *queues: str) -> bool:
+        """Whether its files know of these durable queues."""
+        text = b""
+        for file in (self._processes.folder / "mnesia" / self.node).glob("*.[LD][OC]*"):  # logs and tables
+            with contextlib.suppress(FileNotFoundError):  # a log that has just become a table
+                text += file.read_bytes()
+        return all(queue.encode() in text for queue in queues)
 
     def _names_answer(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._names_port), 1.0):
