@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from idemconsumer.errors import Reject, UnknownEffect
+from idemconsumer.errors import Reject, SagaMisused, UnknownEffect
 from idemconsumer.message import codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone
@@ -135,7 +135,10 @@ class Steps:
             await self._record_refusal(spec, refused)
             raise refused from refused.__cause__
         self._at(SagaPoint.CALLED)
-        return await self._record_output(spec, value)
+        try:
+            return await self._record_output(spec, value)
+        except SagaMisused as error:  # L70
+            raise UnknownEffect(f"{error}; it was called all the same, and is not called again by itself") from error
 
     async def _record_output(self, spec: StepSpec, value: object) -> Any:
         output, value = spec.encode(value)

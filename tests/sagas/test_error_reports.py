@@ -69,7 +69,7 @@ WRONG: dict[str, tuple[Callable[[Any], Awaitable[object]], str]] = {
         lambda saga: saga.tx("s", lambda tx: 1),
         "is not async, it returned int; write async def",
     ),
-    "unstorable": (lambda saga: saga.call("s", unstorable), "step 's': a result of type object cannot be stored"),
+    "unstorable": (lambda saga: saga.tx("s", unstorable), "step 's': a result of type object cannot be stored"),
     "without words": (lambda saga: saga.call("s", mute), "step 's': tests.sagas.test_error_reports.Mute"),
     "cancelled": (
         lambda saga: saga.call("s", cancelled),
