@@ -51,8 +51,18 @@ class Schedule:
 
     def slots(self, after: datetime) -> Iterator[datetime]:
         """The slots after a moment, in UTC. Raises CronSimError for an expression that is none."""
-        for slot in CronSim(self.expression, after.astimezone(ZoneInfo(self.timezone))):
-            yield slot.astimezone(UTC)
+        for slot in CronSim(_fixed(self.expression), after.astimezone(ZoneInfo(self.timezone))):
+            if slot > after:  # asked within an hour that is repeated, cronsim begins with the first of the two
+                yield slot.astimezone(UTC)
+
+
+def _fixed(expression: str) -> str:
+    """For what does not run every hour, without a star in its minutes and hours: cronsim takes one for a schedule that
+    goes by the time that passes, and not by the clock."""
+    minute, hour, *rest = expression.split()
+    if hour in ("*", "*/1"):
+        return expression
+    return " ".join([minute.replace("*", "0-59"), hour.replace("*", "0-23"), *rest])
 
 
 def checked_schedule(schedule: Schedule) -> Schedule:

@@ -113,9 +113,13 @@ select (select count(*) from {schema}.queue where name = any(%(names)s))
        (select count(*) from {schema}.delayed where name = any(%(names)s) and due_at > (select clock_timestamp()))
 
 -- name: begin_schedule
--- L53. Its first slot is the next one. Once a day it is noted that somebody looks at it.
+-- L53. Its first slot is the next one, also if another rule had its place: what was noted of that is more than a day
+-- newer. Once a day it is noted that somebody looks at it.
 insert into {schema}.schedule (app, name, rule, last) values (%(app)s, %(name)s, %(rule)s, clock_timestamp())
-on conflict (app, name, rule) do update set looked_at = clock_timestamp()
+on conflict (app, name, rule) do update set looked_at = clock_timestamp(), last = case when exists (
+    select from {schema}.schedule as other where other.app = schedule.app and other.name = schedule.name
+        and other.looked_at > schedule.looked_at + interval '1 day'
+) then clock_timestamp() else schedule.last end
 where schedule.looked_at < clock_timestamp() - interval '1 day'
 
 -- name: read_schedules

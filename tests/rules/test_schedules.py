@@ -7,6 +7,8 @@ from itertools import islice
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.rules.schedules import MOST_AT_ONCE, CatchUp, Schedule, checked_schedule, due
@@ -32,10 +34,25 @@ def first(count: int, schedule: Schedule, after: str) -> list[str]:
         ("30 2 * * *", "2026-10-25 00:30", ["26 01:30"]),
         ("*/30 * * * *", "2026-10-25 00:00", ["25 00:30", "25 01:00", "25 01:30", "25 02:00"]),
         ("0 3 * * *", "2026-11-21 12:00", ["22 02:00", "23 02:00"]),
+        ("30 2 * * *", "2026-10-25 01:15", ["26 01:30"]),  # asked within the second of these hours
+        ("30 2 * * *", "2026-10-25 01:30", ["26 01:30"]),
+        ("0 */2 * * *", "2026-10-24 23:00", ["25 00:00", "25 03:00"]),  # as 0 0,2,4,… would
+        ("0 */2 * * *", "2026-03-29 00:00", ["29 01:00", "29 02:00"]),
+        ("*/30 2 * * *", "2026-10-24 12:00", ["25 00:00", "25 00:30", "26 01:00"]),
+        ("* 2 * * *", "2026-10-25 00:58", ["25 00:59", "26 01:00"]),
+        ("*/20 */1 * * *", "2026-10-25 00:30", ["25 00:40", "25 01:00", "25 01:20"]),
     ],
 )
 def test_slots_are_those_of_the_time_zone_through_clock_changes(expression: str, after: str, slots: list[str]) -> None:
     assert first(len(slots), schedule(expression, "Europe/Berlin"), after) == slots
+
+
+@given(st.sampled_from(["30 2 * * *", "0 */2 * * *", "*/20 * * * *", "5 1-3 * * *"]), st.integers(0, 60 * 24 * 400))
+def test_a_slot_is_never_before_what_it_was_asked_for(expression: str, minutes: int) -> None:
+    """Else it would be started at each look, for an hour."""
+    after = at("2026-01-01 00:00") + timedelta(minutes=minutes)
+    found = list(islice(schedule(expression, "Europe/Berlin").slots(after), 3))
+    assert after < found[0] < found[1] < found[2]
 
 
 @pytest.mark.parametrize(

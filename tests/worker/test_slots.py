@@ -147,6 +147,25 @@ async def test_another_expression_catches_up_with_nothing(desk: Desk) -> None:
     assert len(desk.keys) - len(set(desk.keys)) == 2  # duplicates of one saga each
 
 
+@pytest.mark.parametrize(("other", "caught_up"), [("3 hours", 0), ("8 days", 192), (None, 192)])
+async def test_an_expression_that_is_changed_back_catches_up_with_nothing(
+    desk: Desk, other: str | None, caught_up: int
+) -> None:
+    """Its row is that of a week ago. If nobody has looked at another one since, nobody has looked at all."""
+    await desk.worker().look()
+    desk.sql(
+        "update idemconsumer.schedule set looked_at = clock_timestamp() - interval '8 days 2 hours',"
+        " last = date_trunc('hour', clock_timestamp()) - interval '8 days' + interval '1 minute'"
+    )
+    if other is not None:
+        await desk.worker(Schedule("hourly", "*/30 * * * *", "UTC", "all", "report")).look()
+        noted = f"update idemconsumer.schedule set looked_at = clock_timestamp() - interval '{other}'"
+        desk.sql(f"{noted} where rule like '*/30%'")
+    while await desk.worker().look() < 0.1:
+        pass
+    assert len(desk.keys) == caught_up
+
+
 async def test_the_databases_clock_decides(desk: Desk) -> None:
     await desk.worker().look()
     ahead = desk.worker()  # of a database that is five hours ahead of this machine
