@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _share_ports(config)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Times(config.getoption("keep_durations")))
-        if _processes(config) > 1:
+        if config.getoption("tx", None):
             config.stash[_BROKERS] = SharedBrokers()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
 from types import UnionType
@@ -152,10 +153,36 @@ def stored_rejection(body: bytes) -> StoredResult:
     return StoredResult(body, status=decode_rejection(StoredResult(body)).status)
 
 
+def encode_refusal(refused: Reject) -> StoredResult:
+    """As `encode_rejection`, with the name of its class: of a step, of which a replay has to raise the same."""
+    stored = encode_rejection(refused.code, refused.body, refused.status)
+    if (cls := type(refused)) is Reject:
+        return stored
+    said = {
+        **msgspec.json.decode(stored.body, type=dict[str, msgspec.Raw]),
+        "class": f"{cls.__module__}:{cls.__qualname__}",
+    }
+    return replace(stored, body=msgspec.json.encode(said))
+
+
 def decode_rejection(stored: StoredResult | None) -> Reject:
-    """The inverse: the Reject that a step ended with before."""
+    """The inverse: the Reject that a step ended with before, of its class if that is imported. Its `__init__` is not
+    called, so all that it has besides `code`, `body` and `status` is missing."""
     rejection = {} if stored is None else msgspec.json.decode(stored.body)
-    return Reject(rejection.get("code", ""), rejection.get("body"), status=rejection.get("status"))
+    read = Reject(rejection.get("code", ""), rejection.get("body"), status=rejection.get("status"))
+    return _of_class(read, rejection.get("class", ""))
+
+
+def _of_class(read: Reject, name: str) -> Reject:
+    module, _, path = name.partition(":")
+    cls: Any = sys.modules.get(module)
+    for part in path.split("."):
+        cls = getattr(cls, part, None)
+    if not isinstance(cls, type) or not issubclass(cls, Reject):
+        return read
+    own = cls.__new__(cls, *read.args)
+    own.__dict__.update(vars(read))
+    return own
 
 
 def _json(value: object, what: str, instead: str) -> bytes:

@@ -102,8 +102,7 @@ class Steps:
                 spec.finished = True
                 self._at(SagaPoint.STEP_COMMITTED)
                 return value
-        await self._record_refusal(spec, refused)
-        raise refused
+        raise await self._record_refusal(spec, refused)
 
     async def _call(self, spec: StepSpec, row: StepRow | None) -> Any:
         saga, functions = self._saga, self._functions
@@ -132,8 +131,7 @@ class Steps:
             refused = None if limit.caused(error) else refusal(error, self._fail_on)
             if refused is None:
                 raise
-            await self._record_refusal(spec, refused)
-            raise refused from refused.__cause__
+            raise await self._record_refusal(spec, refused) from refused
         self._at(SagaPoint.CALLED)
         try:
             return await self._record_output(spec, value)
@@ -145,10 +143,13 @@ class Steps:
         await self._record(spec, StepState.DONE, output)
         return value
 
-    async def _record_refusal(self, spec: StepSpec, refused: Reject) -> None:
-        await self._record(
-            spec, StepState.REJECTED, codecs.encode_rejection(refused.code, refused.body, refused.status)
-        )
+    async def _record_refusal(self, spec: StepSpec, refused: Reject) -> Reject:
+        """Returns what a replay will raise (L71), to be raised by this run too."""
+        stored = codecs.encode_refusal(refused)
+        await self._record(spec, StepState.REJECTED, stored)
+        again = spec.rejection(stored)
+        again.__cause__ = refused
+        return again.with_traceback(refused.__traceback__)
 
     async def _record(self, spec: StepSpec, state: StepState, output: StoredResult | None) -> None:
         await self._store.record(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -13,9 +14,9 @@ from idemconsumer import OutcomeKind, Reject, Retry, Saga, Step
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import LeaseStore
-from idemconsumer.rules.values import StepKind, StepRow, StepState
+from idemconsumer.rules.values import State, StepKind, StepRow, StepState
 from idemconsumer.sagas.recorded import WINDOW, Outputs
-from tests.support.sagas import Bench, Station, saga
+from tests.support.sagas import Bench, Station, put, saga
 
 MEGABYTE = 1 << 20
 
@@ -151,3 +152,72 @@ async def test_a_saga_with_large_outputs_is_resumed_and_undone_with_a_few_in_mem
     gc.collect()
     assert (0 < most <= 6, len(alive)) == (True, 0)
     assert 0 < max(at_once) <= WINDOW
+
+
+# ------------------------------------------------------------------------------------------------- recorded rejections
+@dataclass
+class Why:
+    reason: str
+
+
+class CardDeclined(Reject):
+    def __init__(self, reason: str) -> None:
+        super().__init__("card_declined", Why(reason), status=402)
+        self.reason = reason
+
+
+class Known:
+    class Declined(CardDeclined):
+        pass
+
+
+@pytest.mark.parametrize("how", ["tx", "call"])
+@pytest.mark.parametrize("kind", [CardDeclined, Known.Declined])
+async def test_the_first_run_is_given_the_rejection_that_a_replay_will_be(
+    bench: Bench, one: Station, how: str, kind: type[CardDeclined]
+) -> None:
+    """L71: else `except CardDeclined` works until the saga is resumed, and what it reads changes then."""
+    seen = list[tuple[object, ...]]()
+
+    async def declined(_: object) -> None:
+        raise kind("limit")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        try:
+            await getattr(saga, how)("charge", declined)
+        except CardDeclined as error:
+            seen.append((type(error), error.code, error.body, error.status, str(error), hasattr(error, "reason")))
+        if len(seen) < 3:
+            raise Retry("1ms")
+        await saga.tx("kept", put, "kept")
+
+    handler = saga(book)
+    outcomes = await one.to_the_end(handler, await one.deliver(handler))
+    assert outcomes[-1].kind is OutcomeKind.APPLIED
+    assert seen == [(kind, "card_declined", {"reason": "limit"}, 402, "card_declined", False)] * 3
+    assert bench.effects == ["kept"]
+
+
+@pytest.mark.parametrize("how", ["tx", "call"])
+async def test_a_class_that_a_replay_could_not_find_is_not_caught_by_the_first_run_either(
+    bench: Bench, one: Station, how: str
+) -> None:
+    class Hidden(Reject):
+        pass
+
+    causes = list[BaseException | None]()
+
+    async def declined(_: object) -> None:
+        raise Hidden("no")
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        try:
+            await getattr(saga, how)("charge", declined)
+        except Hidden:
+            raise AssertionError("a replay would not come here") from None
+        except Reject as error:
+            causes.append(error.__cause__)
+            raise
+
+    assert (await one.deliver(saga(book))).state is State.FAILED
+    assert [type(cause) for cause in causes] == [Hidden]
