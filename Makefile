@@ -22,7 +22,7 @@ endif
 # measured on: with two the cores were idle for a quarter of a run.
 PYTEST = $(BIN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo orders test test-long durations mutants golden check format bench bench-quick bench-report lock sbom \
+.PHONY: help demo orders test test-long test-lowest durations mutants golden check format bench bench-quick bench-report lock sbom \
 	version-before clean
 
 help: ## this list
@@ -39,6 +39,11 @@ test: $(VENV)/.dev ## the tests, on real servers; ARGS="tests/test_embedded.py -
 
 test-long: $(VENV)/.dev ## the longest storms, which `make test` has in a short version; about fifteen minutes
 	@KILL_ROUND_TRIP=1 $(PYTEST) -n 2 -m long --timeout 3600 $(ARGS)
+
+test-lowest: ## the tests on the lowest versions that pyproject.toml allows of what it names; needs uv
+	@uv venv --quiet --allow-existing --python $(PYTHON) .venv-lowest
+	@uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[dev]'
+	@.venv-lowest/bin/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder -p no:cacheprovider $(ARGS)
 
 durations: $(VENV)/.dev ## run the tests and keep the seconds of each file, by which `make test` orders them
 	@$(PYTEST) --keep-durations $(ARGS)
@@ -84,7 +89,7 @@ version-before: ## once released, this commit is what tests/stores/test_version_
 	@git archive HEAD idemconsumer migrations | xz -9e > tests/stores/version_before.tar.xz
 
 clean: ## remove what was made here; downloaded servers stay in ~/.cache/idemconsumer
-	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) .venv-lowest build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
