@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import (
@@ -61,6 +61,7 @@ class HandlerPlan:
     order: OrderOf
     fingerprint: FingerprintOf
     fingerprint_spec: KeySpec | None
+    unsure_paths: Sequence[str]
 
     def bind(
         self,
@@ -177,6 +178,11 @@ class BoundHandler:
     def tenant_spec(self) -> KeySpec | None:
         """Where the tenant comes from, if it has any."""
         return self._plan.tenant_spec
+
+    @property
+    def unsure_paths(self) -> Sequence[str]:
+        """Those in its options of which the payload's type does not show that they are there (R41)."""
+        return self._plan.unsure_paths
 
     @property
     def plan(self) -> HandlerPlan:

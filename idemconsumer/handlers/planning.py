@@ -70,7 +70,14 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
         order=_order(name, sources, payload_type, given, leased=signature.needs_saga),
         fingerprint=_fingerprint(name, payload_type, given, hooked=hook is not None),
         fingerprint_spec=given.get("fingerprint"),
+        unsure_paths=_unsure_paths(key, given, payload_type),
     )
+
+
+def _unsure_paths(key: KeySpec, given: Options, payload_type: Any) -> list[str]:
+    specs: list[Any] = [key, given.get("tenant"), given.get("order_by"), given.get("fingerprint")]
+    named = [spec for spec in specs if spec not in ("partition", RAW_BYTES)]
+    return [] if payload_type is ByAttribute else keys.unsure_paths(named, payload_type)
 
 
 def _decoder(name: str, payload_type: Any, *, hooked: bool) -> codecs.Decode | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -141,6 +141,17 @@ def needed(spec: KeySpec) -> frozenset[Kind]:
     if spec.kind == "all":
         return frozenset().union(*map(needed, spec.specs))
     return frozenset({spec.kind})
+
+
+def unsure_paths(specs: Iterable[object], payload_type: Any) -> list[str]:
+    """The paths in these specs of which the payload's type does not show that they are there (R41)."""
+    found: list[str] = []
+    for spec in specs:
+        if isinstance(spec, Key):
+            found += unsure_paths(spec.specs, payload_type)
+        elif isinstance(spec, str) and not paths.is_sure(spec, payload_type):
+            found.append(spec)
+    return list(dict.fromkeys(found))
 
 
 # ------------------------------------------------------------------------------------------ stored identity

@@ -37,12 +37,14 @@ MAX_SEARCH_STEPS: Final = 20_000
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A step that the type knows: how it is taken, what is there, and how many names of the path it has used."""
+    """A step that the type knows: how it is taken, what is there, and how many names of the path it has used. `sure`:
+    each value of the type has it, if it is not null."""
 
     get: _Get
     type: types.Type
     attribute: str | None = None
     names: int = 1
+    sure: bool = True
 
 
 class _NoSuchField(Exception):
@@ -87,6 +89,16 @@ def compile_path(expression: str, payload_type: Any, *, handler: str, option: st
         return _search(compiled.parsed, expression, option)
     attributes = [each.attribute for each in found if each.attribute is not None]
     return _attributes(attributes) if len(attributes) == len(found) else _follow([each.get for each in found])
+
+
+def is_sure(expression: str, payload_type: Any) -> bool:
+    """Whether the payload's type shows that what a valid path names is there, or tells nothing, as `dict` does."""
+    names, whole = _leading_steps(jmespath.compile(expression).parsed)
+    root = _type_info(payload_type)
+    if not whole or isinstance(root, types.AnyType | types.DictType):
+        return True
+    found = _resolve(names, root)
+    return found is None or all(each.sure for each in found)
 
 
 def compile_search(expression: str) -> Callable[[object], object]:
@@ -319,7 +331,7 @@ def _named(node: types.Type, names: Sequence[str | int]) -> _Found | None:
     if isinstance(node, types.UnionType):
         return _in_one_of(_members(node), names)
     if isinstance(node, types.AnyType):
-        return _Found(_looked_up(name), node)
+        return _Found(_looked_up(name), node, sure=False)
     if isinstance(node, types.DictType):
         return _Found(_item(name), node.value_type) if _text_keys(node) else None
     if isinstance(node, types.StructType) and node.tag_field == name:
@@ -332,7 +344,7 @@ def _named(node: types.Type, names: Sequence[str | int]) -> _Found | None:
         if tuple(names[: len(wire)]) == wire:
             return replace(field, names=len(wire))
     if isinstance(node, types.CustomType) and (not known or models.takes_more(node.cls)):
-        return _Found(_looked_up(name), types.AnyType()) if known else None
+        return _Found(_looked_up(name), types.AnyType(), sure=False) if known else None
     raise _NoSuchField(_type_name(node), name, [".".join(map(str, wire)) for wire, _ in known])
 
 
@@ -341,15 +353,18 @@ def _in_one_of(members: Sequence[types.Type], names: Sequence[str | int]) -> _Fo
     if len(members) == 1:
         return _named(members[0], names)
     known: list[str] = []
-    has_it = False
+    have_it: list[_Found] = []
     for member in members:
         try:
-            has_it |= _named(member, names) is not None
+            if (found := _named(member, names)) is not None:
+                have_it.append(found)
         except _NoSuchField as missing:
             known += missing.known
-    if not has_it and known:
+    if not have_it and known:
         raise _NoSuchField("the payload's types", str(names[0]), known)
-    return _Found(_looked_up(str(names[0])), types.AnyType())
+    sure = len(have_it) == len(members) and all(each.sure for each in have_it)
+    inner = types.UnionType(tuple(each.type for each in have_it)) if sure else types.AnyType()
+    return _Found(_looked_up(str(names[0])), inner, sure=sure)
 
 
 def _text_keys(node: types.DictType) -> bool:

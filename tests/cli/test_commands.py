@@ -530,6 +530,35 @@ def test_check_looks_at_the_destinations_that_the_app_names(shop: Shop) -> None:
     assert (level, "nothing listens at 127.0.0.1:1" in text) == ("error", True)
 
 
+PETS = """
+from pydantic import BaseModel
+from idemconsumer import App
+
+app = App("shop")
+
+class Cat(BaseModel):
+    name: str
+    id: str = ""
+
+class Dog(BaseModel):
+    name: str
+
+@app.idempotent_handler("postgres:pets", key="name", fingerprint="id", order_by="name")
+async def keep(pet: Cat | Dog) -> None: ...
+
+@app.idempotent_handler("postgres:others", key="name", fingerprint="raw bytes")
+async def keep_raw(pet: Cat) -> None: ...
+"""
+
+
+def test_check_names_a_path_that_the_payload_may_not_have(shop: Shop) -> None:
+    (shop.folder / "pets.py").write_text(PETS)
+    findings = json.loads(shop("check", "pets:app", "--json"))
+    assert [(each["subject"], each["text"][:63]) for each in findings if "does not show" in each["text"]] == [
+        ("handler keep", "its payload's type does not show that 'id' is always there; it "),
+    ]
+
+
 SAGAS = """
 from idemconsumer import App, Saga
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, RootModel, SecretStr, create_model
 from pydantic.alias_generators import to_camel
 
-from idemconsumer import Saga, Tx, idempotent_handler
+from idemconsumer import Key, Saga, Tx, idempotent_handler
 from idemconsumer.errors import HandlerError
 from idemconsumer.message import codecs, keys, models, read_back
 from idemconsumer.message.message import Message
@@ -410,6 +410,20 @@ def test_a_path_finds_in_the_value_what_is_on_the_wire(annotation: Any, path: st
 def test_a_path_that_no_alternative_has_is_refused_at_import(annotation: Any) -> None:
     with pytest.raises(HandlerError, match="no field 'identity'"):
         keys.compile_key("identity", annotation, handler="h")
+
+
+@pytest.mark.parametrize(
+    ("annotation", "path", "sure"),
+    [
+        (Cat | Dog, "id", True), (Cat | Dog, "catName", False), (Owner, "pet.id", True), (Owner, "pet.catName", False),
+        (Owner, "pets.a.id", False), (Open, "id", False), (Open, "known", True), (Cat | None, "id", True),
+        (dict[str, Any], "id", True), (dict, "a.b", True), (Any, "id", True), (Around, "many[0].orderId", True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_path_that_the_type_does_not_show_is_known(annotation: Any, path: str, sure: bool) -> None:
+    for spec in (path, Key.all(Key.first(path, Key.message_id()), Key.payload())):
+        assert keys.unsure_paths([spec, None], annotation) == ([] if sure else [path])
 
 
 # ---------------------------------------------------------------------------------------------------------- and bytes
