@@ -84,10 +84,25 @@ def adapter(annotation: Any) -> Any:
 
 
 def write(value: object) -> bytes:
-    """The JSON of a model: by the names that it is read by, and without what is computed when it is read."""
+    """The JSON of a model: by the names that it is read by; without what it computes, if it could not be read then."""
     cls: Any = type(value)
-    dumped: bytes = adapter(cls).dump_json(value, by_alias=True, round_trip=True)
+    dumped: bytes = adapter(cls).dump_json(value, by_alias=True, round_trip=_is_strict(cls))
     return dumped
+
+
+@lru_cache(maxsize=256)
+def _is_strict(cls: Any) -> bool:
+    """Whether it, or a model in it, refuses the fields that it computes, or reads a value of its from a text."""
+    return any(
+        (_config(part).get("extra") == "forbid" and getattr(part.__pydantic_decorators__, "computed_fields", None))
+        or any("Json" in str(each) for info in fields(part).values() for each in (info.annotation, *info.metadata))
+        for part in parts(cls)
+        if is_model(part)
+    )
+
+
+def _config(cls: Any) -> Mapping[str, Any]:
+    return getattr(cls, "model_config", None) or getattr(cls, "__pydantic_config__", None) or {}
 
 
 def fields(cls: type) -> dict[str, Any]:
@@ -103,7 +118,7 @@ def read_at(cls: type, name: str, info: Any) -> list[Wire]:
     found = [
         tuple(choice.path) if hasattr(choice, "path") else (choice,) for choice in choices if choice is not None
     ]  # fmt: skip
-    config = getattr(cls, "model_config", None) or getattr(cls, "__pydantic_config__", None) or {}
+    config = _config(cls)
     if not found or config.get("populate_by_name") or config.get("validate_by_name"):
         found.append((name,))
     return found
@@ -111,7 +126,7 @@ def read_at(cls: type, name: str, info: Any) -> list[Wire]:
 
 def takes_more(cls: type) -> bool:
     """Whether it keeps fields that it does not declare."""
-    return bool((getattr(cls, "model_config", None) or {}).get("extra") == "allow")
+    return bool(_config(cls).get("extra") == "allow")
 
 
 def extras(value: object) -> Mapping[str, Any]:

@@ -54,6 +54,20 @@ class Computed(BaseModel):
         return self.net * 2
 
 
+class Shown(BaseModel):
+    net: int
+
+    @pydantic.computed_field  # type: ignore[prop-decorator]
+    @property
+    def gross(self) -> int:
+        return self.net * 2
+
+
+class Outer(BaseModel):
+    inner: Computed
+    text: pydantic.Json[list[int]] = [1]
+
+
 class Secretive(BaseModel):
     token: SecretStr
 
@@ -101,6 +115,8 @@ READ_BACK: list[Any] = [
     Camel(order_id=1),
     Choices.model_validate({"orderId": 1}),
     Computed(net=1),
+    Shown(net=1),
+    Outer(inner=Computed(net=1)),
     Private(n=1),
     Secretive(token=SecretStr("s")),
     Numbers([1, 2]),
@@ -118,6 +134,13 @@ def test_what_is_written_is_what_is_read(value: Any) -> None:
     assert stored is not None
     back = codecs.decoder(getattr(value, "__orig_class__", type(value)))(stored.body)
     assert fields_of(back) == fields_of(value)
+
+
+def test_what_a_model_computes_is_written_unless_it_could_not_be_read_then() -> None:
+    written = [codecs.encode(value) for value in (Shown(net=1), Computed(net=1), Outer(inner=Computed(net=1)))]
+    assert [each and each.body for each in written] == [
+        b'{"net":1,"gross":2}', b'{"net":1}', b'{"inner":{"net":1},"text":"[1]"}',
+    ]  # fmt: skip
 
 
 def fields_of(value: Any) -> Any:
