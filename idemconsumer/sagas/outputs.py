@@ -42,7 +42,7 @@ def plain(fn: Any) -> str | None:
     """The name of a function that has its effect as soon as it is called: a `def` that neither wraps an async function
     nor is annotated to return something to await. Of a lambda nothing is known."""
     function = function_of(fn)
-    if function is None or inspect.iscoroutinefunction(fn):
+    if function is None or function.__code__.co_flags & inspect.CO_COROUTINE or inspect.iscoroutinefunction(fn):
         return None
     function = inspect.unwrap(function)
     if inspect.iscoroutinefunction(function) or function.__name__ == "<lambda>":
