@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, RootModel, SecretStr, create_model
 from pydantic.alias_generators import to_camel
+from typing_extensions import TypeAliasType
 
 from idemconsumer import Key, Saga, Tx, idempotent_handler
 from idemconsumer.errors import HandlerError
@@ -403,12 +404,16 @@ class Open(BaseModel):
     known: int = 1
 
 
+# As `type Pets = Cat | Dog` makes it, from Python 3.12 on.
+PETS: Any = TypeAliasType("PETS", Cat | Dog)
+
 CAT: dict[str, Any] = {"kind": "cat", "id": "7", "catName": "Tom"}
 
 
 @pytest.mark.parametrize(
     ("annotation", "path", "body"),
     [
+        (PETS, "id", CAT), (list[PETS], "[0].id", [CAT]),
         (Cat | Dog, "id", CAT), (Cat | Dog | None, "id", CAT), (Cat | None, "id", CAT), (Cat | Dog, "catName", CAT),
         (Annotated[Cat | Dog, Field(discriminator="kind")], "id", CAT), (list[Cat | Dog], "[0].id", [CAT]),
         (Owner, "pet.id", {"pet": CAT}), (Owner, "pets.a.id", {"pet": CAT, "pets": {"a": CAT}}),
