@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from types import UnionType
 from typing import Annotated, Any, Final, TypeAlias, Union, get_args, get_origin
 from weakref import WeakSet
@@ -61,6 +62,11 @@ def without_mark(body: bytes) -> bytes:
 def is_bytes(annotation: Any) -> bool:
     """Whether the payload is the body itself, and not JSON."""
     return annotation in (bytes, bytes | None)
+
+
+@lru_cache(maxsize=256)
+def _decoder_of(cls: Any) -> Decode:
+    return decoder(cls)
 
 
 def hooked(decode: DecodeHook) -> DecodeHook:
@@ -156,7 +162,8 @@ def stored_rejection(body: bytes) -> StoredResult:
 def encode_refusal(refused: Reject) -> StoredResult:
     """As `encode_rejection`, with the name of its class: of a step, of which a replay has to raise the same."""
     stored = encode_rejection(refused.code, refused.body, refused.status)
-    if (cls := type(refused)) is Reject:
+    # What stands in the file that was started is elsewhere, or nothing, in a process that was started otherwise.
+    if (cls := type(refused)) is Reject or cls.__module__ == "__main__":
         return stored
     said = {
         **msgspec.json.decode(stored.body, type=dict[str, msgspec.Raw]),
@@ -180,9 +187,12 @@ def _of_class(read: Reject, name: str) -> Reject:
         cls = getattr(cls, part, None)
     if not isinstance(cls, type) or not issubclass(cls, Reject):
         return read
-    own = cls.__new__(cls, *read.args)
+    own = Exception.__new__(cls, *read.args)  # its own may want other arguments
     own.__dict__.update(vars(read))
-    return own
+    with contextlib.suppress(Exception):  # it may compute these from what is missing
+        if (own.code, own.status) == (read.code, read.status) and own.body is read.body:
+            return own
+    return read
 
 
 def _json(value: object, what: str, instead: str) -> bytes:
@@ -201,6 +211,18 @@ def _json(value: object, what: str, instead: str) -> bytes:
     if (problem := _lost(value, cls, written)) is not None:
         raise _NotReadBack(f"{what} cannot be read back as it was: {problem}")
     return written
+
+
+def whole(value: object) -> bytes | None:
+    """The JSON of a value from which all of it can be read back, seen for this very value; else None."""
+    cls: Any = type(value)
+    try:
+        written = _json(value, "a payload", "give it")
+        if not read_back.field_names(cls):
+            return written
+        return None if read_back.difference(_decoder_of(cls)(written), value) else written
+    except Exception:  # noqa: BLE001 - it has no such form, whatever its own code raises
+        return None
 
 
 class _NotReadBack(TypeError):
@@ -299,9 +321,9 @@ def _read_model(cls: type, value: object) -> object:
 
 
 def _pydantic(annotation: Any) -> Decode:
-    from pydantic import ValidationError
+    from pydantic import TypeAdapter, ValidationError
 
-    adapter = models.adapter(annotation)
+    adapter = TypeAdapter(annotation)
     strict_json = msgspec.json.Decoder()
 
     def decode(body: bytes) -> object:

@@ -20,8 +20,8 @@ import msgspec
 
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.hashing import HASHING
-from idemconsumer.message import paths
-from idemconsumer.message.codecs import without_mark
+from idemconsumer.message import models, paths
+from idemconsumer.message.codecs import whole, without_mark
 from idemconsumer.message.functions import is_async, takes
 from idemconsumer.message.message import PROPERTIES, Message
 
@@ -218,7 +218,10 @@ _MOST_DIGITS = 400  # beyond all floats; a number with more that is written in t
 def _number(text: str) -> msgspec.Raw:
     """The same for all ways to write that number, and for no other: as floats, two that differ in the 17th digit would
     be one."""
-    if "e" in text or "E" in text:
+    scientific = "e" in text or "E" in text
+    if not scientific and text[-1] != "0":  # as nearly all are: a body may have a hundred thousand
+        return msgspec.Raw(text.encode())
+    if scientific:
         try:
             sign, digits, exponent = Decimal(text).as_tuple()
         except InvalidOperation:  # an exponent of more than 18 digits
@@ -252,11 +255,12 @@ def canonical(body: bytes) -> bytes | None:
 
 
 def canonical_value(payload: object) -> bytes | None:
-    """As `canonical`, of what `decode=` has made: of its plain form. None for an object that has none."""
-    try:
-        return canonical(msgspec.json.encode(payload, enc_hook=paths.plain))
-    except Exception:  # noqa: BLE001 - a payload type of the user's may raise anything
-        return None
+    """As `canonical`, of what `decode=` has made. None for what cannot be written whole: of two values that differ in
+    what is left out, one would be the duplicate of the other."""
+    if isinstance(payload, bytes):
+        return shortened(payload)
+    written = whole(payload)
+    return None if written is None else canonical(written)
 
 
 def shortened(payload: bytes) -> bytes:
@@ -293,11 +297,17 @@ def compile_fingerprint(spec: KeySpec, payload_type: Any, *, handler: str) -> Ca
     def take(message: Message, payload: object) -> bytes:
         values = [read(message, payload) for read in reads]
         try:
-            return fingerprint(msgspec.json.encode(values, enc_hook=paths.plain, order="deterministic"))
+            return fingerprint(msgspec.json.encode(values, enc_hook=_compared, order="deterministic"))
         except Exception as error:  # noqa: BLE001 - a payload type of the user's may raise anything
             raise _invalid("fingerprint", f"cannot be encoded ({type(error).__name__})") from None
 
     return take
+
+
+def _compared(value: object) -> object:
+    if models.hides(type(value)):
+        raise TypeError("two that differ in what is not written would be the same message")
+    return paths.plain(value)
 
 
 def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Read:
@@ -355,12 +365,15 @@ def _exact(read: _Read, path: str) -> _Read:
         value = read(message, payload)
         if type(value) is not float or not math.isfinite(value):
             return value
-        with suppress(msgspec.MsgspecError, RecursionError, UnicodeError, BadMessage):
+        with suppress(msgspec.MsgspecError, RecursionError, UnicodeError, OverflowError, BadMessage):
             if len(message.body) <= paths.MAX_SEARCHED_BYTES:  # R25
                 found = on_the_wire(_decode_value(without_mark(message.body)))
-                if isinstance(found, int | msgspec.Raw):
+                if isinstance(found, int) and found == value:
                     return found
-        return _number(str(value))  # a default, or what decode= has made
+                # What decode= has made may have another number there than the body.
+                if isinstance(found, msgspec.Raw) and float(bytes(found)) == value:
+                    return found
+        return _number(str(value))
 
     return exact
 

@@ -39,12 +39,12 @@ def bare(annotation: Any) -> Any:
 
 def parts(annotation: Any) -> Iterator[Any]:
     """The annotation itself and each type in it: arguments, and fields of classes."""
-    waiting, seen = [annotation], set[int]()
+    waiting, seen = [annotation], dict[int, Any]()  # kept, so that no other one has the same number
     while waiting:
         part = bare(waiting.pop())
         if id(part) in seen:
             continue
-        seen.add(id(part))
+        seen[id(part)] = part
         yield part
         waiting += get_args(part)
         if isinstance(cls := get_origin(part) or part, type):
@@ -52,8 +52,9 @@ def parts(annotation: Any) -> Iterator[Any]:
 
 
 def _field_types(cls: type) -> Sequence[Any]:
-    if fields := getattr(cls, "__pydantic_fields__", None) or getattr(cls, "model_fields", None):
-        return [info.annotation for info in fields.values()]
+    if is_model(cls):
+        by_hand = _by_hand(cls)
+        return [info.annotation for name, info in fields(cls).items() if name not in by_hand]
     plain = dataclasses.is_dataclass(cls) or is_typeddict(cls) or hasattr(cls, "_fields")
     if not plain and not hasattr(cls, "__struct_fields__") and not hasattr(cls, "__attrs_attrs__"):
         return ()
@@ -76,11 +77,11 @@ def _is_pydantics(part: Any) -> bool:
 
 
 @lru_cache(maxsize=256)
-def adapter(annotation: Any) -> Any:
-    """pydantic's TypeAdapter of it."""
+def adapter(cls: Any) -> Any:
+    """pydantic's TypeAdapter of a class. Not of any annotation: `A | B` and `B | A` are equal, and read differently."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(annotation)
+    return TypeAdapter(cls)
 
 
 def write(value: object) -> bytes:
@@ -136,37 +137,58 @@ def extras(value: object) -> Mapping[str, Any]:
 
 def lost(annotation: Any) -> str | None:
     """Why no value of this type can be read back as it was, as far as the type tells: a field, and what to write."""
-    return next((reason for part in parts(annotation) if is_model(part) for reason in _lost_fields(part)), None)
+    models = [part for part in parts(annotation) if is_model(part)]
+    return next((reason for part in models for reason in (*_hidden_fields(part), *_renamed_fields(part))), None)
 
 
-def _lost_fields(cls: type) -> Iterator[str]:
-    decorators = getattr(cls, "__pydantic_decorators__", None)
-    serializers = getattr(decorators, "field_serializers", {}).values()
-    written_by_hand = {name for each in serializers for name in each.info.fields}
-    if getattr(decorators, "model_serializers", None):
-        return  # only a value tells
+def hides(annotation: Any) -> bool:
+    """Whether two of its values may differ in what is not written."""
+    return any(True for part in parts(annotation) if is_model(part) for _ in _hidden_fields(part))
+
+
+def _hidden_fields(cls: type) -> Iterator[str]:
+    by_hand = _by_hand(cls)
     for name, info in fields(cls).items():
         field = f"its field {name!r} of {cls.__name__}"
         if info.exclude:
             yield f"{field} is left out when it is written; remove exclude=True, or give another type"
-        written = info.serialization_alias or name
-        places = read_at(cls, name, info)
-        if (written,) not in places and info.init is not False:
-            read = ".".join(map(str, places[0]))
-            alias = f"Field(alias={read!r}), or " if len(places[0]) == 1 else ""
-            yield (
-                f"{field} is written as {written!r} and read as {read!r}; write {alias}"
-                "model_config = ConfigDict(populate_by_name=True)"
-            )
-        secret = any(_is_secret(part) for part in _arguments(info.annotation))
-        if secret and not written_by_hand & {name, "*"}:
+        if name not in by_hand and any(map(_is_secret, _arguments(info.annotation))):
             yield (
                 f"{field} is a secret, of which only asterisks are written; leave it out, or say how it is to be kept "
                 "with a field_serializer"
             )
 
 
+def _renamed_fields(cls: Any) -> Iterator[str]:
+    if cls.__pydantic_decorators__.model_serializers:
+        return  # only a value tells
+    for name, info in fields(cls).items():
+        written, places = info.serialization_alias or name, read_at(cls, name, info)
+        if (written,) not in places and info.init is not False:
+            read = ".".join(map(str, places[0]))
+            alias = f"Field(alias={read!r}), or " if len(places[0]) == 1 else ""
+            yield (
+                f"its field {name!r} of {cls.__name__} is written as {written!r} and read as {read!r}; write {alias}"
+                "model_config = ConfigDict(populate_by_name=True)"
+            )
+
+
+def _by_hand(cls: Any) -> frozenset[str]:
+    """The fields that the user's own code writes."""
+    decorators, known = cls.__pydantic_decorators__, fields(cls)
+    named = {name for each in decorators.field_serializers.values() for name in each.info.fields}
+    if "*" in named or decorators.model_serializers or _config(cls).get("json_encoders"):
+        return frozenset(known)
+    return frozenset(named | {name for name, info in known.items() if _has_serializer(info.metadata)})
+
+
+def _has_serializer(metadata: Sequence[object]) -> bool:
+    return any(type(each).__name__ in ("PlainSerializer", "WrapSerializer") for each in metadata)
+
+
 def _arguments(annotation: Any) -> Iterator[Any]:
+    if _has_serializer(getattr(annotation, "__metadata__", ())):
+        return
     part = bare(annotation)
     yield part
     for argument in get_args(part):

@@ -7,6 +7,7 @@ value that a resume will get, and a value that a resume could not read fails at 
 from __future__ import annotations
 
 import inspect
+import re
 from asyncio import Future, Task
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from idemconsumer.message import codecs, models
 from idemconsumer.message.message import StoredResult
 
 _OCTETS: Final = "application/octet-stream"
-_AWAITABLE: Final = ("Awaitable", "Coroutine", "Future", "Task", "Any")
+_AWAITABLE: Final = re.compile(r"\b(Awaitable|Coroutine|Future|Task|Any)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def plain(fn: Any) -> str | None:
     if inspect.iscoroutinefunction(function) or function.__name__ == "<lambda>":
         return None
     given = function.__annotations__.get("return")
-    awaited = given is not None and any(name in str(given) for name in _AWAITABLE)
+    awaited = given is not None and _AWAITABLE.search(str(given))
     return None if awaited else function.__qualname__
 
 

@@ -484,7 +484,7 @@ async def test_a_killed_broker_ends_the_session_and_loses_nothing(node: Node, br
         assert (finding.level, "cannot connect" in finding.text) == ("error", True)
     await asyncio.to_thread(node.server.start)
     await opening(broker, names[0])
-    if not await node.exists(names[1]):
+    if not await node.exists(names[1]) and (await node.ctl("version")).startswith("3.10."):
         # Before 3.11 a restart under load may lose a durable classic queue: rabbitmq/rabbitmq-server#4563.
         del names[1]
     for name in names:

@@ -24,7 +24,7 @@ from pydantic.alias_generators import to_camel
 from typing_extensions import TypeAliasType
 
 from idemconsumer import Key, Saga, Tx, idempotent_handler
-from idemconsumer.errors import HandlerError
+from idemconsumer.errors import BadMessage, HandlerError
 from idemconsumer.message import codecs, keys, models, read_back
 from idemconsumer.message.message import Message
 from idemconsumer.sagas import outputs
@@ -194,6 +194,47 @@ def test_a_model_that_cannot_be_read_back_is_refused_wherever_its_value_would_be
     handler.__annotations__["return"] = model
     with pytest.raises(HandlerError, match=why.split("; ")[0]):
         idempotent_handler("memory:orders", key="id")(handler)
+
+
+Kept = Annotated[SecretStr, pydantic.PlainSerializer(lambda secret: secret.get_secret_value(), when_used="json")]
+
+
+class KeptByItsType(BaseModel):
+    token: Kept
+    more: list[Kept] = []
+
+
+class KeptByWhoHasIt(BaseModel):
+    inner: Secret
+
+    @pydantic.field_serializer("inner", when_used="json")
+    def written(self, inner: Secret) -> dict[str, str]:
+        return {"token": inner.token.get_secret_value() if inner.token else ""}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [KeptByItsType(token=SecretStr("a"), more=[SecretStr("b")]), KeptByWhoHasIt(inner=Secret(token=SecretStr("a")))],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_secret_is_kept_where_it_is_said_how(value: BaseModel) -> None:
+    assert models.lost(type(value)) is None
+    stored = codecs.encode(value)
+    assert stored is not None
+    assert codecs.decoder(type(value))(stored.body) == value
+
+
+def test_each_annotation_is_read_by_itself() -> None:
+    """`A | B` and `B | A` are equal, and which of the two takes what both could is said by their order."""
+
+    class A(BaseModel):
+        n: int
+
+    class B(BaseModel):
+        n: int
+
+    assert type(codecs.decoder(A | B)(b'{"n":1}')) is A
+    assert type(codecs.decoder(B | A)(b'{"n":1}')) is B
 
 
 @pytest.mark.parametrize(("model", "why"), LOST, ids=lambda value: getattr(value, "__name__", ""))
@@ -477,6 +518,56 @@ def test_numbers_that_a_float_cannot_tell_apart_have_keys_of_their_own(annotatio
     assert key(other) == other
     assert key("1.50") == key("1.5") == key("15e-1") == "1.5"
     assert key("1.0") == key("1") == "1"
+
+
+class Sent(BaseModel):
+    rate: float
+    card: Secret = Secret()
+
+
+def test_a_number_of_what_decode_makes_is_not_looked_for_in_the_body() -> None:
+    read = keys.compile_key("rate", Sent, handler="h")
+    message = Message("memory:orders", b'{"rate": 1.5, "inside": "\\"rate\\": 2.50"}')
+    assert read(message, Sent(rate=2.5)) == "2.5"
+    assert read(message, Sent(rate=1.5)) == "1.5"
+
+
+@dataclasses.dataclass
+class Noted:
+    n: float
+    _note: str = ""
+
+
+class Halved(BaseModel):
+    n: float
+
+    @pydantic.field_serializer("n")
+    def written(self, n: float) -> int:
+        return int(n)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Secret(token=SecretStr("a")), Secret(token=SecretStr("b"))),
+        (Excluded(note="a"), Excluded(note="b")),
+        (Noted(1.0, "a"), Noted(1.0, "b")),
+        (Halved(n=1.0), Halved(n=1.5)),
+        ({"n": math.nan}, {"n": None}),
+        (object(), object()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_two_values_that_differ_in_what_is_not_written_are_never_the_same(one: object, other: object) -> None:
+    """R26: the second would be taken for a duplicate, and its effect would be missing."""
+    first, second = keys.canonical_value(one), keys.canonical_value(other)  # the type is known by the second one
+    assert second is None or first != second
+
+
+def test_a_fingerprint_of_what_hides_something_is_refused() -> None:
+    take = keys.compile_fingerprint("card", Sent, handler="h")
+    with pytest.raises(BadMessage, match="fingerprint cannot be encoded"):
+        take(Message("memory:orders", b"{}"), Sent(rate=1, card=Secret(token=SecretStr("a"))))
 
 
 def test_a_saga_takes_no_secret_either() -> None:

@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
+from idemconsumer.sagas import outputs
 from tests.sagas.swallowers import a_forgotten_task, a_step_that_nobody_awaits
 from tests.support.logs import LogCapture, entries
 from tests.support.sagas import Bench, Remote, Station, put, saga
@@ -134,6 +135,12 @@ async def test_a_function_that_is_not_async_is_refused_before_any_has_an_effect(
     assert "step 'charged': " in error
     assert "charge is not async; write async def" in error
     assert effects == []
+
+
+def test_a_type_that_is_only_named_like_something_to_await_is_none() -> None:
+    def charge(step: Step) -> "TaskResult": ...  # type: ignore[name-defined]  # noqa: F821, UP037
+
+    assert outputs.plain(charge) is not None
 
 
 async def test_a_plain_function_that_returns_something_to_await_is_a_step(bench: Bench, one: Station) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -171,8 +172,14 @@ class Known:
         pass
 
 
+class MadeOtherwise(CardDeclined):
+    def __new__(cls, *given: str) -> MadeOtherwise:
+        assert given == ("limit",)
+        return super().__new__(cls, *given)
+
+
 @pytest.mark.parametrize("how", ["tx", "call"])
-@pytest.mark.parametrize("kind", [CardDeclined, Known.Declined])
+@pytest.mark.parametrize("kind", [CardDeclined, Known.Declined, MadeOtherwise])
 async def test_the_first_run_is_given_the_rejection_that_a_replay_will_be(
     bench: Bench, one: Station, how: str, kind: type[CardDeclined]
 ) -> None:
@@ -198,26 +205,52 @@ async def test_the_first_run_is_given_the_rejection_that_a_replay_will_be(
     assert bench.effects == ["kept"]
 
 
+class Computed(Reject):
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    @property
+    def code(self) -> str:
+        return self.reason
+
+    @code.setter
+    def code(self, code: str) -> None: ...
+
+
+class InTheMainFile(Reject):
+    pass
+
+
+InTheMainFile.__module__ = "__main__"
+
+
 @pytest.mark.parametrize("how", ["tx", "call"])
+@pytest.mark.parametrize("kind", [None, Computed, InTheMainFile])
 async def test_a_class_that_a_replay_could_not_find_is_not_caught_by_the_first_run_either(
-    bench: Bench, one: Station, how: str
+    bench: Bench, one: Station, how: str, kind: type[Reject] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Hidden(Reject):
+    """Nor is one that computes its code from what is not stored, or of a file that another process did not start."""
+    monkeypatch.setattr(sys.modules["__main__"], "InTheMainFile", InTheMainFile, raising=False)
+
+    class Unnamed(Reject):
         pass
+
+    hidden = kind or Unnamed
 
     causes = list[BaseException | None]()
 
     async def declined(_: object) -> None:
-        raise Hidden("no")
+        raise hidden("no")
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
         try:
             await getattr(saga, how)("charge", declined)
-        except Hidden:
+        except hidden:
             raise AssertionError("a replay would not come here") from None
         except Reject as error:
             causes.append(error.__cause__)
             raise
 
     assert (await one.deliver(saga(book))).state is State.FAILED
-    assert [type(cause) for cause in causes] == [Hidden]
+    assert [type(cause) for cause in causes] == [hidden]
