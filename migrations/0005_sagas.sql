@@ -96,6 +96,7 @@ create table {schema}.step (
     placed        boolean not null default false,
     until         timestamptz,
     signal        text,
+    arguments     bytea,
     primary key (key, name)
 ) with (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000);
 
@@ -111,6 +112,8 @@ comment on column {schema}.step.placed is
 comment on column {schema}.step.until is 'Until when it waits; null: it is no wait (L40)';
 comment on column {schema}.step.signal is
     'The name of the signal that it waits for, or child: and the key of a child; null: it sleeps';
+comment on column {schema}.step.arguments is
+    'Eight bytes of a hash of each of its arguments, zeros for what cannot be compared; null: a replay may have others (L73)';
 
 -- The guard for steps: a COMMIT inside a step's function finds no seal, so the effect cannot outlive its checkpoint.
 create constraint trigger sealed after insert or update on {schema}.step
@@ -127,7 +130,7 @@ create constraint trigger sealed after insert or update on {schema}.step
 -- comes first, so that a COMMIT inside the step fails at the guard (L3). Null: the saga has another owner or another
 -- phase. 0: the step has come to its end already. Else its attempt.
 create function {schema}.begin_step(mark text, lock_timeout text, key bytea, token bigint, worker bigint, phase smallint,
-    name text, kind smallint, state smallint, has_undo boolean)
+    name text, kind smallint, state smallint, has_undo boolean, arguments bytea)
 returns integer language plpgsql set enable_seqscan = off as $$
 #variable_conflict use_column
 declare
@@ -141,9 +144,9 @@ begin
     if not found then
         return null;
     end if;
-    insert into {schema}.step (key, name, kind, state, has_undo, token, started_at)
+    insert into {schema}.step (key, name, kind, state, has_undo, token, started_at, arguments)
     values (begin_step.key, begin_step.name, begin_step.kind, begin_step.state, begin_step.has_undo, begin_step.token,
-        clock_timestamp())
+        clock_timestamp(), begin_step.arguments)
     on conflict (key, name) do update
     set state = excluded.state, token = excluded.token, attempt = step.attempt + 1,
         undo_at = case when excluded.state = 4 then coalesce(step.undo_at, excluded.started_at) end
@@ -153,10 +156,12 @@ begin
 end
 $$;
 
--- By the transaction that began the step, and sealed with it. Backward (5) only the undo is noted.
+-- By the transaction that began the step, and sealed with it: its position. Backward (5) only the undo is noted.
 create function {schema}.finish_step(mark text, key bytea, name text, state smallint, overlapped boolean, token bigint,
     output bytea, content_type text)
-returns void language plpgsql set enable_seqscan = off as $$
+returns bigint language plpgsql set enable_seqscan = off as $$
+declare
+    place bigint;
 begin
     update {schema}.step as s
     set state = finish_step.state, overlapped = s.overlapped or finish_step.overlapped, token = finish_step.token,
@@ -165,8 +170,10 @@ begin
         content_type = coalesce(s.content_type, finish_step.content_type),
         finished_at = coalesce(s.finished_at, clock_timestamp()),
         undone_at = case when finish_step.state = 5 then clock_timestamp() end
-    where s.key = finish_step.key and s.name = finish_step.name;
+    where s.key = finish_step.key and s.name = finish_step.name
+    returning s.position into place;
     perform {schema}.seal(mark);
+    return place;
 end
 $$;
 

@@ -48,6 +48,7 @@ class StepHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     attempts: int = 1
     output: str | Octets | None = None
     content_type: str | None = None
+    arguments: bytes | None = None
 
 
 class SagaHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -57,8 +58,8 @@ class SagaHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     `handler` has it now, in `version`. `state` is processing or undoing, also while it is put aside for the reason
     `parked`; `rejection` is why it is undone; `cancel`: it is to be cancelled, undone or as it is. `message` began it.
     `steps` are in the order in which they finished, those of unknown outcome and waits that are not over last: each
-    with its kind and state, whether it has an undo, whether it `overlapped` others and so has no fixed place, and its
-    output.
+    with its kind and state, whether it has an undo, whether it `overlapped` others and so has no fixed place, its
+    output, and a digest of each of its `arguments`.
     """
 
     key: str
@@ -82,7 +83,7 @@ class SagaHistory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
         return [
             StepRow(
                 step.name, StepKind[_name(step.kind)], StepState[_name(step.state)], step.has_undo, step.overlapped,
-                step.position, step.attempts, _output(step),
+                step.position, step.attempts, _output(step), arguments=step.arguments,
             )
             for step in self.steps
         ]  # fmt: skip
@@ -153,6 +154,7 @@ def _step(row: StepRow) -> StepHistory:
         attempts=row.attempt,
         output=None if row.output is None else _stored(row.output.body),
         content_type=None if row.output is None else row.output.content_type,
+        arguments=row.arguments,
     )
 
 

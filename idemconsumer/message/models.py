@@ -84,10 +84,12 @@ def adapter(cls: Any) -> Any:
     return TypeAdapter(cls)
 
 
-def write(value: object) -> bytes:
+def write(value: object, *, exclude_defaults: bool = False) -> bytes:
     """The JSON of a model: by the names that it is read by; without what it computes, if it could not be read then."""
     cls: Any = type(value)
-    dumped: bytes = adapter(cls).dump_json(value, by_alias=True, round_trip=_is_strict(cls))
+    dumped: bytes = adapter(cls).dump_json(
+        value, by_alias=True, round_trip=_is_strict(cls), exclude_defaults=exclude_defaults
+    )
     return dumped
 
 

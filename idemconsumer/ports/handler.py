@@ -204,10 +204,11 @@ class Saga(Protocol):
         timeout: Duration | None = None,
         max_attempts: int | None = None,
         backoff: Backoff | tuple[Duration, Duration] | str | None = None,
+        args_may_differ: bool = False,
     ) -> S:
         """Run `fn(tx, *args)`: its effect, its output and the checkpoint are one commit.
 
-        `timeout`, at most the handler's, `max_attempts` and `backoff` are the step's own, as for `call`."""
+        `timeout`, at most the handler's, `max_attempts`, `backoff` and `args_may_differ` are as for `call`."""
         ...
 
     async def call(
@@ -222,6 +223,7 @@ class Saga(Protocol):
         timeout: Duration | None = None,
         max_attempts: int | None = None,
         backoff: Backoff | tuple[Duration, Duration] | str | None = None,
+        args_may_differ: bool = False,
     ) -> S:
         """Run `fn(step, *args)` outside any transaction. It may run more than once, always with the same `step.key`,
         under which the remote must remember what it did, failures too. `reconcile` asks the remote first whether an
@@ -230,7 +232,10 @@ class Saga(Protocol):
         The step's own limits; without them the handler's hold. `timeout`: of each of its functions, also longer than
         the handler's. `max_attempts`: when an attempt fails in this step, how many may have been made since the last
         step was finished; its undo has the handler's, or this if it is more. `backoff`: the pauses after such an
-        attempt. A value that an option of handlers could not have raises SagaMisused."""
+        attempt. A value that an option of handlers could not have raises SagaMisused.
+
+        A resumed saga has to request the step with equal `args`, as far as they can be written as JSON; else it is put
+        aside as `saga_changed` before anything new happens. `args_may_differ`: they are not compared."""
         ...
 
     async def sleep(self, name: str, duration: Duration, /) -> None:

@@ -82,8 +82,8 @@ class OpenStep(OpenTransaction, Protocol):
         """As `LeaseStore.kinship`."""
         ...
 
-    async def finish(self, output: StoredResult | None, *, overlapped: bool) -> None:
-        """Output, position, seal and COMMIT as one act. Raises as `Claims.complete`."""
+    async def finish(self, output: StoredResult | None, *, overlapped: bool) -> int:
+        """Output, position, seal and COMMIT as one act; returns the position. Raises as `Claims.complete`."""
         ...
 
 
@@ -167,10 +167,17 @@ class LeaseStore(Protocol):
         ...
 
     def step(
-        self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool, timeout: float = 0.0
+        self,
+        saga: LeasedSaga,
+        name: str,
+        *,
+        has_undo: bool,
+        undo: bool,
+        timeout: float = 0.0,
+        arguments: bytes | None = None,
     ) -> AbstractAsyncContextManager[OpenStep]:
         """A `tx` step, or its undo: fence and checkpoint come before the function's first statement (L3). It begins
-        under a lease that is good for its `timeout`, in seconds (L59)."""
+        under a lease that is good for its `timeout`, in seconds (L59). `arguments`: as in `StepRow`."""
         ...
 
     async def intend(
@@ -182,6 +189,7 @@ class LeaseStore(Protocol):
         undo: bool,
         overlapped: bool = False,
         timeout: float = 0.0,
+        arguments: bytes | None = None,
     ) -> int:
         """Commit that the remote is about to be called; returns how many times it will have been, under a lease that
         is good for `timeout` seconds (L59). `overlapped`: the call has no fixed place among the steps (L24)."""
@@ -189,9 +197,9 @@ class LeaseStore(Protocol):
 
     async def record(
         self, saga: LeasedSaga, name: str, kind: StepKind, state: StepState, output: StoredResult | None,
-        *, has_undo: bool, overlapped: bool,
-    ) -> None:  # fmt: skip
-        """Commit a call's output, a step's rejection, or that a call was undone."""
+        *, has_undo: bool, overlapped: bool, arguments: bytes | None = None,
+    ) -> int:  # fmt: skip
+        """Commit a call's output, a step's rejection, or that a call was undone; returns its position."""
         ...
 
     async def wait(

@@ -84,6 +84,19 @@ class Unasked:
         return self._patches
 
 
+def other_argument(recorded: bytes | None, now: bytes | None, size: int) -> int | None:
+    """The first argument of a step that is not the recorded one (L73), counted from 0; None: all may be the same. They
+    are compared by digests of `size` bytes, of which zeros stand for what cannot be compared."""
+    if recorded is None or now is None or recorded == now:
+        return None
+    opaque = bytes(size)
+    for start in range(0, max(len(recorded), len(now)), size):
+        was, given = recorded[start : start + size], now[start : start + size]
+        if was != given and not (was and given and opaque in (was, given)):
+            return start // size
+    return None
+
+
 def asked_by_branches(rows: Iterable[StepRow], reached: StepRow | None, *, in_branch: bool) -> set[str]:
     """The finished steps that branches of the handler may still ask for when its replay ends at `reached` (L13).
 
@@ -100,7 +113,12 @@ def asked_by_branches(rows: Iterable[StepRow], reached: StepRow | None, *, in_br
     }
 
 
+def ordered(rows: Iterable[StepRow]) -> list[StepRow]:
+    """The finished steps that a handler which fits them asks for, in the order in which they finished (L72)."""
+    finished = [row for row in rows if row.position is not None and not row.name.startswith(PATCH)]
+    return sorted(finished, key=lambda row: row.position or 0)
+
+
 def recovery_point(rows: Iterable[StepRow]) -> str | None:
     """The name of the last step to finish; None before the first."""
-    finished = [row for row in rows if row.position is not None and not row.name.startswith(PATCH)]
-    return max(finished, key=lambda row: row.position or 0).name if finished else None
+    return finished[-1].name if (finished := ordered(rows)) else None

@@ -75,7 +75,7 @@ class StepRow:
     """A checkpointed step. `position` is the order of finishing, None before that. `overlapped`: it has no fixed place
     in that order, since another one ran at the same time, or a task other than the handler's own asked for it.
     `attempt`: how many times it was begun. `left`: how large its output is where that was left in the store (L55); then
-    `output` is None."""
+    `output` is None. `arguments`: a digest of each, None where a replay may have others (L73)."""
 
     name: str
     kind: StepKind
@@ -86,6 +86,7 @@ class StepRow:
     attempt: int
     output: StoredResult | None
     left: int = 0
+    arguments: bytes | None = None
 
     @property
     def waits(self) -> bool:

@@ -24,7 +24,7 @@ from idemconsumer.ports.handler import Done, NotDone
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.observer import Point
 from idemconsumer.rules import saga as rules
-from idemconsumer.rules.replay import PATCH
+from idemconsumer.rules.replay import PATCH, ordered
 from idemconsumer.rules.saga import ANY_VERSION, LastResort, Start
 from idemconsumer.rules.values import Outcome, OutcomeKind, State, StepRow
 from idemconsumer.rules.verdicts import MAX_CONTENTION, refused
@@ -32,6 +32,7 @@ from idemconsumer.sagas.children import Children, ChildRuns
 from idemconsumer.sagas.endings import At, Endings, describe_in
 from idemconsumer.sagas.functions import StepFunctions
 from idemconsumer.sagas.limits import NONE
+from idemconsumer.sagas.order import Order
 from idemconsumer.sagas.probes import Function, Held, Probes
 from idemconsumer.sagas.reconcile import complete_if_done
 from idemconsumer.sagas.recorded import WINDOW, Outputs
@@ -157,10 +158,12 @@ class Attempt:
         rows = [] if self._saga.new else await self._leases.steps(self._saga.key, WINDOW)
         saga = self._work.of_saga.leased = replace(self._saga, stale=False, new=False)
         recorded = Outputs(self._leases, saga.key, rows)
-        steps = Steps(
-            self._leases, saga, self._functions, recorded, self._probes, fail_on=self._options.fail_on, at=self._tell
-        )
         accepted = saga.version == ANY_VERSION
+        order = Order([] if accepted else ordered(rows), self._options.timeout)
+        steps = Steps(
+            self._leases, saga, self._functions, recorded, self._probes, order=order, fail_on=self._options.fail_on,
+            at=self._tell,
+        )  # fmt: skip
         self.run = SagaRun(
             steps,
             replace(saga, state=State.UNDOING) if self._cancelling else saga,  # nothing new is run

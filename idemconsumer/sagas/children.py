@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from idemconsumer.errors import SIGNAL_TIMEOUT, OfTheEngine, Reject, SagaChanged
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.durations import MAX_DURATION, parse_duration
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.message import codecs, keys
+from idemconsumer.message import arguments, codecs, keys
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Child, Duration, Tx
 from idemconsumer.ports.leases import Kinship, LeasedSaga, OpenStep
@@ -67,6 +68,10 @@ class StartSpec(StepSpec):
         for each in await opened.start_child(its):
             if judge(each, its.fingerprint, its.canonical) is Verdict.CONFLICT:
                 raise Reject(CONFLICT, {"child": its.key.hex()})
+
+    def digest_arguments(self, opaque: Iterable[object]) -> None:
+        assert self.starts is not None
+        self.arguments = arguments.digest((*self.args, self.starts.child.key))
 
     def encode(self, value: object) -> tuple[StoredResult | None, Any]:
         assert isinstance(value, Child)

@@ -110,6 +110,14 @@ def function_of(fn: Any) -> FunctionType | None:
     return fn
 
 
+def parameter(fn: Any, place: int) -> str:
+    """The name of a function's parameter in this place, counted from 0, for people."""
+    try:
+        return f"`{list(inspect.signature(fn).parameters)[place]}`"
+    except (ValueError, TypeError, IndexError):
+        return "value"
+
+
 def _returns(function: FunctionType) -> Any:
     # Only the return annotation: those of parameters may be meant for type checkers only.
     bare = SimpleNamespace(__annotations__={"return": function.__annotations__.get("return", Any)})

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 from weakref import WeakKeyDictionary
 
 from idemconsumer.errors import OfTheEngine, Reject, SagaChanged, SagaMisused, SelfCancelled, UnknownEffect
+from idemconsumer.message import arguments
 from idemconsumer.ports.handler import Child, Done, Duration, NotDone, Step, Tx, Unknown
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules import replay
@@ -24,6 +25,7 @@ from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.replay import Answer
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
 from idemconsumer.rules.waiting import stays
+from idemconsumer.sagas import outputs
 from idemconsumer.sagas.branches import Branches, Group, NotBegun, group_of
 from idemconsumer.sagas.children import Children, result
 from idemconsumer.sagas.limits import own_limits
@@ -70,7 +72,7 @@ class SagaRun(Settling):
         """`finished` is called whenever a step has. `accepted`: a person lets it continue with a handler that asks for
         other steps. `superseded`: a newer worker may run it too, and may know patches that this handler does not.
         `timeout`: the handler's, in seconds; a step waits as long for what the handler's other branches ask for."""
-        super().__init__(saga.handler, rows, timeout=timeout, accepted=accepted, superseded=superseded)
+        super().__init__(saga.handler, rows, steps.order, timeout=timeout, accepted=accepted, superseded=superseded)
         self._steps = steps
         self._saga = saga
         self._finished = finished
@@ -100,10 +102,12 @@ class SagaRun(Settling):
         timeout: Duration | None = None,
         max_attempts: int | None = None,
         backoff: Backoff | tuple[Duration, Duration] | str | None = None,
+        args_may_differ: bool = False,
     ) -> Coroutine[Any, Any, R]:
         self.body.check_loop()
         limits = own_limits(name, timeout=timeout, max_attempts=max_attempts, backoff=backoff, most=self._timeout)
-        return self._request(StepSpec(name, StepKind.TX, fn, args, undo, limits=limits))
+        spec = StepSpec(name, StepKind.TX, fn, args, undo, limits=limits, args_may_differ=args_may_differ)
+        return self._request(spec)
 
     def call(
         self,
@@ -117,11 +121,12 @@ class SagaRun(Settling):
         timeout: Duration | None = None,
         max_attempts: int | None = None,
         backoff: Backoff | tuple[Duration, Duration] | str | None = None,
+        args_may_differ: bool = False,
     ) -> Coroutine[Any, Any, R]:
         self.body.check_loop()
         limits = own_limits(name, timeout=timeout, max_attempts=max_attempts, backoff=backoff)
         self.longest = max(self.longest, limits.timeout or 0.0)
-        spec = StepSpec(name, StepKind.CALL, fn, args, undo, reconcile, reconcile_undo, limits)
+        spec = StepSpec(name, StepKind.CALL, fn, args, undo, reconcile, reconcile_undo, limits, args_may_differ)
         given: object = name
         if isinstance(given, str):  # anything else is refused when it begins
             self._calls[given] = spec
@@ -199,7 +204,12 @@ class SagaRun(Settling):
             self._waits.branch(task)
         try:
             self._register_step(spec)
-            output = await self._replay_or_run(spec, self._rows.get(name))
+            try:
+                output = await self._replay_or_run(spec, self._rows.get(name))
+            except Reject:
+                await self._turn(name)
+                raise
+            await self._turn(name)
             self._unfinished.remove(name)
             spec.forget_arguments()
             return output
@@ -242,11 +252,34 @@ class SagaRun(Settling):
         self.asked[name] = spec
         self._unasked.ask(name)
         self._wake.set()
-        row = self._rows.get(name)
-        if row is not None and row.kind is not spec.kind:
+        spec.digest_arguments(self._steps.resources)
+        if (row := self._rows.get(name)) is not None:
+            self._compare(spec, row)
+
+    def _compare(self, spec: StepSpec, row: StepRow) -> None:
+        """Raises SagaChanged for another step under its name, or other arguments (L73)."""
+        name = spec.name
+        if row.kind is not spec.kind:
             raise SagaChanged(
                 f"step {name!r} was recorded as {row.kind.name.lower()}, and is now {spec.kind.name.lower()}"
             )
+        other = replay.other_argument(row.arguments, spec.arguments, arguments.SIZE)
+        if other is None or self._accepted:
+            return
+        its = f"{outputs.parameter(spec.fn, other + 1)} (its argument {other + 1})"
+        elsewhere = [each.name for each in self._rows.values() if each.arguments and each.arguments == spec.arguments]
+        hint = f"; what it is given now was recorded for step {elsewhere[0]!r}" if elsewhere else ""
+        raise SagaChanged(
+            f"step {name!r} was recorded with another {its}{hint}. A handler that runs again has to request the same "
+            "steps with the same arguments: sort what has no order, such as a set, take times and random numbers from "
+            "a step's output, or write args_may_differ=True"
+        )
+
+    async def _turn(self, name: str) -> None:
+        """Until all that finished before this step has been given out (L72)."""
+        missing = await self._order.turn(name)
+        if missing is not None and missing not in self.asked and self._saga.state is State.PROCESSING:
+            raise SagaChanged(f"step {missing!r} finished before {name!r}, and the handler no longer requests it")
 
     async def _replay_or_run(self, spec: StepSpec, row: StepRow | None) -> Any:
         answer, group = replay.answer(row, self._saga.state), group_of(self)
@@ -401,6 +434,8 @@ class SagaRun(Settling):
             if (spec := self._calls.get(name)) is None:
                 raise UnknownEffect(f"it was rejected while the outcome of step {name!r} is unknown")
             self.asked[name] = spec
+            spec.digest_arguments(self._steps.resources)
+            self._compare(spec, row)
             try:
                 await self._run(spec, row)
             except Reject:  # recorded, so that it is known

@@ -16,6 +16,7 @@ from idemconsumer.rules import replay
 from idemconsumer.rules.replay import Unasked
 from idemconsumer.rules.values import StepRow, StepState
 from idemconsumer.sagas.body import Body
+from idemconsumer.sagas.order import Order
 from idemconsumer.sagas.step import StepSpec
 from idemconsumer.sagas.waits import OpenWaits
 
@@ -24,11 +25,19 @@ class Settling:
     """The part of a run that the engine closes it by; `SagaRun` runs the steps."""
 
     def __init__(
-        self, handler: str, rows: Sequence[StepRow], *, timeout: float, accepted: bool, superseded: bool
+        self,
+        handler: str,
+        rows: Sequence[StepRow],
+        order: Order,
+        *,
+        timeout: float,
+        accepted: bool,
+        superseded: bool,
     ) -> None:
-        """The arguments are those of SagaRun."""
+        """The arguments are those of SagaRun, and the order of its steps."""
         self._rows = {row.name: row for row in rows}
         self._unasked = Unasked(rows)
+        self._order = order
         self._timeout = timeout
         self._accepted = accepted
         self._superseded = superseded
@@ -52,6 +61,7 @@ class Settling:
             self._from = None if step is None else (error, step)
             self._wake.set()
             self._waits.moves()
+            self._order.close()
 
     def step_of(self, error: BaseException) -> str | None:
         """The name of the step that `error` came from, unless its text already says so."""
@@ -80,6 +90,7 @@ class Settling:
                 SagaMisused(f"the handler ended before step {names}, which it had requested; await every step")
             )
         self._over = True
+        self._order.close()
         self.body.close()
 
     async def siblings(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from idemconsumer.errors import BadMessage, Reject, SagaChanged, SagaMisused
-from idemconsumer.message import codecs
+from idemconsumer.message import arguments, codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.replay import PATCH
 from idemconsumer.rules.values import StepKind
@@ -35,7 +35,8 @@ class StepSpec:
     """A step as this run's handler asks for it, and how far this run has got with it.
 
     `overlapped`: another step ran at the same time, or a task other than the handler's own asked for it, so that it has
-    no fixed place among the others. `finished`: this run has committed its output or its refusal.
+    no fixed place among the others. `finished`: this run has committed its output or its refusal. `arguments`: a digest
+    of them (L73).
     """
 
     name: str
@@ -46,8 +47,10 @@ class StepSpec:
     reconcile: Callable[..., Awaitable[Any]] | None = None
     reconcile_undo: Callable[..., Awaitable[Any]] | None = None
     limits: OwnLimits = NONE
+    args_may_differ: bool = False
     overlapped: bool = False
     finished: bool = False
+    arguments: bytes | None = None
 
     @property
     def has_undo(self) -> bool:
@@ -80,6 +83,10 @@ class StepSpec:
             outputs.check(self.fn)
         except TypeError as error:
             raise SagaMisused(f"step {self.name!r} returns what cannot be stored: {error}") from None
+
+    def digest_arguments(self, opaque: Iterable[object]) -> None:
+        """Before anything can change them. `opaque`: what a handler may pass on that is no value."""
+        self.arguments = None if self.args_may_differ else arguments.digest(self.args, opaque)
 
     def forget_arguments(self) -> None:
         """It is finished. Only an undo is given them again, and they may be the outputs of others (L55)."""

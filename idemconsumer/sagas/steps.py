@@ -6,7 +6,7 @@ a fenced write to the store, and return the output as a resume will get it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from idemconsumer.errors import Reject, SagaMisused, UnknownEffect
@@ -19,6 +19,7 @@ from idemconsumer.rules.saga import refusal
 from idemconsumer.rules.values import StepKind, StepRow, StepState
 from idemconsumer.sagas.children import ResultSpec, StartSpec, check_result
 from idemconsumer.sagas.functions import StepFunctions
+from idemconsumer.sagas.order import Order
 from idemconsumer.sagas.probes import Probes
 from idemconsumer.sagas.reconcile import ask_remote
 from idemconsumer.sagas.recorded import Outputs
@@ -38,6 +39,7 @@ class Steps:
         recorded: Outputs,
         probes: Probes,
         *,
+        order: Order,
         fail_on: tuple[type[Exception], ...],
         at: Callable[[Point | SagaPoint, str, Sequence[bytes]], None],
     ) -> None:
@@ -46,8 +48,14 @@ class Steps:
         self._functions = functions
         self.recorded = recorded
         self._probes = probes
+        self.order = order
         self._fail_on = fail_on
         self._tell = at
+
+    @property
+    def resources(self) -> Collection[object]:
+        """What the app gives to handlers, and handlers to steps: a replay has others."""
+        return self._functions.resources.values()
 
     async def run(self, spec: StepSpec, row: StepRow | None) -> Any:
         """Run a step that has no recorded outcome. `row` is its open intent, if there is one. Marks it as finished.
@@ -62,9 +70,12 @@ class Steps:
 
     async def wait(self, spec: WaitSpec) -> StepRow | float:
         """Begin the wait, or look whether it is over. A float: it is not, for so many seconds."""
-        found = await self._store.wait(
-            self._saga, spec.name, spec.kind, spec.seconds, spec.signal, child=spec.child, overlapped=spec.overlapped
-        )
+        with self.order.sending(spec) as sent:
+            found = await self._store.wait(
+                self._saga, spec.name, spec.kind, spec.seconds, spec.signal, child=spec.child,
+                overlapped=spec.overlapped,
+            )  # fmt: skip
+            sent.position = None if isinstance(found, float) else found.position
         if not isinstance(found, float):
             self._at(SagaPoint.STEP_RECORDED)
         elif isinstance(spec, ResultSpec) and spec.child is not None:
@@ -72,14 +83,18 @@ class Steps:
         return found
 
     async def decide(self, spec: StepSpec, value: bool) -> None:
-        """Record which way the saga goes at a patch."""
-        await self._record(spec, StepState.DONE, spec.encode(value)[0])
+        """Record which way the saga goes at a patch. Older records may be asked for only after it (L72)."""
+        output, _ = spec.encode(value)
+        await self._store.record(
+            self._saga, spec.name, spec.kind, StepState.DONE, output, has_undo=False, overlapped=spec.overlapped
+        )
+        self._at(SagaPoint.STEP_RECORDED)
 
     async def _transaction(self, spec: StepSpec) -> Any:
         functions, seconds = self._functions, self._functions.seconds(spec.limits.timeout)
         self._at(SagaPoint.STEP_OPENING)
         async with self._store.step(
-            self._saga, spec.name, has_undo=spec.has_undo, undo=False, timeout=seconds
+            self._saga, spec.name, has_undo=spec.has_undo, undo=False, timeout=seconds, arguments=spec.arguments
         ) as opened:
 
             def accept(value: object) -> tuple[StoredResult | None, Any]:
@@ -98,7 +113,8 @@ class Steps:
                     raise
             else:
                 self._at(SagaPoint.STEP_COMMITTING)
-                await opened.finish(output, overlapped=spec.overlapped)
+                with self.order.sending(spec) as sent:
+                    sent.position = await opened.finish(output, overlapped=spec.overlapped)
                 spec.finished = True
                 self._at(SagaPoint.STEP_COMMITTED)
                 return value
@@ -121,6 +137,7 @@ class Steps:
             undo=False,
             overlapped=spec.overlapped,
             timeout=functions.seconds(spec.limits.timeout),
+            arguments=spec.arguments,
         )
         self._at(SagaPoint.INTENDED)
         limit = functions.limit(spec.limits.timeout)
@@ -152,9 +169,11 @@ class Steps:
         return again.with_traceback(refused.__traceback__)
 
     async def _record(self, spec: StepSpec, state: StepState, output: StoredResult | None) -> None:
-        await self._store.record(
-            self._saga, spec.name, spec.kind, state, output, has_undo=spec.has_undo, overlapped=spec.overlapped
-        )
+        with self.order.sending(spec) as sent:
+            sent.position = await self._store.record(
+                self._saga, spec.name, spec.kind, state, output, has_undo=spec.has_undo, overlapped=spec.overlapped,
+                arguments=spec.arguments,
+            )  # fmt: skip
         spec.finished = True
         self._at(SagaPoint.STEP_RECORDED)
 

@@ -300,7 +300,7 @@ from counted as c
 -- others, how large they are (L55). What waits has an end (L40).
 select key, name, case when until is null then kind when signal is null then 3 else 4 end, state, has_undo,
     case when state = {INTENT} then not placed else overlapped end, position, attempt,
-    case when here then output end, content_type, case when here then 0 else size end
+    case when here then output end, content_type, case when here then 0 else size end, arguments
 from (
     select *, size <= 64 or sum(size) over (
         partition by key order by position nulls last, started_at, name) <= %(window)s as here
@@ -316,7 +316,7 @@ select name, output, content_type from {schema}.step where key = %(key)s and nam
 -- name: begin_step
 -- See the function (migrations/0005). Like `begin_steps`, but it waits for the saga's row.
 select {schema}.begin_step(%(seal)s, %(lock_timeout)s, %(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s,
-    %(kind)s::smallint, %(state)s::smallint, %(has_undo)s), {session}, pg_catalog.pg_backend_pid()
+    %(kind)s::smallint, %(state)s::smallint, %(has_undo)s, %(arguments)s), {session}, pg_catalog.pg_backend_pid()
 
 -- name: finish_step
 -- See the function. Runs in the transaction that began the step, which holds the fence, and seals it too.
@@ -369,11 +369,11 @@ select {schema}.send_signal(%(key)s, %(scope)s, %(name)s, %(body)s, %(content_ty
 -- LATERAL … OFFSET 0, an index lookup even if it was planned on empty tables (G5). It is passed over when a rival has
 -- locked it: a shared commit waits for no saga. A checkpoint comes before its function, so that a COMMIT inside the
 -- function fails at the guard (L3). A step that has ended is not begun again, even by its owner.
-insert into {schema}.step (key, name, kind, state, has_undo, placed, token, started_at)
-select w.key, w.name, w.kind, w.state, w.has_undo, w.placed, w.token, clock_timestamp()
+insert into {schema}.step (key, name, kind, state, has_undo, placed, token, started_at, arguments)
+select w.key, w.name, w.kind, w.state, w.has_undo, w.placed, w.token, clock_timestamp(), w.arguments
 from unnest(%(key)s::bytea[], %(token)s::bigint[], %(worker)s::bigint[], %(phase)s::smallint[], %(name)s::text[],
-    %(kind)s::smallint[], %(state)s::smallint[], %(has_undo)s::boolean[], %(placed)s::boolean[])
-    as w (key, token, worker, phase, name, kind, state, has_undo, placed)
+    %(kind)s::smallint[], %(state)s::smallint[], %(has_undo)s::boolean[], %(placed)s::boolean[], %(arguments)s::bytea[])
+    as w (key, token, worker, phase, name, kind, state, has_undo, placed, arguments)
 cross join lateral (
     select 1 from {schema}.saga where key = w.key and token = w.token and worker = w.worker and state = w.phase
     offset 0 for share skip locked
@@ -381,6 +381,7 @@ cross join lateral (
 on conflict (key, name) do update
 set state = excluded.state, token = excluded.token, attempt = step.attempt + 1,
     placed = case when excluded.state = {INTENT} then excluded.placed else step.placed end,
+    arguments = case when excluded.state = {INTENT} then excluded.arguments else step.arguments end,
     undo_at = case when excluded.state = {UNDO_INTENT} then coalesce(step.undo_at, excluded.started_at) end
 where (step.state, excluded.state)
     in (({INTENT}, {INTENT}), ({DONE}, {UNDO_INTENT}), ({UNDO_INTENT}, {UNDO_INTENT}))
@@ -390,13 +391,13 @@ returning key, name, attempt
 -- Fenced like `begin_steps`. Forward, only steps that have not ended; backward, only steps that are being undone. Whether
 -- a step has an undo is said by the code that finishes it, and not by the one that began it (L25).
 insert into {schema}.step (key, name, kind, state, has_undo, overlapped, position, token, output, content_type,
-    started_at, finished_at)
+    started_at, finished_at, arguments)
 select w.key, w.name, w.kind, w.state, w.has_undo, w.overlapped, nextval('{schema}.saga_token'), w.token, w.output,
-    w.content_type, clock_timestamp(), clock_timestamp()
+    w.content_type, clock_timestamp(), clock_timestamp(), w.arguments
 from unnest(%(key)s::bytea[], %(token)s::bigint[], %(worker)s::bigint[], %(phase)s::smallint[], %(name)s::text[],
     %(kind)s::smallint[], %(state)s::smallint[], %(has_undo)s::boolean[], %(overlapped)s::boolean[],
-    %(output)s::bytea[], %(content_type)s::text[])
-    as w (key, token, worker, phase, name, kind, state, has_undo, overlapped, output, content_type)
+    %(output)s::bytea[], %(content_type)s::text[], %(arguments)s::bytea[])
+    as w (key, token, worker, phase, name, kind, state, has_undo, overlapped, output, content_type, arguments)
 cross join lateral (
     select 1 from {schema}.saga where key = w.key and token = w.token and worker = w.worker and state = w.phase
     offset 0 for share skip locked
@@ -409,7 +410,7 @@ set state = excluded.state, overlapped = step.overlapped or excluded.overlapped,
     finished_at = coalesce(step.finished_at, excluded.finished_at),
     undone_at = case when excluded.state = {UNDONE} then excluded.finished_at end
 where case when excluded.state = {UNDONE} then step.state = {UNDO_INTENT} else step.position is null end
-returning key, name, attempt
+returning key, name, position
 
 -- name: fence
 -- Held until COMMIT, so a takeover waits for an open step, or skips it. No row: fenced (L2).

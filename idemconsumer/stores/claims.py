@@ -346,7 +346,7 @@ class PostgresClaims:
         more: Sequence[Statement] = (),
         last: Statement | None = None,
     ) -> int:
-        """See `ports.Claims`. `more` are sent with it, and so is `last`, which seals."""
+        """See `ports.Claims`. `more` are sent with it, and so is `last`, which seals, and whose value is returned."""
         self.end()
         await self.restore()
         # J4: a connection that is given back busy would commit later.
@@ -384,6 +384,8 @@ class PostgresClaims:
         answers = await self._committed(lambda: [*statements, b"COMMIT"])
         if logged is not None:
             self._pool.unlogged.heard(self.rows(answers[log_at])[0][0])
+        if last is not None:
+            return int(answers[-2].get_value(0, 0) or 0)
         return 0 if failed is None else int(answers[len(more)].get_value(0, 0) or 0)
 
     async def commit(self, statements: Sequence[Statement]) -> list[PGresult]:

@@ -184,13 +184,20 @@ class PostgresLeases:
 
     @asynccontextmanager
     async def step(
-        self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool, timeout: float = 0.0
+        self,
+        saga: LeasedSaga,
+        name: str,
+        *,
+        has_undo: bool,
+        undo: bool,
+        timeout: float = 0.0,
+        arguments: bytes | None = None,
     ) -> AsyncIterator[PostgresStep]:
         await self._lease.good(timeout)
         async with transaction(self._pool, group=1) as claims:
             await self._lease.good(timeout)  # a connection may have been waited for
             state = StepState.UNDO_INTENT if undo else StepState.DONE
-            attempt = await claims.begin_step(_step(saga, name, StepKind.TX, state, has_undo))
+            attempt = await claims.begin_step(_step(saga, name, StepKind.TX, state, has_undo, arguments))
             if attempt is None:
                 raise Fenced(_NOT_OURS)
             if not attempt:
@@ -206,20 +213,21 @@ class PostgresLeases:
         undo: bool,
         overlapped: bool = False,
         timeout: float = 0.0,
+        arguments: bytes | None = None,
     ) -> int:
         await self._lease.good(timeout)
         state = StepState.UNDO_INTENT if undo else StepState.INTENT
-        row = _step(saga, name, StepKind.CALL, state, has_undo) | {"placed": not overlapped}
+        row = _step(saga, name, StepKind.CALL, state, has_undo, arguments) | {"placed": not overlapped}
         attempt = await self._commit(saga, Write(BEGIN_STEPS, row))
         await self._lease.good(timeout)  # the commit may have been slow
         return attempt
 
     async def record(
         self, saga: LeasedSaga, name: str, kind: StepKind, state: StepState, output: StoredResult | None,
-        *, has_undo: bool, overlapped: bool,
-    ) -> None:  # fmt: skip
-        row = _step(saga, name, kind, state, has_undo) | _finished(output, overlapped)
-        await self._commit(saga, Write(FINISH_STEPS, row))
+        *, has_undo: bool, overlapped: bool, arguments: bytes | None = None,
+    ) -> int:  # fmt: skip
+        row = _step(saga, name, kind, state, has_undo, arguments) | _finished(output, overlapped)
+        return await self._commit(saga, Write(FINISH_STEPS, row))
 
     async def wait(
         self, saga: LeasedSaga, name: str, kind: StepKind, seconds: float, signal: str | None, *,
@@ -364,10 +372,10 @@ class PostgresStep:
         (row,) = await self._claims.send("kinship", {"key": self._saga.key, "child": child})
         return Kinship(*row)
 
-    async def finish(self, output: StoredResult | None, *, overlapped: bool) -> None:
+    async def finish(self, output: StoredResult | None, *, overlapped: bool) -> int:
         state = StepState.UNDONE if self._undo else StepState.DONE
         finished = {"key": self._saga.key, "token": self._saga.token, "name": self._name, "state": int(state)}
-        await self._claims.complete([], [], last=("finish_step", finished | _finished(output, overlapped)))
+        return await self._claims.complete([], [], last=("finish_step", finished | _finished(output, overlapped)))
 
 
 async def _alone(claims: PostgresClaims, saga: LeasedSaga, write: Write) -> int:
@@ -403,8 +411,11 @@ def _conflict(child: bytes) -> dict[str, Any]:
     return {"child": child, "conflict": conflict.body, "conflict_type": conflict.content_type}
 
 
-def _step(saga: LeasedSaga, name: str, kind: StepKind, state: StepState, has_undo: bool) -> dict[str, Any]:
-    return _fence(saga) | {"name": name, "kind": int(kind), "state": int(state), "has_undo": has_undo}
+def _step(
+    saga: LeasedSaga, name: str, kind: StepKind, state: StepState, has_undo: bool, arguments: bytes | None
+) -> dict[str, Any]:
+    step = {"name": name, "kind": int(kind), "state": int(state), "has_undo": has_undo, "arguments": arguments}
+    return _fence(saga) | step
 
 
 def _finished(output: StoredResult | None, overlapped: bool) -> dict[str, Any]:

@@ -35,7 +35,8 @@ _KINDS: Final = (BEGIN_SAGAS, BEGIN_STEPS, FINISH_STEPS, END_SAGAS)
 _MOST_WRITES: Final = 128  # the same as the keys of a joined group (G4)
 _MOST_BYTES: Final = 4 << 20  # of bodies and outputs: a statement is built in memory on both sides
 
-# The result of a write: the saga's fence token or the step's attempt; what a claim found instead; None: not written.
+# The result of a write: the saga's fence token, the attempt of a step that begins, the position of one that has ended;
+# what a claim found instead; None: not written.
 Answer = int | Record | Mark | None
 
 

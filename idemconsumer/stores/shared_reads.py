@@ -37,8 +37,10 @@ class SharedReads:
 
 def step_row(
     name: str, kind: int, state: int, has_undo: bool, overlapped: bool, position: int | None, attempt: int,
-    output: bytes | None, content_type: str | None, left: int,
+    output: bytes | None, content_type: str | None, left: int, arguments: bytes | None = None,
 ) -> StepRow:  # fmt: skip
     """Of a row of the statement `steps`, without its key."""
     stored = None if output is None else StoredResult(output, content_type or "")
-    return StepRow(name, StepKind(kind), StepState(state), has_undo, overlapped, position, attempt, stored, left)
+    return StepRow(
+        name, StepKind(kind), StepState(state), has_undo, overlapped, position, attempt, stored, left, arguments
+    )

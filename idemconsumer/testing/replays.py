@@ -188,19 +188,10 @@ class _Recorded:
         self.why = letter.reason, letter.error
         return 0
 
-    def step(self, saga: LeasedSaga, name: str, *, has_undo: bool, undo: bool, timeout: float = 0.0) -> _Beyond:
+    def step(self, saga: LeasedSaga, name: str, *, undo: bool, **_: object) -> _Beyond:
         return _Beyond(self._begin(name, undo))
 
-    async def intend(
-        self,
-        saga: LeasedSaga,
-        name: str,
-        *,
-        has_undo: bool,
-        undo: bool,
-        overlapped: bool = False,
-        timeout: float = 0.0,
-    ) -> int:
+    async def intend(self, saga: LeasedSaga, name: str, *, undo: bool, **_: object) -> int:
         await self._begin(name, undo)
 
     async def wait(self, saga: LeasedSaga, name: str, *_: object, **__: object) -> Never:

@@ -99,7 +99,7 @@ async def test_a_step_of_a_branch_is_missed_at_completion_at_the_latest(
         await way(saga.tx("l", put, "l"), saga.tx("m", put, "m"))
 
     await one.deliver(saga(book))
-    outcome = await two.resume(saga(changed))
+    outcome = await two.resume(saga(changed, timeout=0.3))
     assert (outcome.kind, outcome.reason) == (OutcomeKind.DEAD, "saga_changed")
 
 

@@ -463,16 +463,18 @@ async def test_a_takeover_that_commits_during_the_statement_is_seen_by_its_fence
     row: dict[str, Any] = {
         "key": old.key, "token": old.token, "worker": old.worker, "phase": 1, "name": "s", "kind": 2, "state": 2,
         "has_undo": False, "placed": True, "overlapped": False, "output": None, "content_type": None, "final": 3,
-        "result": None, "status": None, "sent": None,
+        "result": None, "status": None, "sent": None, "arguments": None,
     }  # fmt: skip
     if rows == "many":
         row = {column: [value] for column, value in row.items()}
-    bench.run("select pg_advisory_lock(7)")
     async with await psycopg.AsyncConnection.connect(bench.dsn) as zombie:
-        writing = asyncio.create_task(zombie.execute(held_up, row))
-        await until(lambda: bench.waiting() == 1, "the statement has its snapshot")
-        assert await one.leases.retake(old.key, old.token) is not None
-        bench.run("select pg_advisory_unlock(7)")
+        bench.run("select pg_advisory_lock(7)")
+        try:
+            writing = asyncio.create_task(zombie.execute(held_up, row))
+            await until(lambda: bench.waiting() == 1, "the statement has its snapshot")
+            assert await one.leases.retake(old.key, old.token) is not None
+        finally:
+            bench.run("select pg_advisory_unlock(7)")
         assert await (await writing).fetchall() == []
         await zombie.rollback()
 

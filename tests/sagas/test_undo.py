@@ -423,7 +423,7 @@ async def test_undoing_waits_for_a_siblings_intent_that_is_being_committed_and_t
     holding = await _begin(one)
     async with one.store.transaction(group=1) as claims:
         await claims.begin()
-        row = _step(holding, "s", StepKind.CALL, StepState.INTENT, False) | {"placed": True}
+        row = _step(holding, "s", StepKind.CALL, StepState.INTENT, False, None) | {"placed": True}
         assert await send(claims, Write(BEGIN_STEPS, row))
         undo = asyncio.create_task(one.leases.undo(holding, StoredResult(b"{}")))
         await until(lambda: bench.waiting() == 1, "UNDOING waits for the intent")

@@ -25,7 +25,7 @@ def params(name: str) -> Mapping[str, Any]:
     keys = [secrets.token_bytes(32) for _ in range(GROUP)]
     many = {"keys": keys}
     holder: dict[str, Any] = {"key": keys[0], "token": 1, "worker": 1, "phase": 1}
-    step: dict[str, Any] = {**holder, "name": "s", "kind": 2, "state": 1, "has_undo": False}
+    step: dict[str, Any] = {**holder, "name": "s", "kind": 2, "state": 1, "has_undo": False, "arguments": b""}
     rows: dict[str, dict[str, Any]] = {
         "begin_sagas": {
             "key": keys[0], "scope": 1, "handler": "h", "worker": 1, "version": None, "source": "s", "position": "p",
@@ -296,7 +296,9 @@ def test_the_claim_keeps_no_plan_that_scans_a_full_table(shared_ledger: Ledger, 
 
 @pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])
 def test_steps_keep_no_plan_that_scans_a_full_table(shared_ledger: Ledger, mode: str) -> None:
-    begin = "select idemconsumer.begin_step('t', '10s', %s, 1, 1, 1::smallint, 's', 2::smallint, %s::smallint, false)"
+    begin = (
+        "select idemconsumer.begin_step('t', '10s', %s, 1, 1, 1::smallint, 's', 2::smallint, %s::smallint, false, '')"
+    )
     finish = "select idemconsumer.finish_step('t', %s, 's', 2::smallint, false, 1, null, null)"
     tables = ("saga", "step")
     with psycopg.connect(shared_ledger.dsn, autocommit=True) as connection:

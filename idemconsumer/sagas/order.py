@@ -1,0 +1,133 @@
+"""In which order the branches of a run get what has finished: by position, in the first run as in every replay (L72).
+
+What a branch does next may depend on what others have done before it. So a step that has finished is given to its
+branch only after all that finished before it, and what each of them leads to comes first, by a few turns of the loop.
+A write whose answer is still out may have an earlier position, and is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Final
+
+from idemconsumer.rules.values import StepRow
+from idemconsumer.sagas.step import StepSpec
+
+_TURNS: Final = 6  # from the end of a step in a task to whoever waits for the first of several tasks; half are needed
+
+
+@dataclass(slots=True)
+class Sent:
+    """What a write has answered: the position of the step that it has finished, None if it has not."""
+
+    position: int | None = None
+
+
+class Order:
+    """Of the finished steps of one run that its branches have not got yet. What had no other step beside it waits for
+    those that had: the rest of its task has been given out before."""
+
+    def __init__(self, rows: Iterable[StepRow], timeout: float) -> None:
+        """`rows`: those recorded before this run, each of which the handler is to ask for. `timeout`: how long one of
+        them is waited for, in seconds."""
+        self._timeout = timeout
+        self._left = {row.name: (row.position, row.overlapped) for row in rows if row.position is not None}
+        self._heaps: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
+        for name, (position, overlapped) in self._left.items():
+            self._heaps[overlapped].append((position, name))
+        for heap in self._heaps.values():
+            heapify(heap)
+        self._sent: dict[str, int] = {}  # writes without an answer
+        self._numbers = count(1)
+        self._behind: dict[str, int] = {}  # the last of the writes that may have an earlier position
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._pausing = self._closed = False
+        self._loop = asyncio.get_running_loop()
+
+    @contextmanager
+    def sending(self, spec: StepSpec) -> Iterator[Sent]:
+        """Around a write that may finish this step; its answer is set inside."""
+        name, sent = spec.name, Sent()
+        self._sent[name] = next(self._numbers)
+        try:
+            yield sent
+        finally:
+            del self._sent[name]
+            if sent.position is not None:
+                self._left[name] = sent.position, spec.overlapped
+                heappush(self._heaps[spec.overlapped], (sent.position, name))
+                self._behind[name] = next(self._numbers)
+            self._give()
+
+    async def turn(self, name: str) -> str | None:
+        """Return when all that finished before this step has been given out. The name of a recorded one that has not
+        been in time, if there is one; the step is given out all the same."""
+        if name not in self._left:
+            return None
+        if self._closed or (not self._pausing and self._missing(name) is None):
+            self._given(name)
+            return None
+        self._waiting[name] = self._loop.create_future()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._timeout):
+                    await self._waiting[name]
+            missing = self._missing(name) if name in self._left and not self._closed else None
+            return None if missing in self._sent else missing
+        finally:
+            del self._waiting[name]
+            if name in self._left:
+                self._given(name)
+
+    def close(self) -> None:
+        """The run is interrupted: nobody waits any longer."""
+        self._closed = True
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result(None)
+
+    def _missing(self, name: str) -> str | None:
+        """What has to be given out before this step."""
+        position, overlapped = self._left[name]
+        if self._sent and min(self._sent.values()) < self._behind.get(name, 0):
+            return min(self._sent, key=self._sent.__getitem__)
+        firsts = [self._first(True), self._first(False) if overlapped else None]
+        before = [first for first in firsts if first is not None and first[0] < position]
+        return min(before)[1] if before else None
+
+    def _first(self, overlapped: bool) -> tuple[int, str] | None:
+        heap = self._heaps[overlapped]
+        while heap and heap[0][1] not in self._left:
+            heappop(heap)
+        return heap[0] if heap else None
+
+    def _given(self, name: str) -> None:
+        _, overlapped = self._left.pop(name)
+        self._behind.pop(name, None)
+        if overlapped and not self._pausing:
+            self._pausing = True
+            self._loop.call_soon(self._pause, _TURNS)
+        elif self._waiting:
+            self._give()
+
+    def _pause(self, turns: int) -> None:
+        if turns:
+            self._loop.call_soon(self._pause, turns - 1)
+        else:
+            self._pausing = False
+            self._give()
+
+    def _give(self) -> None:
+        """Give out the first of those that are waited for, if it is its turn."""
+        waiting = [name for name, future in self._waiting.items() if not future.done() and name in self._left]
+        if not waiting or self._pausing:
+            return
+        first = min(waiting, key=self._left.__getitem__)
+        if self._missing(first) is None:
+            self._waiting[first].set_result(None)
+            self._given(first)
