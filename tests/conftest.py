@@ -27,6 +27,7 @@ from tests.support.logs import LogCapture, capturing
 from tests.support.missing import Missing
 from tests.support.servers.elasticmq import CREDENTIALS, ElasticMQ
 from tests.support.servers.kafka import Kafka
+from tests.support.servers.kept import keep
 from tests.support.servers.made import (
     PostgresServer,
     PrivateElasticMQ,
@@ -158,6 +159,7 @@ def _started_postgres(stack: ExitStack, binaries: Path | None, settings: Mapping
     server = EmbeddedPostgres(binaries=binaries, settings=settings)
     stack.callback(server.stop)
     _have(server.start)
+    cheap_passwords(server.dsn)
     return server
 
 
@@ -168,7 +170,7 @@ def postgres18() -> Iterator[PostgresServer]:
         return
     with ExitStack() as stack:
         server = _started_postgres(stack, None, {})
-        cheap_passwords(server.dsn)
+        stack.enter_context(keep(server.dsn))
         yield server
 
 
@@ -180,7 +182,9 @@ def postgres15_binaries() -> Path:
 @pytest.fixture(scope="session")
 def postgres15(postgres15_binaries: Path) -> Iterator[PostgresServer]:
     with ExitStack() as stack:
-        yield _started_postgres(stack, postgres15_binaries, {})
+        server = _started_postgres(stack, postgres15_binaries, {})
+        stack.enter_context(keep(server.dsn))
+        yield server
 
 
 def _named(broker: str) -> str | None:

@@ -18,11 +18,12 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from pamqp.common import FieldTable
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.stores.session import SessionRules
 from tests.support.pids import alive
-from tests.support.servers.made import PrivateKafka, PrivateRabbitMQ, Server
+from tests.support.servers.made import PostgresServer, PrivateKafka, PrivateRabbitMQ, Server
+from tests.support.servers.postgres import fresh_database, migrated
 from tests.support.servers.proxy import PLAIN_COMMIT, Proxy
 from tests.support.servers.tls import self_signed
 from tests.support.waiting import eventually
@@ -32,6 +33,23 @@ async def test_a_fresh_database_is_empty_in_every_version(any_database: str) -> 
     async with await psycopg.AsyncConnection.connect(any_database) as connection:
         rows = await connection.execute("select count(*) from pg_tables where schemaname = 'public'")
         assert await rows.fetchone() == (0,)
+
+
+def test_a_database_that_somebody_has_entered_is_given_to_nobody_else(postgres18: PostgresServer) -> None:
+    numbers = list[int]()
+    for enter in (False, True, False):
+        with fresh_database(postgres18.dsn) as dsn:
+            with psycopg.connect(postgres18.dsn) as admin:
+                number = "select oid from pg_database where datname = %s"
+                numbers += admin.execute(number, [conninfo_to_dict(dsn)["dbname"]]).fetchall()[0]
+            if enter:
+                with psycopg.connect(dsn) as connection:
+                    connection.execute("create function mine() returns int language sql return 1")
+            migrated(dsn, "idemconsumer")
+            with psycopg.connect(dsn) as connection:
+                rows = connection.execute("select to_regproc('mine') is not null, to_regclass('idemconsumer.record')")
+                assert rows.fetchall() == [(False, "idemconsumer.record")]
+    assert numbers[2] not in numbers[:2]
 
 
 async def make_topic(address: str, name: str) -> None:

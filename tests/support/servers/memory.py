@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-_MEMORY: Final = Path("/dev/shm")
+MEMORY: Final = Path("/dev/shm")
 _NEEDED: Final = 12 * 2**30  # bytes; what a whole run puts there is less than a third of it
 
 
@@ -18,16 +18,16 @@ def keep_in_memory() -> None:
     files again all the same.
     """
     if "TMPDIR" not in os.environ and _roomy():
-        os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 
 
 def _roomy() -> bool:
     try:
-        place = os.statvfs(_MEMORY)
+        place = os.statvfs(MEMORY)
         numbers = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(numbers["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return False
     # Postgres, which does not run as root, has its programs copied there.
     runs = not place.f_flag & os.ST_NOEXEC
-    return runs and os.access(_MEMORY, os.W_OK) and min(free, place.f_bavail * place.f_frsize) > _NEEDED
+    return runs and os.access(MEMORY, os.W_OK) and min(free, place.f_bavail * place.f_frsize) > _NEEDED

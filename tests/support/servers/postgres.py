@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
+import hmac
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer.stores.migrations import migrate
+from tests.support.servers.kept import entered, kept, strategy
 from tests.support.servers.processes import need
 
 _UNTOUCHED: LiteralString = """
@@ -84,23 +88,50 @@ def system_binaries() -> Path:
 
 def cheap_passwords(dsn: str) -> None:
     """To make each connection of a run prove with 4,096 rounds that it knows a password takes minutes."""
-    with psycopg.connect(dsn, autocommit=True) as admin:
-        admin.execute("set scram_iterations = 1")
+    with psycopg.connect(dsn, autocommit=True, options="-c default_transaction_read_only=off") as admin:
         statement = sql.SQL("alter role {} password {}")
-        admin.execute(statement.format(sql.Identifier(admin.info.user), sql.Literal(admin.info.password)))
+        admin.execute(statement.format(sql.Identifier(admin.info.user), sql.Literal(_one_round(admin.info.password))))
+
+
+def _one_round(password: str) -> str:
+    """What Postgres keeps of a password (RFC 5803): before 16 it has no setting for the number of rounds."""
+    salt = secrets.token_bytes(16)
+    salted = hashlib.pbkdf2_hmac("sha256", password.encode(), salt, 1)
+    client, server = (hmac.digest(salted, name, "sha256") for name in (b"Client Key", b"Server Key"))
+    parts = (base64.b64encode(part).decode() for part in (salt, hashlib.sha256(client).digest(), server))
+    return "SCRAM-SHA-256$1:{}${}:{}".format(*parts)
 
 
 @contextlib.contextmanager
 def fresh_database(dsn: str, options: LiteralString = "") -> Iterator[str]:
     """An empty database on that server, dropped at the end even while connections to it are open."""
     name = f"test_{secrets.token_hex(6)}"
-    with psycopg.connect(dsn, autocommit=True) as admin:
-        admin.execute(sql.SQL("CREATE DATABASE {} " + options).format(sql.Identifier(name)))
+    server = None if options else kept(dsn)
+    with _admin(dsn) as admin:
+        if server and server.empty:
+            _rename(admin, server.empty.pop(), name)
+        else:
+            how = strategy() if server else sql.SQL(options)
+            admin.execute(sql.SQL("CREATE DATABASE {} {}").format(sql.Identifier(name), how))
     try:
         yield make_conninfo(dsn, dbname=name)
     finally:
-        with contextlib.suppress(psycopg.OperationalError), psycopg.connect(dsn, autocommit=True) as admin:
+        with contextlib.suppress(psycopg.OperationalError), _admin(dsn) as admin:
             admin.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+@contextlib.contextmanager
+def _admin(dsn: str) -> Iterator[psycopg.Connection]:
+    if server := kept(dsn):
+        with server.admin() as admin:
+            yield admin
+    else:
+        with psycopg.connect(dsn, autocommit=True) as admin:
+            yield admin
+
+
+def _rename(admin: psycopg.Connection, name: str, to: str) -> None:
+    admin.execute(sql.SQL("ALTER DATABASE {} RENAME TO {}").format(sql.Identifier(name), sql.Identifier(to)))
 
 
 def emptied(connection: psycopg.Connection, witness: str) -> None:
@@ -153,20 +184,29 @@ def migrated(dsn: str, schema: str) -> None:
     if not name.startswith("test_"):
         migrate(dsn, schema)
         return
-    with psycopg.connect(dsn) as connection:
-        ((untouched,),) = connection.execute(_UNTOUCHED, (schema,)).fetchall()
-    if not untouched:
-        migrate(dsn, schema)
-        return
-    server = (str(address.get("host")), str(address.get("port")), schema)
-    with psycopg.connect(make_conninfo(dsn, dbname="postgres"), autocommit=True) as admin:
-        if server not in _templates or not _there(admin, _templates[server]):
-            _templates[server] = template = f"migrated_{os.getpid()}_{secrets.token_hex(4)}"
+    server = kept(dsn)
+    with _admin(make_conninfo(dsn, dbname="postgres")) as admin:
+        unused = server is not None and not entered(admin, name)
+        if not unused and not _untouched(dsn, schema):
+            migrate(dsn, schema)
+            return
+        place = (str(address.get("host")), str(address.get("port")), schema)
+        if place not in _templates or not _there(admin, _templates[place]):
+            _templates[place] = template = f"migrated_{os.getpid()}_{secrets.token_hex(4)}"
             admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(template)))
             migrate(make_conninfo(dsn, dbname=template), schema)
-        names = sql.Identifier(name), sql.Identifier(_templates[server])
-        admin.execute(sql.SQL("DROP DATABASE {}").format(names[0]))
-        admin.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(*names))
+        if server is not None and unused:
+            server.empty.append(f"empty_{secrets.token_hex(6)}")
+            _rename(admin, name, server.empty[-1])
+        else:
+            admin.execute(sql.SQL("DROP DATABASE {}").format(sql.Identifier(name)))
+        names = sql.Identifier(name), sql.Identifier(_templates[place]), strategy() if server else sql.SQL("")
+        admin.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {} {}").format(*names))
+
+
+def _untouched(dsn: str, schema: str) -> bool:
+    with psycopg.connect(dsn) as connection:
+        return bool(connection.execute(_UNTOUCHED, (schema,)).fetchall()[0][0])
 
 
 def _there(admin: psycopg.Connection, name: str) -> bool:
