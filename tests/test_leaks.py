@@ -29,6 +29,7 @@ from idemconsumer.ports.broker import Outgoing
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
+from tests.support import forked
 from tests.support.servers.made import PrivatePostgres, Server
 from tests.support.servers.proxy import Proxy
 from tests.support.waiting import eventually
@@ -69,7 +70,7 @@ class Shop:
 
     @contextmanager
     def start(self, *words: str) -> Iterator[subprocess.Popen[str]]:
-        with subprocess.Popen(
+        with forked.Popen(
             [sys.executable, "-m", "idemconsumer", *words], cwd=self.folder, env=self.environment,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         ) as process:  # fmt: skip

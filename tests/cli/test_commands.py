@@ -28,6 +28,7 @@ from idemconsumer.message.message import Message
 from idemconsumer.process.child import Exit
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import files, script
+from tests.support import forked
 from tests.support.servers.postgres import migrated
 from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, eventually
@@ -89,7 +90,7 @@ class Shop:
 
     def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("IDEMCONSUMER_")}
-        process = subprocess.Popen(
+        process = forked.Popen(
             [sys.executable, "-m", "idemconsumer", *words],
             cwd=self.folder, env=environment | self.settings(variables), text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from idemconsumer.cli.main import main
 from idemconsumer.process.child import Exit
+from tests.support import forked
 from tests.support.servers.postgres import migrated
 from tests.support.waiting import PATIENCE, eventually
 
@@ -107,7 +108,7 @@ def test_one_worker_of_a_launcher_is_drained_and_a_hangup_brings_it_back(dsn: st
     environment = {name: value for name, value in os.environ.items() if not name.startswith("IDEMCONSUMER_")}
     log = folder_of_shop / "log"
     with log.open("w") as stderr:
-        launcher = subprocess.Popen(
+        launcher = forked.Popen(
             [sys.executable, "-m", "idemconsumer", "run", "shop:app", "--workers", "2"],
             cwd=folder_of_shop, env=environment | {"IDEMCONSUMER_DSN": dsn}, stdin=subprocess.DEVNULL, stderr=stderr,
         )  # fmt: skip

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import LiteralString, cast
 
 import psycopg
 
 from idemconsumer.process.child import Exit
+from tests.support import forked
 from tests.support.servers.made import PrivatePgBouncer
 from tests.support.servers.postgres import migrated
 
@@ -28,8 +29,8 @@ async def book(ride: dict, saga: Saga) -> None: ...
 
 
 def idemconsumer(folder: Path, dsn: str, verb: str, *more: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "idemconsumer", verb, "shop:app", "--dsn", dsn, *more]
-    done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=60)
+    command = ["idemconsumer", verb, "shop:app", "--dsn", dsn, *more]
+    done = forked.run(*command, env=os.environ, seconds=60, folder=folder, stderr=subprocess.PIPE)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pty
-import subprocess
 import sys
 import termios
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from idemconsumer.cli.top import Rates
 from idemconsumer.message.keys import scope_name
 from idemconsumer.process.child import Exit
 from idemconsumer.stores.migrations import files, script
+from tests.support import forked
 from tests.support.servers.postgres import migrated
 from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE
@@ -293,7 +293,7 @@ def test_top_is_a_live_screen_that_q_ends(site: Site) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (40, 160))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("IDEMCONSUMER_")}
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "idemconsumer", "top", "--dsn", site.dsn, "--interval", "0.5"],
         stdin=theirs, stdout=theirs, stderr=theirs, env=environment | {"TERM": "xterm"},
     )  # fmt: skip

@@ -25,6 +25,7 @@ from click.testing import CliRunner
 from psycopg.conninfo import conninfo_to_dict
 
 from idemconsumer.cli.main import main
+from tests.support import forked
 
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d([ T])\d\d:\d\d(:\d\d(\.\d+)?)?( UTC|Z|\+00:00)?")
 _LOG: Final = re.compile(r"\d{4}-\d\d-\d\dT")
@@ -107,9 +108,9 @@ class Shell:
         variables = self._variables | command.variables
         if command.words[:1] in (["run"], ["dev"]) and "--help" not in command.words:
             clean = {name: value for name, value in os.environ.items() if not name.startswith("IDEMCONSUMER_")}
-            done = subprocess.run(
-                [sys.executable, "-m", "idemconsumer", *command.words], cwd=self._folder, env=clean | variables,
-                input=command.stdin, capture_output=True, text=True, timeout=60,
+            done = forked.run(
+                "idemconsumer", *command.words, env=clean | variables, seconds=60, folder=self._folder,
+                given=command.stdin, stderr=subprocess.PIPE,
             )  # fmt: skip
             return Answer(done.stdout, done.stderr, done.returncode)
         runner = CliRunner(env={name: None for name in os.environ if name.startswith("IDEMCONSUMER_")})

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psycopg
 
-from tests.support import ROOT
+from tests.support import ROOT, forked
 from tests.support.pids import alive, children
 from tests.support.waiting import until
 
@@ -39,7 +39,7 @@ class Mill:
     def start(self) -> None:
         command = [sys.executable, "-m", "idemconsumer", "run", "tests.kill.app:app"]
         options = ["--workers", str(self._workers), "--concurrency", "4", "--max-restarts", "100"]
-        self._launcher = subprocess.Popen(
+        self._launcher = forked.Popen(
             [*command, *options], cwd=ROOT, env=self._environment, stdout=self._log, stderr=self._log
         )
 

@@ -21,7 +21,7 @@ from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
-from tests.support import ROOT
+from tests.support import ROOT, forked
 from tests.support.away import away
 from tests.support.kafka import create_topic
 from tests.support.servers.made import PrivateElasticMQ, PrivateKafka, PrivateRabbitMQ
@@ -81,7 +81,7 @@ class Workers:
     def _start(self) -> subprocess.Popen[bytes]:
         quiet = subprocess.DEVNULL
         command = [sys.executable, "-m", "tests.kill.poison"]
-        return subprocess.Popen(command, cwd=ROOT, env=self._environment, stdout=quiet, stderr=quiet)
+        return forked.Popen(command, cwd=ROOT, env=self._environment, stdout=quiet, stderr=quiet)
 
     async def keep(self, count: int) -> None:
         self._running = [self._start() for _ in range(count)]

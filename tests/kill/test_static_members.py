@@ -16,7 +16,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer.stores.migrations import migrate
-from tests.support import ROOT
+from tests.support import ROOT, forked
 from tests.support.kafka import create_topic
 from tests.support.servers.made import Server
 from tests.support.waiting import until
@@ -63,7 +63,7 @@ async def test_the_program_that_was_replaced_exits_with_2_and_says_why(
         try:
             for log in logs:
                 with log.open("wb") as out:
-                    programs.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out))
+                    programs.append(forked.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out))
                 if len(programs) == 1:
                     await works(1)
             assert await asyncio.to_thread(programs[0].wait, 60) == 2

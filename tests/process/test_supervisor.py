@@ -22,7 +22,7 @@ import pytest
 from idemconsumer.process.child import LIFELINE, Exit
 from idemconsumer.process.notify import ServiceManager
 from idemconsumer.process.supervisor import Restarts
-from tests.support import ROOT
+from tests.support import ROOT, forked
 from tests.support.waiting import PATIENCE, until
 
 
@@ -77,7 +77,7 @@ class Stage:
         self, role: str = "parent", *, stderr: int | None = None, env: dict[str, str] | None = None, **options: object
     ) -> Process:
         defaults: dict[str, object] = {"workers": 2, "drain_timeout": 20, "max_restarts": 5}
-        process = await asyncio.create_subprocess_exec(
+        process = await forked.start(
             sys.executable, "-m", "tests.process.supervised", role, str(self.address), json.dumps(defaults | options),
             cwd=ROOT, env=self.environment(options) | (env or {}), stdin=asyncio.subprocess.DEVNULL, stderr=stderr,
         )  # fmt: skip

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ import msgspec
 from idemconsumer.process.child import LIFELINE
 from tests.sagas import deployed
 from tests.sagas.deployed import Order
-from tests.support import ROOT
+from tests.support import ROOT, forked
 from tests.support.pids import frozen
 from tests.support.sagas import Bench
 from tests.support.waiting import until
@@ -62,7 +61,7 @@ class Process:
         self._log = log
         command = [sys.executable, "-m", "idemconsumer", "run", "tests.sagas.deployed:app", "--log-format", "json"]
         with log.open("wb") as stream:
-            self._process = subprocess.Popen(
+            self._process = forked.Popen(
                 [*command, "--concurrency", str(concurrency)], pass_fds=(_LIFELINE,), stdout=stream, stderr=stream,
                 cwd=ROOT, env={**os.environ, **environment, LIFELINE: str(_LIFELINE)},
             )  # fmt: skip

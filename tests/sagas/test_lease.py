@@ -28,6 +28,7 @@ from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.saga_lease import SagaLease
 from tests.sagas import holding_saga, standing_saga
+from tests.support import forked
 from tests.support.inside import (
     beats,
     queries_of,
@@ -307,7 +308,7 @@ async def test_the_lease_ends_when_the_loop_stands_still_for_longer_than_a_run_m
 async def test_a_worker_whose_loop_stands_still_is_ended_and_its_end_counts(bench: Bench, one: Station) -> None:
     await one.leases.begin(_claim(standing_saga.book.plan.bind("shop")), order(), "book", None)
     bench.expire(one)
-    process = await asyncio.create_subprocess_exec(
+    process = await forked.start(
         *(sys.executable, "-m", "tests.sagas.standing_saga"),
         env={**os.environ, "IDEMCONSUMER_DSN": bench.dsn},
         stdout=asyncio.subprocess.PIPE,
@@ -334,7 +335,7 @@ async def test_a_worker_whose_loop_stands_still_is_ended_and_its_end_counts(benc
 async def test_a_saga_that_holds_the_interpreter_is_put_aside_after_its_attempts(bench: Bench, one: Station) -> None:
     await one.leases.begin(_claim(holding_saga.book.plan.bind("shop")), order(), "book", None)
     bench.expire(one)
-    process = await asyncio.create_subprocess_exec(
+    process = await forked.start(
         *(sys.executable, "-m", "idemconsumer", "run", "tests.sagas.holding_saga:app"),
         env={**os.environ, "IDEMCONSUMER_DSN": bench.dsn},
         stdout=asyncio.subprocess.PIPE,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Final
+
+FORKING: Final = "forking"  # the name of a fork server: to nobody is it a process that was started
 
 
 def children(pid: int) -> list[int]:
@@ -12,7 +15,8 @@ def children(pid: int) -> list[int]:
     while True:
         # A thread that ended has left its children to another one.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            return [int(child) for thread in threads.glob("*/children") for child in thread.read_text().split()]
+            found = [child for thread in threads.glob("*/children") for child in thread.read_text().split()]
+            return [int(child) for child in found if _name(child) != FORKING]
 
 
 def alive(pid: int) -> bool:
@@ -22,6 +26,13 @@ def alive(pid: int) -> bool:
 
 def frozen(pid: int) -> bool:
     return _state(pid) == "T"
+
+
+def _name(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _state(pid: int) -> str:

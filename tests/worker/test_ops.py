@@ -33,6 +33,7 @@ from idemconsumer.ports.broker import Delivery
 from idemconsumer.process.child import Exit
 from idemconsumer.rules.health import Phase
 from idemconsumer.stores.migrations import migrate
+from tests.support import forked
 from tests.support.servers.made import PrivatePostgres
 from tests.support.tuning import tuned, tuning_source
 from tests.support.waiting import PATIENCE, eventually
@@ -119,7 +120,7 @@ def launched(folder: Path, dsn: str, workers: int = 1) -> Iterator[Shop]:
     kept: Mapping[str, str] = {
         name: value for name, value in os.environ.items() if not name.startswith("IDEMCONSUMER_")
     }
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "idemconsumer", "run", "shop:app", "--workers", str(workers),
          "--ops-port", f"127.0.0.1:{port}", "--log-format", "json"],
         cwd=folder, env={**kept, "IDEMCONSUMER_DSN": dsn}, text=True, stderr=subprocess.PIPE,

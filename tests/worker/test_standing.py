@@ -9,6 +9,7 @@ import sys
 import psycopg
 import pytest
 
+from tests.support import forked
 from tests.support.servers.postgres import migrated
 from tests.support.waiting import until
 
@@ -29,7 +30,7 @@ async def test_a_message_in_which_its_worker_stands_still_is_a_dead_letter(
         connection.execute("create table applied (id text)")
         for each in ids:
             connection.execute("select idemconsumer.publish('orders', jsonb_build_object('id', %s::text))", (each,))
-        process = await asyncio.create_subprocess_exec(
+        process = await forked.start(
             *(sys.executable, "-m", "idemconsumer", "run", "tests.process.standing:app", "--max-restarts", "10"),
             env={**os.environ, "IDEMCONSUMER_DSN": database} | ({"SAGAS": "1"} if sagas else {}),
             stdout=asyncio.subprocess.PIPE,
