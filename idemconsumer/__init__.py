@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from idemconsumer.handlers.decorator import Handler, idempotent_handler
     from idemconsumer.message.keys import Key
     from idemconsumer.message.message import Message, Result
-    from idemconsumer.ports.handler import Batch, Child, Done, NotDone, Rows, Saga, Step, Tx, Unknown
+    from idemconsumer.ports.handler import Batch, Child, Done, First, NotDone, Rows, Saga, Step, Tx, Unknown
     from idemconsumer.rules.accepting import Progress
     from idemconsumer.rules.backoff import Backoff
     from idemconsumer.rules.values import Outcome, OutcomeKind, Signalled
@@ -51,7 +51,7 @@ else:
         "rules.backoff": ["Backoff"],
         "message.keys": ["Key"],
         "message.message": ["Message", "Result"],
-        "ports.handler": ["Batch", "Child", "Done", "NotDone", "Rows", "Saga", "Step", "Tx", "Unknown"],
+        "ports.handler": ["Batch", "Child", "Done", "First", "NotDone", "Rows", "Saga", "Step", "Tx", "Unknown"],
         "rules.values": ["Outcome", "OutcomeKind", "Signalled"],
     }
 
@@ -77,6 +77,7 @@ __all__ = [
     "Child",
     "ConfigurationError",
     "Done",
+    "First",
     "Handler",
     "HandlerError",
     "IdemConsumerError",

@@ -213,9 +213,9 @@ comment on column {schema}.signal.body is 'Null: it has no payload';
 
 -- Begins a wait, or looks whether one that was begun is over (L40): by the oldest signal of its name, which is taken with
 -- it, or else by its end, which was computed once. No row: fenced, or it was over already. While it waits, `position` is
--- null and `left_s` the seconds until its end.
+-- null and `left_s` the seconds until its end. When it is over, the waits of `closes` are gone (L74).
 create function {schema}.await_step(key bytea, token bigint, worker bigint, phase smallint, name text,
-    seconds double precision, signal text, overlapped boolean, timed_out bytea, timed_out_type text)
+    seconds double precision, signal text, overlapped boolean, closes text[], timed_out bytea, timed_out_type text)
 returns table (state smallint, overlapped_now boolean, "position" bigint, output bytea, content_type text,
     left_s double precision)
 language plpgsql set enable_seqscan = off as $$
@@ -256,6 +256,7 @@ begin
                                 when began.signal is not null then await_step.timed_out_type end
         where s.key = began.key and s.name = began.name
         returning * into began;
+        delete from {schema}.step as s where s.key = began.key and s.name = any (closes) and s.position is null;
     end if;
     return query select began.state, began.overlapped, began.position, began.output, began.content_type,
         greatest(0, extract(epoch from began.until - clock_timestamp()))::double precision;
@@ -450,8 +451,8 @@ create constraint trigger tell_parent after update of ended on {schema}.child
 
 -- As `await_step`, for the end of a child (L48). What is recorded says which: `signal` is its key.
 create function {schema}.await_child(key bytea, token bigint, worker bigint, phase smallint, name text,
-    seconds double precision, child bytea, overlapped boolean, timed_out bytea, timed_out_type text, conflict bytea,
-    conflict_type text)
+    seconds double precision, child bytea, overlapped boolean, closes text[], timed_out bytea, timed_out_type text,
+    conflict bytea, conflict_type text)
 returns table (state smallint, overlapped_now boolean, "position" bigint, output bytea, content_type text,
     left_s double precision)
 language plpgsql set enable_seqscan = off as $$
@@ -488,6 +489,7 @@ begin
                                 when its.state is null then await_child.conflict_type else its.content_type end
         where s.key = began.key and s.name = began.name
         returning * into began;
+        delete from {schema}.step as s where s.key = began.key and s.name = any (closes) and s.position is null;
     end if;
     return query select began.state, began.overlapped, began.position, began.output, began.content_type,
         greatest(0, extract(epoch from began.until - clock_timestamp()))::double precision;

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Concatenate, Generic, LiteralString, Protocol, TypeAlias, TypeVar, TypeVarTuple, overload
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    LiteralString,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    TypeVarTuple,
+    overload,
+)
 from uuid import UUID
 
 from idemconsumer.message.message import Message
@@ -177,6 +188,13 @@ class Child(Generic[T]):
     id: str
 
 
+class First(NamedTuple):
+    """Which of several waits was over first, and what it waited for."""
+
+    which: str
+    value: Any
+
+
 class Saga(Protocol):
     """A saga's run, as its handler sees it. A handler that asks for it runs in leased mode.
 
@@ -264,6 +282,15 @@ class Saga(Protocol):
         Raises SignalTimeout if none has come by the end of `timeout` and until a worker looked; once recorded, that
         stays so. Without a `timeout` it waits for a hundred years. `signal` is the signal's name where it differs from
         the step's: several waits for one signal need a name each.
+        """
+        ...
+
+    async def first(self, **waits: Coroutine[Any, Any, Any]) -> First:
+        """Until the first of several waits is over: `saga.wait(…)`, `saga.sleep(…)` and `saga.result(…)`, not awaited
+        yet, each under a keyword of yours, which says in the answer which one it was. It raises what that one raises.
+
+        Which one it was is recorded, and the others are closed in that commit: a signal that comes for them later stays
+        for another wait. Raises SagaMisused for anything else: a step with an effect cannot be closed.
         """
         ...
 

@@ -204,11 +204,12 @@ class LeaseStore(Protocol):
 
     async def wait(
         self, saga: LeasedSaga, name: str, kind: StepKind, seconds: float, signal: str | None, *,
-        child: bytes | None = None, overlapped: bool,
+        child: bytes | None = None, overlapped: bool, closes: Sequence[str] = (),
     ) -> StepRow | float:  # fmt: skip
         """Begin a wait, or look whether one that was begun is over: its end was computed at its beginning, by the
         database's clock (L40). The oldest signal of its name is taken in the commit that records it. A float: it is not
-        over, for so many seconds. With `child`, the stored key of one that was started, it waits for its end."""
+        over, for so many seconds. With `child`, the stored key of one that was started, it waits for its end. When it
+        is over, the waits of `closes` are gone (L74)."""
         ...
 
     async def pause(self, saga: LeasedSaga, waits: Sequence[str], at_most: float | None) -> float:

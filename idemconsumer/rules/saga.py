@@ -110,13 +110,13 @@ class LastResort(Enum):
     UNKNOWN_EFFECT = "unknown_effect"  # put aside: how a call ended is not known
 
 
-def after_last_attempt(rows: Iterable[StepRow], undoable: Collection[str] = ()) -> LastResort:
+def after_last_attempt(rows: Iterable[StepRow], undoable: Collection[str] = (), *, misused: bool = False) -> LastResort:
     """A call without a known outcome comes first: what is to be undone is not known either (L7). `undoable` as in
-    `to_undo`."""
+    `to_undo`. `misused`: the handler's code is at fault, which says nothing against what it did (L74)."""
     steps = list(rows)
     if unknown_calls(steps):
         return LastResort.UNKNOWN_EFFECT
-    return LastResort.UNDO if to_undo(steps, undoable) else LastResort.EXHAUSTED
+    return LastResort.UNDO if to_undo(steps, undoable) and not misused else LastResort.EXHAUSTED
 
 
 def unknown_calls(rows: Iterable[StepRow]) -> list[str]:

@@ -17,7 +17,15 @@ from idemconsumer.engine.contention import Contended
 from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
-from idemconsumer.errors import ConnectionLost, Contention, RunEagerly, SagaChanged, SelfCancelled, UnknownEffect
+from idemconsumer.errors import (
+    ConnectionLost,
+    Contention,
+    RunEagerly,
+    SagaChanged,
+    SagaMisused,
+    SelfCancelled,
+    UnknownEffect,
+)
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
 from idemconsumer.ports.handler import Done, NotDone
@@ -194,7 +202,7 @@ class Attempt:
                 await run.siblings()
             await run.settle(raised=error is not None)
         except asyncio.CancelledError:
-            await uninterrupted(run.settle())
+            await uninterrupted(run.settle(raised=True))
             raise
         return value, error
 
@@ -245,7 +253,8 @@ class Attempt:
         endings.warn("saga failed", error, recovery_point=run.recovery_point, step=step, step_key=key)
         if (again := await self._again(run, error, text)) is not None:
             return again
-        match rules.after_last_attempt(await self._leases.steps(self._saga.key), run.undoable):
+        misused = isinstance(error, SagaMisused)
+        match rules.after_last_attempt(await self._leases.steps(self._saga.key), run.undoable, misused=misused):
             case LastResort.UNKNOWN_EFFECT:
                 return await endings.put_aside(UnknownEffect.reason, text, error)
             case LastResort.EXHAUSTED:

@@ -8,7 +8,7 @@ A write whose answer is still out may have an earlier position, and is waited fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -18,7 +18,7 @@ from typing import Final
 from idemconsumer.rules.values import StepRow
 from idemconsumer.sagas.step import StepSpec
 
-_TURNS: Final = 6  # from the end of a step in a task to whoever waits for the first of several tasks; half are needed
+_TURNS: Final = 10  # from the end of a step to who waits for the first of several tasks, two levels up
 
 
 @dataclass(slots=True)
@@ -47,6 +47,7 @@ class Order:
         self._behind: dict[str, int] = {}  # the last of the writes that may have an earlier position
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._pausing = self._closed = False
+        self.refusing = False  # what a refusal leads to is going on, such as the end of a TaskGroup
         self._loop = asyncio.get_running_loop()
 
     @contextmanager
@@ -64,25 +65,29 @@ class Order:
                 self._behind[name] = next(self._numbers)
             self._give()
 
-    async def turn(self, name: str) -> str | None:
+    async def turn(self, name: str, last: Callable[[], Awaitable[None]] | None = None) -> str | None:
         """Return when all that finished before this step has been given out. The name of a recorded one that has not
-        been in time, if there is one; the step is given out all the same."""
+        been in time, if there is one; the step is given out all the same. `last` is awaited when its turn has come:
+        what finishes meanwhile comes after it."""
         if name not in self._left:
             return None
-        if self._closed or (not self._pausing and self._missing(name) is None):
+        if self._closed or (last is None and not self._pausing and self._missing(name) is None):
             self._given(name)
             return None
         self._waiting[name] = self._loop.create_future()
+        self._give()
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._timeout):
                     await self._waiting[name]
-            missing = self._missing(name) if name in self._left and not self._closed else None
-            return None if missing in self._sent else missing
+            missing = self._missing(name)
+            if last is not None:
+                await last()
+                self.refusing = True
+            return None if missing in self._sent or self._closed else missing
         finally:
             del self._waiting[name]
-            if name in self._left:
-                self._given(name)
+            self._given(name)
 
     def close(self) -> None:
         """The run is interrupted: nobody waits any longer."""
@@ -119,15 +124,12 @@ class Order:
         if turns:
             self._loop.call_soon(self._pause, turns - 1)
         else:
-            self._pausing = False
+            self._pausing = self.refusing = False
             self._give()
 
     def _give(self) -> None:
         """Give out the first of those that are waited for, if it is its turn."""
-        waiting = [name for name, future in self._waiting.items() if not future.done() and name in self._left]
-        if not waiting or self._pausing:
-            return
-        first = min(waiting, key=self._left.__getitem__)
-        if self._missing(first) is None:
-            self._waiting[first].set_result(None)
-            self._given(first)
+        if self._waiting and not self._pausing:
+            first = min(self._waiting, key=self._left.__getitem__)
+            if not self._waiting[first].done() and self._missing(first) is None:
+                self._waiting[first].set_result(None)

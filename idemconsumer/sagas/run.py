@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from idemconsumer.errors import OfTheEngine, Reject, SagaChanged, SagaMisused, SelfCancelled, UnknownEffect
 from idemconsumer.message import arguments
-from idemconsumer.ports.handler import Child, Done, Duration, NotDone, Step, Tx, Unknown
+from idemconsumer.ports.handler import Child, Done, Duration, First, NotDone, Step, Tx, Unknown
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules import replay
 from idemconsumer.rules.backoff import Backoff
@@ -32,7 +32,7 @@ from idemconsumer.sagas.limits import own_limits
 from idemconsumer.sagas.settling import Settling
 from idemconsumer.sagas.step import StepSpec, is_patch, patch
 from idemconsumer.sagas.steps import Steps
-from idemconsumer.sagas.waits import WaitSpec, sleep, wait
+from idemconsumer.sagas.waits import WaitSpec, first, sleep, wait
 from idemconsumer.user_code.cancellation import CancellationWatch
 
 R = TypeVar("R")
@@ -78,10 +78,11 @@ class SagaRun(Settling):
         self._finished = finished
         self._children = children
         self.longest = timeout  # seconds that a step of this run may take, of those asked for (L45)
-        self._requests: WeakKeyDictionary[Coroutine[Any, Any, Any], str] = WeakKeyDictionary()
+        self._requests: WeakKeyDictionary[Coroutine[Any, Any, Any], StepSpec] = WeakKeyDictionary()
         self._main: asyncio.Task[Any] | None = None
         self._recovery_point = replay.recovery_point(rows)
         self._calls: dict[str, StepSpec] = {}  # asked for, begun or not
+        self._left_out: set[str] = set()  # recorded steps that a refusal beside them has cancelled
         self.progressed = False  # a step has finished in this run
 
     # -------------------------------------------------------------------------------------------- what a handler sees
@@ -156,12 +157,12 @@ class SagaRun(Settling):
 
     def _mark(self, request: Coroutine[Any, Any, Any], begun: bool) -> None:
         """A step that was requested is not to be missed until it is `begun`."""
-        name = self._requests.get(request)
-        if name is not None and begun:
-            if name not in self._unfinished:
-                self._unfinished.append(name)
-        elif name in self._unfinished:
-            self._unfinished.remove(name)
+        if (spec := self._requests.get(request)) is None:
+            return
+        if begun and spec.name not in self._unfinished:
+            self._unfinished.append(spec.name)
+        elif not begun and spec.name in self._unfinished:
+            self._unfinished.remove(spec.name)
 
     def sleep(self, name: str, duration: Duration, /) -> Coroutine[Any, Any, None]:
         self.body.check_loop()
@@ -172,6 +173,14 @@ class SagaRun(Settling):
     ) -> Coroutine[Any, Any, Any]:
         self.body.check_loop()
         return self._request(wait(name, into, timeout, signal))
+
+    def first(self, **waits: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, First]:
+        self.body.check_loop()
+        spec = first({which: self._requests.get(request) for which, request in waits.items()})
+        for request in waits.values():
+            self._mark(request, False)
+            request.close()
+        return self._request(spec)
 
     def start(
         self, name: str, handler: Any, payload: Any, /, *, key: str | None = None, undo: Any = None
@@ -188,7 +197,7 @@ class SagaRun(Settling):
         # Recorded when it is asked for, not when it begins: its task may be dropped before it first runs.
         self._unfinished.append(spec.name)
         asking = self._ask(spec)
-        self._requests[asking] = spec.name
+        self._requests[asking] = spec
         return asking
 
     async def _ask(self, spec: StepSpec) -> Any:
@@ -203,13 +212,14 @@ class SagaRun(Settling):
         if (task := asyncio.current_task()) is not self._main:
             self._waits.branch(task)
         try:
-            self._register_step(spec)
+            for each in spec.parts:
+                self._register_step(each)
             try:
-                output = await self._replay_or_run(spec, self._rows.get(name))
+                output = await self._replay_or_run(spec, spec.row(self._rows))
             except Reject:
-                await self._turn(name)
+                await self._turn(spec.recorded_as, self._calls_in_flight)
                 raise
-            await self._turn(name)
+            await self._turn(spec.recorded_as)
             self._unfinished.remove(name)
             spec.forget_arguments()
             return output
@@ -218,8 +228,9 @@ class SagaRun(Settling):
             raise
         except NotBegun:
             self._unfinished.remove(name)
-            if name not in self._rows:  # else its outcome may have to be learnt (L50)
-                del self.asked[name]
+            for each in spec.parts:
+                if each.name not in self._rows:  # else its outcome may have to be learnt (L50)
+                    del self.asked[each.name]
             raise
         except _TooLate as late:
             await self.body.refuse(late)
@@ -227,6 +238,9 @@ class SagaRun(Settling):
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             from_outside = cancelled and outside.requested
+            if from_outside and spec.recorded_as in self._left_out:  # its outcome is recorded, and is asked for (L75)
+                self._unfinished.remove(name)
+                raise
             cause = _cancellation(error, from_outside) if cancelled else error
             self.interrupt(cause, name)
             if from_outside:
@@ -275,11 +289,22 @@ class SagaRun(Settling):
             "a step's output, or write args_may_differ=True"
         )
 
-    async def _turn(self, name: str) -> None:
+    async def _turn(self, name: str, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Until all that finished before this step has been given out (L72)."""
-        missing = await self._order.turn(name)
+        try:
+            missing = await self._order.turn(name, last)
+        except asyncio.CancelledError:
+            if self._order.refusing:
+                self._left_out.add(name)
+            raise
         if missing is not None and missing not in self.asked and self._saga.state is State.PROCESSING:
             raise SagaChanged(f"step {missing!r} finished before {name!r}, and the handler no longer requests it")
+
+    async def _calls_in_flight(self) -> None:
+        """A refusal is about to be raised, and a TaskGroup would cut off these calls, in each run again (L75)."""
+        calls = [ended for name, (_, ended) in self._in_flight.items() if name in self._rows]
+        if calls:
+            await asyncio.wait(calls)
 
     async def _replay_or_run(self, spec: StepSpec, row: StepRow | None) -> Any:
         answer, group = replay.answer(row, self._saga.state), group_of(self)
@@ -365,7 +390,8 @@ class SagaRun(Settling):
         """Until it is over, or until the run ends here (L41)."""
         self._place(spec, asyncio.current_task())
         group = group_of(self)
-        self._waits.begun.add(spec.name)
+        names = {each.name for each in spec.parts}
+        self._waits.begun |= names
         try:
             while isinstance(found := await self._steps.wait(spec), float):
                 await self._waits.rest(spec.name, found, partial(self._stays, group))
@@ -376,8 +402,8 @@ class SagaRun(Settling):
                 if self._ended:
                     raise _TooLate(f"step {spec.name!r} was waiting when the handler ended")
         finally:
-            self._waits.begun.discard(spec.name)
-        self._finish(spec.name)
+            self._waits.begun -= names
+        self._finish(spec.recorded_as)
         if found.state is StepState.REJECTED:
             raise spec.rejection(found.output)
         return spec.decode(found.output)

@@ -74,14 +74,14 @@ class Settling:
         return self.asked.get(name) if isinstance(name, str) else None  # anything else was refused as a name
 
     async def settle(self, *, raised: bool = False) -> None:
-        """Close the run once the handler has ended. Steps that it left in flight are cancelled and awaited. That it
-        left steps, begun or not, interrupts the run, unless it `raised` an error, which says more. Steps asked for from
-        now on are refused."""
+        """Close the run once the handler has ended. Steps that it left in flight are awaited, so that their outcome is
+        known (L75), and cancelled first if it `raised` an error. That it left steps, begun or not, interrupts the run,
+        unless it raised one, which says more. Steps asked for from now on are refused."""
         if self._in_flight:
             if not raised:
                 names = ", ".join(map(repr, self._in_flight))
                 self.interrupt(SagaMisused(f"the handler ended while step {names} was in flight; await every step"))
-            for task, _ in self._in_flight.values():
+            for task, _ in self._in_flight.values() if raised else ():
                 task.cancel()
             await self._end_of_flight()
         elif self._unfinished and not raised:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from idemconsumer.errors import BadMessage, Reject, SagaChanged, SagaMisused
 from idemconsumer.message import arguments, codecs
 from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.replay import PATCH
-from idemconsumer.rules.values import StepKind
+from idemconsumer.rules.values import StepKind, StepRow
 from idemconsumer.sagas import outputs
 from idemconsumer.sagas.limits import NONE, OwnLimits
 
@@ -51,6 +51,20 @@ class StepSpec:
     overlapped: bool = False
     finished: bool = False
     arguments: bytes | None = None
+
+    @property
+    def parts(self) -> Sequence[StepSpec]:
+        """The steps that it requests."""
+        return (self,)
+
+    def row(self, rows: Mapping[str, StepRow]) -> StepRow | None:
+        """What is recorded of it."""
+        return rows.get(self.name)
+
+    @property
+    def recorded_as(self) -> str:
+        """The name of the step that is recorded once it is over."""
+        return self.name
 
     @property
     def has_undo(self) -> bool:

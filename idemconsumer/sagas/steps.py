@@ -24,7 +24,7 @@ from idemconsumer.sagas.probes import Probes
 from idemconsumer.sagas.reconcile import ask_remote
 from idemconsumer.sagas.recorded import Outputs
 from idemconsumer.sagas.step import StepSpec, step_key
-from idemconsumer.sagas.waits import WaitSpec
+from idemconsumer.sagas.waits import FirstSpec, WaitSpec
 from idemconsumer.user_code.call import call_in_transaction, call_user_code
 
 
@@ -69,11 +69,24 @@ class Steps:
                 return await self._call(spec, row)
 
     async def wait(self, spec: WaitSpec) -> StepRow | float:
-        """Begin the wait, or look whether it is over. A float: it is not, for so many seconds."""
+        """Begin the wait, or look whether it is over. A float: it is not, for so many seconds. Of several the first one
+        that is over closes the others, which are looked at no more (L74)."""
+        left = list[float]()
+        for each in spec.parts:
+            each.overlapped = spec.overlapped
+            found = await self._look(each, [other.name for other in spec.parts if other is not each])
+            if not isinstance(found, float):
+                if isinstance(spec, FirstSpec):
+                    spec.over = each
+                return found
+            left.append(found)
+        return min(left)
+
+    async def _look(self, spec: WaitSpec, closes: Sequence[str]) -> StepRow | float:
         with self.order.sending(spec) as sent:
             found = await self._store.wait(
                 self._saga, spec.name, spec.kind, spec.seconds, spec.signal, child=spec.child,
-                overlapped=spec.overlapped,
+                overlapped=spec.overlapped, closes=closes,
             )  # fmt: skip
             sent.position = None if isinstance(found, float) else found.position
         if not isinstance(found, float):

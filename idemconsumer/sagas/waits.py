@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from idemconsumer.errors import ConfigurationError, OfTheEngine, Reject, SignalTimeout
+from idemconsumer.errors import ConfigurationError, OfTheEngine, Reject, SagaMisused, SignalTimeout
 from idemconsumer.handlers.durations import MAX_DURATION, parse_duration
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.handler import Duration
+from idemconsumer.ports.handler import Duration, First
 from idemconsumer.rules.signals import wrong_name
-from idemconsumer.rules.values import StepKind
+from idemconsumer.rules.values import StepKind, StepRow
 from idemconsumer.sagas.step import StepSpec
 
 _NULL: Final = StoredResult(b"null", "application/json")
@@ -37,12 +37,66 @@ class WaitSpec(StepSpec):
     signal: str | None = None
     child: bytes | None = None
 
+    @property
+    def parts(self) -> Sequence[WaitSpec]:
+        """What is waited for."""
+        return (self,)
+
     def rejection(self, output: StoredResult | None) -> Reject:
         return SignalTimeout(self.signal or self.name)
 
     def decode(self, output: StoredResult | None) -> Any:
         """A signal without a payload is null, which `into` may not allow."""
         return StepSpec.decode(self, _NULL if output is None else output)
+
+
+@dataclass(slots=True, eq=False)
+class FirstSpec(WaitSpec):
+    """Lasts until the first of several waits is over (L74), which is `over`. It has the name of one of them."""
+
+    waits: Mapping[str, WaitSpec] = field(default_factory=dict)
+    over: WaitSpec | None = None
+
+    @property
+    def parts(self) -> Sequence[WaitSpec]:
+        return tuple(self.waits.values())
+
+    @property
+    def recorded_as(self) -> str:
+        return self.name if self.over is None else self.over.name
+
+    def row(self, rows: Mapping[str, StepRow]) -> StepRow | None:
+        recorded = [(row, each) for each in self.parts if (row := rows.get(each.name)) is not None]
+        ended = [(row, each) for row, each in recorded if row.position is not None]
+        if ended:
+            row, self.over = min(ended, key=lambda pair: pair[0].position or 0)
+            return row
+        return recorded[0][0] if recorded else None
+
+    def rejection(self, output: StoredResult | None) -> Reject:
+        assert self.over is not None
+        return self.over.rejection(output)
+
+    def decode(self, output: StoredResult | None) -> Any:
+        which = next(which for which, each in self.waits.items() if each is self.over)
+        assert self.over is not None
+        return First(which, self.over.decode(output))
+
+
+def first(waits: Mapping[str, StepSpec | None]) -> FirstSpec:
+    """Raises SagaMisused."""
+    if not waits:
+        raise SagaMisused("saga.first was given nothing; write saga.first(approved=saga.wait(…), late=saga.sleep(…))")
+    given: dict[str, WaitSpec] = {}
+    for which, spec in waits.items():
+        if not isinstance(spec, WaitSpec) or isinstance(spec, FirstSpec):
+            raise SagaMisused(
+                f"saga.first({which}=…) is given something else than a wait of this saga; give it saga.wait(…), "
+                "saga.sleep(…) or saga.result(…), not awaited yet. Steps that have an effect are run by saga.all"
+            )
+        given[which] = spec
+    name = next(iter(given.values())).name
+    return FirstSpec(name, StepKind.WAIT, _nothing, (), None, waits=given)
 
 
 def sleep(name: str, duration: Duration) -> WaitSpec:

@@ -326,7 +326,7 @@ select {schema}.finish_step(%(seal)s, %(key)s, %(name)s, %(state)s::smallint, %(
 -- name: await_step
 -- See the function.
 select * from {schema}.await_step(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s, %(seconds)s, %(signal)s,
-    %(overlapped)s, %(timed_out)s, %(timed_out_type)s)
+    %(overlapped)s, %(closes)s::text[], %(timed_out)s, %(timed_out_type)s)
 
 -- name: pause_saga
 -- See the function.
@@ -338,7 +338,7 @@ select * from {schema}.start_child(%(key)s, %(child)s, %(fingerprint)s, %(canoni
 
 -- name: await_child
 select * from {schema}.await_child(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s, %(seconds)s, %(child)s,
-    %(overlapped)s, %(timed_out)s, %(timed_out_type)s, %(conflict)s, %(conflict_type)s)
+    %(overlapped)s, %(closes)s::text[], %(timed_out)s, %(timed_out_type)s, %(conflict)s, %(conflict_type)s)
 
 -- name: kinship
 -- L65. Whether a saga that has not ended has started this one, directly or through others; each saga has started itself.

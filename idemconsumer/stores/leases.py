@@ -231,10 +231,11 @@ class PostgresLeases:
 
     async def wait(
         self, saga: LeasedSaga, name: str, kind: StepKind, seconds: float, signal: str | None, *,
-        child: bytes | None = None, overlapped: bool,
+        child: bytes | None = None, overlapped: bool, closes: Sequence[str] = (),
     ) -> StepRow | float:  # fmt: skip
         timed_out = codecs.encode_rejection(SIGNAL_TIMEOUT, {"signal": signal})
         given = _fence(saga) | {"name": name, "seconds": seconds, "signal": signal, "overlapped": overlapped}
+        given |= {"closes": list(closes)}
         given |= {"timed_out": timed_out.body, "timed_out_type": timed_out.content_type}
         if child is None:
             rows = await self._at_once("await_step", given)

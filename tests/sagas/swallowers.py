@@ -72,7 +72,7 @@ async def a_forgotten_task(saga: Saga) -> None:
         begun.set()
         await hang(tx)
 
-    a_forgotten_task.task = asyncio.create_task(saga.tx("s", hung))  # type: ignore[attr-defined]
+    a_forgotten_task.task = asyncio.create_task(saga.tx("s", hung, timeout="0.3s"))  # type: ignore[attr-defined]
     await begun.wait()
 
 
@@ -91,7 +91,7 @@ async def a_cancelled_step(saga: Saga) -> None:
         begun.set()
         await hang(tx)
 
-    task = asyncio.create_task(saga.tx("s", hung))
+    task = asyncio.create_task(saga.tx("s", hung, timeout="0.3s"))
     await begun.wait()
     task.cancel()
     await asyncio.wait([task])

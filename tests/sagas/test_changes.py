@@ -181,7 +181,7 @@ async def test_parallel_steps_are_missed_at_completion_at_the_latest(bench: Benc
         await saga.tx("a", meet, "a")
 
     await one.deliver(saga(parallel))
-    outcome = await two.resume(saga(only_one))
+    outcome = await two.resume(saga(only_one, timeout=0.3))
     assert (outcome.kind, outcome.reason) == (OutcomeKind.DEAD, "saga_changed")
     assert sorted(bench.effects) == ["a", "b"]
 

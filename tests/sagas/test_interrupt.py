@@ -182,7 +182,7 @@ class Leftover:
         raise Reject("no")
 
     async def settle(self, order: dict[str, Any], saga: Saga) -> None:
-        self.task = asyncio.create_task(saga.tx("hung", self._hang, 2))
+        self.task = asyncio.create_task(saga.tx("hung", self._hang, 1))
         await self._begun.wait()
 
 

@@ -20,6 +20,7 @@ from idemconsumer import (
     Child,
     ConfigurationError,
     Done,
+    First,
     Handler,
     HandlerError,
     IdemConsumerError,
@@ -270,6 +271,7 @@ async def book(order: Transfer, saga: Saga, client: Gateway) -> str:
     except SignalTimeout as late:
         assert_type(late.signal, str)
     assert_type(await saga.wait("vote 1", signal="vote"), Any)
+    assert_type(await saga.first(yes=saga.wait("approved", into=Transfer), late=saga.sleep("patience", "7d")), First)
     await saga.wait("approved", into="Transfer")  # type: ignore[call-overload]
 
     await saga.call("slow", charge, client, 1, timeout=[1])  # type: ignore[arg-type]
