@@ -10,7 +10,7 @@ import math
 import uuid
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, NotRequired, TypeVar
 from zoneinfo import ZoneInfo
 
 import attrs
@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, RootModel, SecretStr, create_model
 from pydantic.alias_generators import to_camel
-from typing_extensions import TypeAliasType
+from typing_extensions import TypeAliasType, TypedDict
 
 from idemconsumer import Key, Saga, Tx, idempotent_handler
 from idemconsumer.errors import BadMessage, HandlerError
@@ -315,12 +315,23 @@ class Pair(NamedTuple):
     b: str
 
 
+class Money(TypedDict):
+    amount: int
+    note: NotRequired[str]
+
+
+_TEXTS: Any = st.text(st.characters(codec="utf-8"))
 _ZONES: Any = st.sampled_from([dt.UTC, ZoneInfo("Europe/Berlin"), dt.timezone(dt.timedelta(hours=5, minutes=30))])
 _SIMPLE: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (bool, st.booleans()),
     (int, st.integers()),
     (float, st.floats(allow_nan=False, allow_infinity=False)),
-    (str, st.text(st.characters(codec="utf-8"))),
+    (str, _TEXTS),
+    (bytes, st.binary(max_size=20)),
+    (int | str, st.integers() | _TEXTS),
+    (bool | Decimal, st.booleans() | st.decimals(allow_nan=False, allow_infinity=False)),
+    (Literal["a", "b"] | None, st.sampled_from(["a", "b", None])),
+    (Money, st.fixed_dictionaries({"amount": st.integers()}, optional={"note": _TEXTS})),
     (Decimal, st.decimals(allow_nan=False, allow_infinity=False)),
     # Before 1900 zones had seconds, which an offset on the wire has not.
     (dt.datetime, st.datetimes(dt.datetime(1971, 1, 1), timezones=st.none() | _ZONES)),
@@ -328,7 +339,7 @@ _SIMPLE: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (uuid.UUID, st.uuids()),
     (Color, st.sampled_from(Color)),
     (Size, st.sampled_from(Size)),
-    (Pair, st.builds(Pair, st.integers(), st.text(st.characters(codec="utf-8")))),
+    (Pair, st.builds(Pair, st.integers(), _TEXTS)),
 ]
 
 
