@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from idemconsumer.engine.blame import describe, rejection_of
 from idemconsumer.engine.contention import Contended
-from idemconsumer.engine.failing import Failing
+from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.engine.letters import dead_letter
 from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Suspicion, Work
@@ -108,15 +108,21 @@ class Endings:
             except TypeError as unencodable:
                 error = unencodable
             else:
-                self.failing.succeeded(work.handler)  # it has decided
+                self.failing.succeeded(Subject.handler(work.handler))  # it has decided
                 return outcome
-        if self.failing.failed(work, error):
+        if self.is_spared(work, error):
             return self._spared(work, error)
         counted = work.suspicion is Suspicion.COUNTED
         if not counted and not self.would_end(work, error) and (later := await self._put_off(work, error)) is not None:
             return later
         await self.count(work, error)
         return await self.conclude(work, error)
+
+    def is_spared(self, work: Work, error: Exception) -> bool:
+        """Put this failure on the ledger. Whether it costs no attempt (D17)."""
+        first = not work.attempts and not work.spared
+        free = self.failing.failed(Subject.handler(work.handler), error, first=first)
+        return free and work.handler.options.max_attempts > 1 and work.suspicion is not Suspicion.COUNTED
 
     def _spared(self, work: Work, error: Exception) -> Outcome:
         """D17: all messages of its handler fail, so this one is not to blame."""

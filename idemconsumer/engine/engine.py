@@ -18,7 +18,7 @@ from tenacity.stop import stop_base
 from idemconsumer.engine.company import Company
 from idemconsumer.engine.delivery_log import DeliveryLog
 from idemconsumer.engine.endings import Endings
-from idemconsumer.engine.failing import Failing
+from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.engine.group_sizes import GroupSizes
 from idemconsumer.engine.groups import Groups
 from idemconsumer.engine.lost_connections import LostConnections
@@ -87,7 +87,7 @@ class Engine:
 
     def health(self, handler: BoundHandler) -> Health:
         """Whether the messages of this handler all fail (D17)."""
-        return self.endings.failing.of(handler)
+        return self.endings.failing.of(Subject.handler(handler))
 
     def seconds(self, handler: BoundHandler) -> float | None:
         """How long this handler takes for a message, as measured of late; None if that is not known."""

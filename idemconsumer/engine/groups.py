@@ -114,7 +114,7 @@ class Groups:
                 behind.counted = all(outcome.kind is OutcomeKind.DUPLICATE for outcome in outcomes)
             self._sizes.failed(failed.handler)
             self._lost_connections.ended(failed.key)
-            self._endings.failing.failed(failed, error)
+            self._endings.is_spared(failed, error)
             await self._endings.count(failed, error, behind)
             if not self._endings.ends(failed):
                 return [*outcomes, await self._endings.conclude(failed, error)]

@@ -9,6 +9,7 @@ from typing import Any
 from idemconsumer.engine.blame import HandlerFailed
 from idemconsumer.engine.delivery_log import DeliveryLog
 from idemconsumer.engine.endings import Endings, FailedBehind, final
+from idemconsumer.engine.failing import Subject
 from idemconsumer.engine.group_sizes import GroupSizes
 from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.work import Suspicion, Work
@@ -122,7 +123,7 @@ class Transactions:
         self._sizes.committed(handler, len(new), seconds, now(), len(group) - len(new))
         self._sizes.repeated(handler, 0 if new else len(group))
         if new:
-            self._endings.failing.succeeded(handler)
+            self._endings.failing.succeeded(Subject.handler(handler))
         self._endings.contended.ended(*keys)
         self._lost_connections.ended(*keys)
         outcomes = []

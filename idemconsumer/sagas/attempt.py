@@ -14,6 +14,7 @@ from typing import Final
 
 from idemconsumer.engine.blame import describe, rejection_of
 from idemconsumer.engine.contention import Contended
+from idemconsumer.engine.failing import Function
 from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
@@ -41,7 +42,7 @@ from idemconsumer.sagas.endings import At, Endings, describe_in
 from idemconsumer.sagas.functions import StepFunctions
 from idemconsumer.sagas.limits import NONE
 from idemconsumer.sagas.order import Order
-from idemconsumer.sagas.probes import Function, Held, Probes
+from idemconsumer.sagas.probes import Held, Probes
 from idemconsumer.sagas.reconcile import complete_if_done
 from idemconsumer.sagas.recorded import WINDOW, Outputs
 from idemconsumer.sagas.run import Replayed, SagaRun

@@ -59,7 +59,7 @@ class LeasedEngine:
         self._lease = lease
         self._chance = chance
         self._contended = Contended()
-        self._probes = Probes(watched=engine.endings.failing.watched)
+        self._probes = Probes(engine.endings.failing)
         self._habits: dict[str, Habits] = {}
         self._active: dict[asyncio.Task[object], Attempt | None] = {}
         self._in_hand: set[Work] = set()

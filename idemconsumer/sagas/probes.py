@@ -1,29 +1,19 @@
-"""Functions of sagas that fail in one saga after the other (D17), kept for one process. The rule is in `rules.failing`.
-
-A saga calls several functions, and one that works says nothing of the next one: each has a `Health` of its own, by its
-name and its code, since the names of steps may have no end, and lambdas of one handler share a name.
-"""
+"""Turns of sagas at functions that fail in one saga after the other (D17): see `engine.failing`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass
+from typing import Final
 
-from idemconsumer.engine.blame import said
-from idemconsumer.errors import OfTheEngine, Retry
-from idemconsumer.logs import log
-from idemconsumer.rules.failing import Health
+from idemconsumer.engine.failing import Failing, Function, Subject
+from idemconsumer.errors import OfTheEngine
 from idemconsumer.rules.verdicts import refused
 
 _SOON: Final = 0.5  # seconds
 _LONGEST: Final = 30.0  # seconds that a saga waits for a function that may work again at any time
-
-Function: TypeAlias = Callable[..., Any]
-_Identity: TypeAlias = tuple[str, object]  # a function's name, and its code
 
 
 class Held(OfTheEngine):
@@ -35,34 +25,31 @@ class Held(OfTheEngine):
 
 
 @dataclass(slots=True)
-class _Failing:
+class _Turn:
     """`tried`: a saga calls it now. `slot`: when the last one that waits is to ask."""
 
-    health: Health = field(default_factory=Health)
     tried: bool = False
     slot: float = 0.0
 
 
 class Probes:
-    """Of all functions that sagas call. None is probed unless they are `watched`: nobody would continue the saga."""
+    """Of all functions that sagas call."""
 
-    def __init__(self, *, watched: bool) -> None:
-        self._watched = watched
-        self._failing: dict[_Identity, _Failing] = {}
+    def __init__(self, failing: Failing) -> None:
+        self._failing = failing
+        self._turns: dict[Subject, _Turn] = {}
 
     @contextmanager
     def trying(self, fn: Function, fail_on: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Around a call of a step's function, or of its undo. Raises Held where another saga has to come first."""
-        its, now = _identity(fn), asyncio.get_running_loop().time()
-        probed = self._failing.get(its)
-        if probed is None or not probed.health.probing:
-            probed = None
-        elif not probed.tried and now < probed.health.next_run <= now + _SOON:  # in its turn, but for a moment
-            raise Held(probed.health.next_run - now)
-        elif probed.tried or now < probed.health.next_run:
-            raise Held(self.seconds(fn))
-        else:
-            probed.tried = True
+        its, now, turn = Subject.function(fn), asyncio.get_running_loop().time(), None
+        if (health := self._failing.of(its)).probing:
+            turn = self._turns.setdefault(its, _Turn())
+            if not turn.tried and now < health.next_run <= now + _SOON:  # in its turn, but for a moment
+                raise Held(health.next_run - now)
+            if turn.tried or now < health.next_run:
+                raise Held(self.seconds(fn))
+            turn.tried = True
         try:
             yield
         except Exception as error:
@@ -72,42 +59,20 @@ class Probes:
         else:
             self._succeeded(its)
         finally:
-            if probed is not None:
-                probed.tried = False
+            if turn is not None:
+                turn.tried = False
 
     def seconds(self, fn: Function) -> float:
         """Until the saga that asks is to try it again: behind those that have asked before."""
-        failing, now = self._failing[_identity(fn)], asyncio.get_running_loop().time()
-        failing.slot = min(max(failing.slot, now) + failing.health.pause, now + _LONGEST)
-        return failing.slot - now
+        its, now = Subject.function(fn), asyncio.get_running_loop().time()
+        turn = self._turns.setdefault(its, _Turn())
+        turn.slot = min(max(turn.slot, now) + self._failing.of(its).pause, now + _LONGEST)
+        return turn.slot - now
 
-    def _succeeded(self, its: _Identity) -> None:
-        before = self._failing.pop(its, None)
-        if before is not None and before.health.since is not None:
-            seconds = asyncio.get_running_loop().time() - before.health.since
-            log.info("function of sagas works again", function=its[0], seconds=round(seconds, 1))
+    def _succeeded(self, its: Subject) -> None:
+        self._turns.pop(its, None)
+        self._failing.succeeded(its)
 
     def failed(self, fn: Function, error: BaseException, *, first: bool) -> bool:
-        """Whether this failure costs no attempt. `first`: it had not failed in this saga before. One that the function
-        asked for (Retry) is no sign, and costs one."""
-        if not self._watched or isinstance(error, Retry):
-            return False
-        its, now = _identity(fn), asyncio.get_running_loop().time()
-        failing = self._failing.setdefault(its, _Failing())
-        probing = failing.health.probing
-        failing.health = failing.health.failed(now, first=first)
-        if failing.health.probing and not probing:
-            log.error(
-                "a function fails in all sagas, trying one at a time",
-                function=its[0],
-                failed=failing.health.failures,
-                **said(error),
-            )
-        return failing.health.is_free(now)
-
-
-def _identity(fn: Function) -> _Identity:
-    while isinstance(fn, partial):
-        fn = fn.func
-    named = fn if hasattr(fn, "__qualname__") else type(fn)
-    return f"{named.__module__}.{named.__qualname__}", getattr(fn, "__code__", None)
+        """Whether this failure costs no attempt. `first`: it had not failed in this saga before."""
+        return self._failing.failed(Subject.function(fn), error, first=first)

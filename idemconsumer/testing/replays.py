@@ -20,6 +20,7 @@ from idemconsumer.admin.histories import SagaHistory
 from idemconsumer.app.app import App
 from idemconsumer.app.sagas import AppStarter
 from idemconsumer.engine.contention import Contended
+from idemconsumer.engine.failing import Failing
 from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Work
@@ -92,7 +93,7 @@ async def replay(
         lambda: 0.0,
         Contended(),
         LostConnections(_now),
-        Probes(watched=False),
+        Probes(Failing(watched=False)),
         Telling(),
         lambda: None,
     )
