@@ -92,7 +92,7 @@ class Settlement(Enum):
 
     FINISH = "finish"  # tell the broker that it is done
     WAITING_ROOM = "waiting room"  # held unsettled in the waiting room; its lane goes on
-    HOLD = "hold"  # held unsettled until it is due: at its lane's head, or aside if it has no order
+    HOLD = "hold"  # held unsettled until it is due, aside from its lane
     DROP = "drop"  # forgotten: the broker will deliver it again
 
 

@@ -28,17 +28,28 @@ from idemconsumer.worker.replies import Replies
 class Held:
     """A delivery that this process has in hand.
 
-    `due` is when it may run, on the loop's clock. `ordered`: it has a lane, and what is behind it there waits for it.
-    `settled`: the broker knows that the message is stored here. `unanswered`: how often its reply was not confirmed.
+    `due` is when it may run, on the loop's clock. `home` is its lane, if it has an order. `settled`: the broker knows
+    that the message is stored here. `unanswered`: how often its reply was not confirmed.
     """
 
     work: Work
     delivery: Delivery
     session: Session
     due: float = 0.0
-    ordered: bool = False
+    home: Home | None = None
     settled: bool = False
     unanswered: int = 0
+
+    @property
+    def ordered(self) -> bool:
+        return self.home is not None
+
+    @property
+    def line(self) -> bytes | tuple[str, object]:
+        """What waits for it if it steps aside: all of its order, or, without one, of its key. Empty: nothing."""
+        if self.home is None or self.work.call is None:
+            return self.work.key
+        return self.work.message.source, self.work.call.order
 
     @property
     def can_go_back(self) -> bool:
@@ -61,6 +72,14 @@ class Place(Protocol):
 
     def drain(self) -> None:
         """Wake up, since `InHand.draining` is set."""
+        ...
+
+
+class Home(Place, Protocol):
+    """A lane of deliveries with an order."""
+
+    def take_back(self, line: Sequence[Held]) -> None:
+        """These had stepped aside, and come before all that arrived later."""
         ...
 
 

@@ -61,17 +61,16 @@ class Lane:
         return not self._running and (not self._queue or self._spread.kept)
 
     @property
-    def held_up(self) -> int:
-        """How many deliveries it has if the first one is not due yet, else none."""
-        return len(self._queue) if self._own_pause() > 0 else 0
-
-    @property
     def ready(self) -> Iterable[Held]:
-        """What waits to run, if the first one is due."""
-        return () if self._own_pause() > 0 else self._queue
+        """What waits to run."""
+        return self._queue
 
     def add(self, held: Held) -> None:
         self._queue.append(held)
+        self._wake.set()
+
+    def take_back(self, line: Sequence[Held]) -> None:
+        self._queue.extendleft(reversed(line))
         self._wake.set()
 
     def wake(self) -> None:
@@ -103,14 +102,10 @@ class Lane:
             elif self._something_to_run():
                 await self._conclude(*await self._run_group())
             else:
-                await self._pause(min(self._own_pause(), _LOOK_UP) if self._queue else None)
-
-    def _own_pause(self) -> float:
-        """Seconds until the head is due: what is behind it waits for it (D3)."""
-        return self._queue[0].due - asyncio.get_running_loop().time() if self._queue else 0.0
+                await self._pause(None)
 
     def _something_to_run(self) -> bool:
-        return bool(self._spread.ready) or (bool(self._queue) and self._own_pause() <= 0)
+        return bool(self._spread.ready or self._queue)
 
     async def _run_group(self) -> tuple[list[Held], list[Outcome]]:
         if self._health.probing:
@@ -174,7 +169,7 @@ class Lane:
 
     def _take(self, size: int) -> list[Held]:
         """What is already waiting, up to `size`. Nothing waits for a group to fill."""
-        own = bool(self._queue) and self._own_pause() <= 0 and (self._own_next or not self._spread.ready)
+        own = bool(self._queue) and (self._own_next or not self._spread.ready)
         self._own_next = not own
         group = self._take_own(size) if own else self._spread.take(self, size, self._turns.free)
         for held in group:
@@ -199,33 +194,32 @@ class Lane:
         return (self._index, 1) if held.ordered else (self._spread.index, self._spread.lanes)
 
     async def _conclude(self, group: Sequence[Held], outcomes: Sequence[Outcome]) -> None:
-        """Put back what was not decided; what is to run again is held at the head until it is due (D3), or steps aside
-        if it has no order (D15). What is busy goes to the waiting room."""
-        first: list[Held] = []
+        """Put back what was not decided; what is to run again steps aside until it is due, with all that must not run
+        before it (D3, D15). What is busy goes to the waiting room."""
         busy: list[Held] = []
         again: list[Held] = []
         for held, outcome in zip(group, outcomes, strict=False):
             match settle(outcome):
                 case Settlement.HOLD:
                     held.due = asyncio.get_running_loop().time() + outcome.due
-                    if held.ordered:
-                        first.append(held)
-                    else:
-                        again.append(held)
+                    again.append(held)
                 case Settlement.WAITING_ROOM:
                     busy.append(held)
                 case _ if held.delivery.inherited and outcome.kind is not OutcomeKind.DUPLICATE:
                     held.delivery.epoch.passed(*self._budget(held))
-        self._queue.extendleft(reversed([*first, *group[len(outcomes) :]]))
-        for held in again:
-            await self._spread.step_aside(held, self._behind(held))
+        self._queue.extendleft(reversed(group[len(outcomes) :]))
+        for held in reversed(again):  # so that of one order the first one is the head again
+            await self._spread.step_aside(held, self._behind)
         for held in busy:
             await self._waiting_room.admit(held)
 
     def _behind(self, held: Held) -> list[Held]:
-        """Later deliveries of its key, taken out of the queue: they must not run before it."""
-        if self._in_hand.deliveries(held) == 1:
+        """Later deliveries of its order and of its key, taken out of the queue: they must not run before it."""
+        if not held.ordered and self._in_hand.deliveries(held) == 1:
             return []
-        behind = [later for later in self._queue if later.work.key == held.work.key]
-        self._queue = deque(later for later in self._queue if later.work.key != held.work.key)
+        behind, others = list[Held](), deque[Held]()
+        for later in self._queue:
+            waits = later.line == held.line or later.work.key == held.work.key
+            (behind if waits else others).append(later)
+        self._queue = others
         return behind

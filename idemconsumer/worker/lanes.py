@@ -87,11 +87,6 @@ class HandlerLanes:
         return HandlerState(len(self.lanes), self.spread.running, len(room), room.oldest)
 
     @property
-    def held_up(self) -> int:
-        """How many deliveries wait behind one that is retried later: they must not stop fetching for other lanes."""
-        return sum(lane.held_up for lane in self.lanes)
-
-    @property
     def to_begin(self) -> bool:
         """Whether something is about to begin whose broker counts what is given back as delivered. A saga would not end
         soon, and a handler all of whose messages fail gets nothing done."""
@@ -102,8 +97,8 @@ class HandlerLanes:
         return any(held.delivery.epoch.returns_count and not held.abandoned for held in ready)
 
     def beyond(self, each: int) -> int:
-        """How many deliveries lie in lanes that have more than `each`, beyond that; without those of `held_up`."""
-        return sum(max(0, lane.load - each) for lane in self.lanes if not lane.held_up)
+        """How many deliveries lie in lanes that have more than `each`, beyond that."""
+        return sum(max(0, lane.load - each) for lane in self.lanes)
 
 
 class Lanes:
@@ -148,12 +143,12 @@ class Lanes:
 
     def dispatch(self, work: Work, delivery: Delivery, session: Session) -> None:
         in_hand, lanes = self.in_hand, self._of[work.handler.name]
-        order = None if work.call is None else work.call.order
-        held = Held(work, delivery, session, ordered=order is not None)
+        order = None if work.call is None or work.leased is not None else work.call.order
+        lane = None if order is None else lanes.lane_of(work.message.source, order)
+        held = Held(work, delivery, session, home=lane)
         it = weakref.ref(held)  # which has the work: else only a garbage collection would free the two, and the message
         work.abandoned = lambda: (kept := it()) is None or kept.abandoned or in_hand.draining
-        chosen = lanes.spread if order is None else lanes.lane_of(work.message.source, order)
-        place = in_hand.add(held, chosen)
+        place = in_hand.add(held, lanes.spread if lane is None or lanes.spread.is_aside(held) else lane)
         if (
             work.leased is not None
         ):  # ours already, and outside the order: what waits here for its end must not delay it

@@ -1,11 +1,12 @@
-"""What has no order (D14): any lane of its handler takes it; what failed waits here, and its lane goes on (D15)."""
+"""What has no order (D14): any lane of its handler takes it. What failed waits here, with or without an order, and its
+lane goes on (D15)."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final, Protocol
 
 from idemconsumer.logs import log
@@ -25,7 +26,8 @@ class Spread:
     """Deliveries of a handler without order, in order of arrival, and up to `size` that stepped aside until they are
     due.
 
-    A key is here once: its later deliveries stand in line behind the first one and go with it (D1).
+    A key is here once: its later deliveries stand in line behind the first one and go with it (D1). So do those of an
+    order behind one that stepped aside, which goes back to its own lane.
     """
 
     def __init__(self, in_hand: InHand, size: int, *, index: int, lanes: int) -> None:
@@ -40,7 +42,7 @@ class Spread:
         self._ready: deque[Held] = deque()
         self._aside: dict[Held, asyncio.TimerHandle] = {}
         self._bytes = 0
-        self._lines: dict[bytes, list[Held]] = {}  # by key, with the first one
+        self._lines: dict[Hashable, list[Held]] = {}  # by what they wait for, with the first one
         self._idle: dict[Taker, None] = {}
         self._left = asyncio.Event()
 
@@ -52,20 +54,28 @@ class Spread:
 
     def add(self, held: Held) -> None:
         line = self._line(held)
+        if not line and self._in_hand.deliveries(held) > 1:  # one of its key is here, whose order is another
+            line = next((line for line in self._lines.values() if _has_key(line, held)), line)
         line.append(held)
+        if held.line and line[0] is held:
+            self._lines[held.line] = line
         if held.work.leased is not None:
             self._ready.appendleft(held)  # ours already: it must not wait behind what is not
         elif line[0] is held:
             self._ready.append(held)
+        elif line[0] in self._aside:
+            held.delivery.epoch.waiting += 1
         self.call()
 
+    def is_aside(self, held: Held) -> bool:
+        """Whether one of its order has stepped aside, so that it has to wait here for that one."""
+        return bool(self._line(held))
+
     def _line(self, held: Held) -> list[Held]:
-        if not (key := held.work.key):
-            return []
-        line = self._lines.setdefault(key, [])
+        line = self._lines.get(held.line, [])
         if line and line[0].abandoned and line[0] in self._aside:  # nothing waits for what is not ours any more
             self._dismiss(line[0])
-            line = self._lines.setdefault(key, [])
+            line = self._lines.get(held.line, [])
         return line
 
     def take(self, lane: Taker, size: int, turns: int) -> list[Held]:
@@ -77,7 +87,7 @@ class Spread:
             if group and self._ready[0].due:  # it has failed before: not behind others, which would run again with it
                 break
             held = self._ready.popleft()
-            _, *behind = self._lines.pop(held.work.key, [held])
+            _, *behind = self._lines.pop(held.line, [held])
             if held.abandoned:
                 self._in_hand.forget([held])
                 for later in behind:
@@ -126,9 +136,9 @@ class Spread:
         self._idle.pop(lane, None)
 
     # ------------------------------------------------------------------------------------------------------------ aside
-    async def step_aside(self, held: Held, behind: list[Held]) -> None:
-        """Take what is not due from its lane, with later deliveries of its key; the lane waits here while there is no
-        room."""
+    async def step_aside(self, held: Held, behind: Callable[[Held], list[Held]]) -> None:
+        """Take what is not due from its lane, with those `behind` it that wait for it; the lane waits here while there
+        is no room."""
         logged = False
         while not self._in_hand.draining and self._full:
             if not logged:
@@ -136,12 +146,16 @@ class Spread:
                 logged = True
             self._left.clear()
             await self._left.wait()
-        held.delivery.epoch.waiting += 1
+        line = [held, *behind(held), *(later := self._lines.get(held.line, []))]
+        if later and later[0] in self._aside:
+            self._return(later[0])
         self._bytes += held_size(held.work.message)
         self._aside[held] = asyncio.get_running_loop().call_at(held.due, self._due, held)
-        if held.work.key:
-            self._in_hand.moved(held, self)
-            self._lines[held.work.key] = [held, *behind, *self._lines.get(held.work.key, [])]
+        for each in line:
+            each.delivery.epoch.waiting += 1
+            self._in_hand.moved(each, self)
+        if held.line:
+            self._lines[held.line] = line
 
     @property
     def _full(self) -> bool:
@@ -152,21 +166,30 @@ class Spread:
             self._dismiss(held)
             return
         self._return(held)
-        self._ready.append(held)
-        self.call()
+        if held.home is None:
+            self._ready.append(held)
+            self.call()
+            return
+        line = self._lines.pop(held.line)
+        for each in line:
+            self._in_hand.moved(each, held.home)
+        held.home.take_back(line)
 
     def _return(self, held: Held) -> None:
         self._aside.pop(held).cancel()
         self._bytes -= held_size(held.work.message)
-        held.delivery.epoch.waiting -= 1
+        for each in self._lines.get(held.line) or [held]:
+            each.delivery.epoch.waiting -= 1
         self._left.set()
 
     def _dismiss(self, held: Held) -> None:
         """Forget one that stepped aside; what is in line behind it comes in its place."""
         self._return(held)
         self._in_hand.forget([held])
-        for later in self._lines.pop(held.work.key, [])[1:]:
-            self.add(later)
+        for later in self._lines.pop(held.line, [])[1:]:
+            place = self if later.home is None else later.home
+            self._in_hand.moved(later, place)
+            place.add(later)
 
     # -------------------------------------------------------------------------------------------------------------- end
     def drain(self) -> None:
@@ -176,10 +199,10 @@ class Spread:
         """Take out what can run now, each with what is in line behind it, as far as their brokers take that back."""
         back: list[Held] = []
         for held in list(self._ready):
-            line = self._lines.get(held.work.key) or [held]
+            line = self._lines.get(held.line) or [held]
             if all(each.can_go_back for each in line):
                 self._ready.remove(held)
-                self._lines.pop(held.work.key, None)
+                self._lines.pop(held.line, None)
                 back += line
         return back
 
@@ -192,3 +215,7 @@ class Spread:
         self._ready.clear()
         self._lines.clear()
         return list(deliveries)
+
+
+def _has_key(line: Sequence[Held], held: Held) -> bool:
+    return any(each.work.key == held.work.key for each in line)

@@ -359,7 +359,7 @@ class Worker:
             handler = handlers[source]
             its = lanes.of(handler.name)
             each = per_lane(engine.group_size(handler), engine.seconds(handler))
-            return in_lanes(len(its.lanes) * each, its.beyond(each)) + its.held_up
+            return in_lanes(len(its.lanes) * each, its.beyond(each))
 
         return Bounds(
             lanes=sum(capacity.lanes_of(handler, settings) for handler in distinct),

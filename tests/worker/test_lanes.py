@@ -16,7 +16,7 @@ from idemconsumer.ports.broker import Delivery, Epoch
 from idemconsumer.ports.observer import NullObserver, Point
 from idemconsumer.worker.in_hand import Held, InHand
 from idemconsumer.worker.lane import Lane
-from tests.support.inside import draining
+from tests.support.inside import draining, in_flight, in_memory
 from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, note
 
@@ -60,24 +60,46 @@ async def test_an_inline_retry_holds_the_messages_behind_it_and_their_order(benc
     assert bench.attempts() == 0, "what was applied in the end leaves no count behind"
 
 
-async def test_a_retry_stops_its_own_lane_alone(bench: Bench) -> None:
-    app = App("lanes")
-    others = asyncio.Event()
+async def test_a_failed_one_stops_its_own_order_alone(bench: Bench) -> None:
+    """In one lane, and with later deliveries of its key that claim another order."""
+    app, runs = App("lanes"), list[str]()
+
+    @app.idempotent_handler("memory:q", key="id", order_by="entity", fingerprint=None, backoff="30s, 30s")
+    async def handle(item: Item, tx: Tx) -> None:
+        runs.append(item.id)
+        if item.id == "a0":
+            raise ValueError("it is not due again in this test")
+        await note(tx, item)
+
+    others = [Item(f"b{n}", "b") for n in range(10)]
+    await bench.publish("q", *(Item(f"a{n}", "a") for n in range(3)), Item("a0", "c"), *others)
+    async with bench.running(app, concurrency=1) as running:
+        await running.until_count(applied=10)
+        await bench.publish("q", Item("a0", "d"), Item("a3", "a"), Item("d0", "d"))
+        await running.until_count(applied=11)
+        assert in_flight(running.worker) == 6
+    assert runs.count("a0") == 1
+    assert bench.effects() == [*(f"b{n}" for n in range(10)), "d0"]
+    assert len(in_memory(bench.broker, "q")) == 6
+
+
+async def test_what_comes_while_one_of_its_order_has_failed_runs_behind_it(bench: Bench) -> None:
+    app, up = App("lanes"), asyncio.Event()
 
     @app.idempotent_handler("memory:q", key="id", order_by="entity", backoff="10ms, 10ms", max_attempts=1_000)
     async def handle(item: Item, tx: Tx) -> None:
-        if item.id == "stuck" and not others.is_set():
+        if item.id == "a0" and not up.is_set():
             raise ValueError("until the others are through")
         await note(tx, item)
 
-    await bench.publish("q", Item("stuck", "e0"), *(Item(f"i{n}", f"e{n}") for n in range(40)))
-    async with bench.running(app) as running:
-        # What is behind the stuck one waits: its lane's share of the entities. All the others go.
-        await running.until(lambda: len(bench.effects()) >= 20)
-        assert not {"stuck", "i0"} & set(bench.effects())
-        others.set()
-        await running.until_count(applied=41)
-    assert bench.effects().index("stuck") < bench.effects().index("i0")
+    await bench.publish("q", *(Item(f"a{n}", "a") for n in range(3)))
+    async with bench.running(app, concurrency=1) as running:
+        await running.until_count(retrying=1)
+        await bench.publish("q", *(Item(f"a{n}", "a") for n in range(3, 6)), Item("b", "b"))
+        await running.until_count(applied=1)
+        up.set()
+        await running.until_count(applied=7)
+    assert bench.effects() == ["b", *(f"a{n}" for n in range(6))]
 
 
 async def test_a_delivery_follows_the_one_of_its_key_that_is_in_flight_and_never_meets_it_as_a_rival(

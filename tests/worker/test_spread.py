@@ -244,6 +244,10 @@ class Place:
         return arrived
 
 
+def _none(held: Held) -> list[Held]:
+    return []
+
+
 def names(deliveries: Sequence[Held]) -> str:
     return "".join(held.work.call.key for held in deliveries if held.work.call is not None)
 
@@ -264,7 +268,7 @@ async def test_what_its_broker_has_taken_back_is_in_nobodys_way() -> None:
     (first,) = place.add("a", epoch=lost)
     (taken,) = place.spread.take(lane, 8, turns=9)
     first.due = asyncio.get_running_loop().time() + 30.0
-    await place.spread.step_aside(taken, [])
+    await place.spread.step_aside(taken, _none)
     assert (list(place.spread.ready), lost.waiting) == ([], 1)
     lost.end()
     (again,) = place.add("a")
@@ -287,7 +291,7 @@ async def test_all_that_waits_is_given_back() -> None:
     aside = place.spread.take(lane, 1, turns=0)[0]
     aside.due = asyncio.get_running_loop().time() + 30.0
     behind, lane.queue = lane.queue, []
-    await place.spread.step_aside(aside, behind)
+    await place.spread.step_aside(aside, lambda _: behind)
     assert set(place.spread.clear()) == set(given)
     assert aside.delivery.epoch.waiting == 0
 
@@ -300,9 +304,9 @@ async def test_only_so_many_bytes_may_wait_aside(monkeypatch: pytest.MonkeyPatch
     first, second, third = (place.spread.take(lane, 1, turns=0)[0] for _ in range(3))
     for each in (first, second, third):
         each.due = asyncio.get_running_loop().time() + 30.0
-    await place.spread.step_aside(first, [])
-    await place.spread.step_aside(second, [])
-    waiting = asyncio.create_task(place.spread.step_aside(third, []))
+    await place.spread.step_aside(first, _none)
+    await place.spread.step_aside(second, _none)
+    waiting = asyncio.create_task(place.spread.step_aside(third, _none))
     await asyncio.sleep(0)
     assert (waiting.done(), third.delivery.epoch.waiting) == (False, 0), "its lane waits"
     place.spread._due(first)
