@@ -108,7 +108,7 @@ class Endings:
             except TypeError as unencodable:
                 error = unencodable
             else:
-                self.failing.succeeded(Subject.handler(work.handler))  # it has decided
+                self.failing.succeeded(Subject.handler(work.handler), [work.identity])  # it has decided
                 return outcome
         if self.is_spared(work, error):
             return self._spared(work, error)
@@ -120,8 +120,8 @@ class Endings:
 
     def is_spared(self, work: Work, error: Exception) -> bool:
         """Put this failure on the ledger. Whether it costs no attempt (D17)."""
-        first = not work.attempts and not work.spared
-        free = self.failing.failed(Subject.handler(work.handler), error, first=first)
+        handler = Subject.handler(work.handler)
+        free = self.failing.failed(handler, work.identity, error, first=not work.attempts)
         return free and work.handler.options.max_attempts > 1 and work.suspicion is not Suspicion.COUNTED
 
     def _spared(self, work: Work, error: Exception) -> Outcome:
@@ -277,6 +277,7 @@ class Endings:
         self._at(Point.DEAD_LETTERED, work.handler.name, (work.key,))
         if standing is not None:
             return standing
+        self.failing.ended(Subject.handler(work.handler), work.identity)
         self.telling.dead(work, work.attempts, reason, number, text, error)
         kind = OutcomeKind.CONFLICT if reason == "conflict" else OutcomeKind.DEAD
         state = State.DEAD if claim is not None else None

@@ -89,6 +89,10 @@ class Engine:
         """Whether the messages of this handler all fail (D17)."""
         return self.endings.failing.of(Subject.handler(handler))
 
+    def has_failed(self, work: Work) -> bool:
+        """Whether it is known to have failed before."""
+        return work.attempts > 0 or self.endings.failing.has_failed(Subject.handler(work.handler), work.identity)
+
     def seconds(self, handler: BoundHandler) -> float | None:
         """How long this handler takes for a message, as measured of late; None if that is not known."""
         return self._sizes.of(handler).seconds

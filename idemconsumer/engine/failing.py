@@ -8,10 +8,10 @@ name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from idemconsumer.engine.blame import said
 from idemconsumer.errors import Retry
@@ -21,7 +21,8 @@ from idemconsumer.rules.failing import Health
 
 Function: TypeAlias = Callable[..., Any]
 
-_HEALTHY = Health()
+_HEALTHY: Final = Health()
+_MOST: Final = 10_000  # messages that are known to have failed, of each subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +53,61 @@ class Subject:
         )
 
 
+@dataclass(slots=True)
+class _Account:
+    """`failed`: what has failed and not ended yet, as far as this process has seen it."""
+
+    health: Health = _HEALTHY
+    failed: dict[bytes, None] = field(default_factory=dict)
+
+
 class Failing:
-    """One `Health` per subject. Unless it is `watched`, none is ever probed: nobody would wait."""
+    """One account per subject. Unless it is `watched`, none is ever probed: nobody would wait.
+
+    What fails is told apart by a key: of a message, or of a saga.
+    """
 
     def __init__(self, *, watched: bool) -> None:
         self._watched = watched
-        self._health: dict[Subject, Health] = {}
+        self._accounts: dict[Subject, _Account] = {}
 
     def of(self, subject: Subject) -> Health:
-        return self._health.get(subject, _HEALTHY)
+        account = self._accounts.get(subject)
+        return _HEALTHY if account is None else account.health
 
-    def succeeded(self, subject: Subject) -> None:
-        if (before := self._health.pop(subject, _HEALTHY)).since is not None:
+    def has_failed(self, subject: Subject, key: bytes) -> bool:
+        account = self._accounts.get(subject)
+        return account is not None and key in account.failed
+
+    def succeeded(self, subject: Subject, keys: Iterable[bytes]) -> None:
+        """A run of these."""
+        if (account := self._accounts.get(subject)) is None:
+            return
+        for key in keys:
+            account.failed.pop(key, None)
+        before, account.health = account.health, account.health.succeeded()
+        if not account.failed:
+            del self._accounts[subject]
+        if before.since is not None:
             seconds = asyncio.get_running_loop().time() - before.since
             log.info(subject.works, **{subject.is_a: subject.name}, seconds=round(seconds, 1))
 
-    def failed(self, subject: Subject, error: BaseException, *, first: bool) -> bool:
-        """Whether this failure costs no attempt. `first`: its message, or its saga, had not failed before. One that was
-        asked for (Retry) is no sign, and costs one."""
+    def failed(self, subject: Subject, key: bytes, error: BaseException, *, first: bool) -> bool:
+        """Whether this failure costs no attempt. `first`: as far as its attempts tell. One that was asked for (Retry)
+        is no sign, and costs one."""
         if not self._watched or isinstance(error, Retry):
             return False
-        now, before = asyncio.get_running_loop().time(), self.of(subject)
-        health = self._health[subject] = before.failed(now, first=first)
+        account, now = self._accounts.setdefault(subject, _Account()), asyncio.get_running_loop().time()
+        before = account.health
+        health = account.health = before.failed(now, first=first and key not in account.failed)
+        if key not in account.failed and len(account.failed) >= _MOST:
+            del account.failed[next(iter(account.failed))]
+        account.failed[key] = None
         if health.probing and not before.probing:
             log.error(subject.fails, **{subject.is_a: subject.name}, failed=health.failures, **said(error))
         return health.is_free(now)
+
+    def ended(self, subject: Subject, key: bytes) -> None:
+        """Nothing of it runs again."""
+        if (account := self._accounts.get(subject)) is not None:
+            account.failed.pop(key, None)

@@ -170,6 +170,11 @@ class Work:
         return b"" if stored is None else stored.key
 
     @property
+    def identity(self) -> bytes:
+        """By which it is told from others in this process, also if it cannot be read."""
+        return self.key or self.nonce
+
+    @property
     def named(self) -> dict[str, object]:
         """Which message a line of the log is about (O9)."""
         attempt = self.attempt if self.leased is None else self.leased.attempt

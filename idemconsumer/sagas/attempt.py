@@ -277,7 +277,7 @@ class Attempt:
 
     def _is_spared(self, fn: Function, error: BaseException, max_attempts: int, *, first: bool) -> bool:
         """Whether this failure costs no attempt (D17)."""
-        free = self._probes.failed(fn, error, first=first)
+        free = self._probes.failed(fn, self._saga.key, error, first=first)
         return free and max_attempts > 1 and not self._saga.suspect
 
     async def _unencodable(self, run: SagaRun, error: TypeError) -> Outcome:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from idemconsumer.engine.failing import Failing, Function, Subject
 from idemconsumer.errors import OfTheEngine
+from idemconsumer.rules import failing
 from idemconsumer.rules.verdicts import refused
 
-_SOON: Final = 0.5  # seconds
+_LOOK: Final = 0.02  # seconds
+_SOON: Final = 0.5  # seconds that a saga which has failed waits for its turn in its lane
+_PATIENCE: Final = 3.0  # the same of one that has not failed: the good ones may be behind many that always fail
 _LONGEST: Final = 30.0  # seconds that a saga waits for a function that may work again at any time
 
 
@@ -25,10 +28,12 @@ class Held(OfTheEngine):
 
 
 @dataclass(slots=True)
-class _Turn:
-    """`tried`: a saga calls it now. `slot`: when the last one that waits is to ask."""
+class _Turns:
+    """Of one function. `taken`: a saga calls it now. `again`: when one that has failed may. `slot`: when the last one
+    that waits is to ask."""
 
-    tried: bool = False
+    taken: bool = False
+    again: float = 0.0
     slot: float = 0.0
 
 
@@ -37,42 +42,52 @@ class Probes:
 
     def __init__(self, failing: Failing) -> None:
         self._failing = failing
-        self._turns: dict[Subject, _Turn] = {}
+        self._turns: dict[Subject, _Turns] = {}
 
-    @contextmanager
-    def trying(self, fn: Function, fail_on: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    @asynccontextmanager
+    async def trying(self, fn: Function, saga: bytes, fail_on: tuple[type[Exception], ...] = ()) -> AsyncIterator[None]:
         """Around a call of a step's function, or of its undo. Raises Held where another saga has to come first."""
-        its, now, turn = Subject.function(fn), asyncio.get_running_loop().time(), None
-        if (health := self._failing.of(its)).probing:
-            turn = self._turns.setdefault(its, _Turn())
-            if not turn.tried and now < health.next_run <= now + _SOON:  # in its turn, but for a moment
-                raise Held(health.next_run - now)
-            if turn.tried or now < health.next_run:
-                raise Held(self.seconds(fn))
-            turn.tried = True
+        its = Subject.function(fn)
+        turns = await self._turn(its, saga) if self._failing.of(its).probing else None
         try:
             yield
         except Exception as error:
             if refused(error, fail_on):  # it has decided
-                self._succeeded(its)
+                self._failing.succeeded(its, [saga])
             raise
         else:
-            self._succeeded(its)
+            self._failing.succeeded(its, [saga])
         finally:
-            if turn is not None:
-                turn.tried = False
+            if turns is not None:
+                turns.taken = False
+
+    async def _turn(self, its: Subject, saga: bytes) -> _Turns | None:
+        """Take a turn; None once the function works again. A saga that has not failed waits for it here, so that it is
+        known within seconds whether it works; one that has failed is let in now and then."""
+        now, turns = asyncio.get_running_loop().time, self._turns.setdefault(its, _Turns())
+        has_failed = self._failing.has_failed(its, saga)
+        deadline = now() + (_SOON if has_failed else _PATIENCE)
+        while (health := self._failing.of(its)).probing:
+            due = max(health.next_run, turns.again) if has_failed else health.next_run
+            if not turns.taken and now() >= due:
+                turns.taken = True
+                if has_failed:
+                    turns.again = now() + failing.AGAIN
+                return turns
+            if max(now(), due) >= deadline:
+                raise Held(self._seconds(its))
+            await asyncio.sleep(max(_LOOK, due - now()))
+        return None
 
     def seconds(self, fn: Function) -> float:
         """Until the saga that asks is to try it again: behind those that have asked before."""
-        its, now = Subject.function(fn), asyncio.get_running_loop().time()
-        turn = self._turns.setdefault(its, _Turn())
-        turn.slot = min(max(turn.slot, now) + self._failing.of(its).pause, now + _LONGEST)
-        return turn.slot - now
+        return self._seconds(Subject.function(fn))
 
-    def _succeeded(self, its: Subject) -> None:
-        self._turns.pop(its, None)
-        self._failing.succeeded(its)
+    def _seconds(self, its: Subject) -> float:
+        turns, now = self._turns.setdefault(its, _Turns()), asyncio.get_running_loop().time()
+        turns.slot = min(max(turns.slot, now) + failing.AGAIN, now + _LONGEST)
+        return turns.slot - now
 
-    def failed(self, fn: Function, error: BaseException, *, first: bool) -> bool:
-        """Whether this failure costs no attempt. `first`: it had not failed in this saga before."""
-        return self._failing.failed(Subject.function(fn), error, first=first)
+    def failed(self, fn: Function, saga: bytes, error: BaseException, *, first: bool) -> bool:
+        """Whether this failure costs no attempt. `first`: as far as the saga's attempts tell."""
+        return self._failing.failed(Subject.function(fn), saga, error, first=first)

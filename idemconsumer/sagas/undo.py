@@ -83,11 +83,12 @@ class Undo:
             spec = await self._stop_child(spec, output)
         assert spec.undo is not None
         attempt = None if row.kind is StepKind.TX else row.attempt + 1
-        with self._probes.trying(spec.undo), self._functions.tracing.step("undo", row.name, attempt):
-            if row.kind is StepKind.TX:
-                await self._undo_transaction(row, spec, output)
-            else:
-                await self._undo_call(row, spec, output)
+        async with self._probes.trying(spec.undo, self._saga.key):
+            with self._functions.tracing.step("undo", row.name, attempt):
+                if row.kind is StepKind.TX:
+                    await self._undo_transaction(row, spec, output)
+                else:
+                    await self._undo_call(row, spec, output)
         self._at(SagaPoint.UNDONE)
 
     async def _stop_child(self, spec: StartSpec, child: Child[Any]) -> StartSpec:

@@ -29,7 +29,8 @@ class Held:
     """A delivery that this process has in hand.
 
     `due` is when it may run, on the loop's clock. `home` is its lane, if it has an order. `settled`: the broker knows
-    that the message is stored here. `unanswered`: how often its reply was not confirmed.
+    that the message is stored here. `unanswered`: how often its reply was not confirmed. `permitted`: it may run once
+    more although it has failed and its handler is probed (D17).
     """
 
     work: Work
@@ -39,6 +40,7 @@ class Held:
     home: Home | None = None
     settled: bool = False
     unanswered: int = 0
+    permitted: bool = False
 
     @property
     def ordered(self) -> bool:

@@ -95,6 +95,7 @@ class Lane:
         PARTY.set(self._handler.name)
         while not self._in_hand.draining:
             self._drop_abandoned()
+            self._spread.let_out(probing=self._health.probing)
             if self._paused:
                 await self._woken(_LOOK_UP)
             elif self._spread.keeps:
@@ -102,7 +103,7 @@ class Lane:
             elif self._something_to_run():
                 await self._conclude(*await self._run_group())
             else:
-                await self._pause(None)
+                await self._pause(self._spread.until_let_out)
 
     def _something_to_run(self) -> bool:
         return bool(self._spread.ready or self._queue)
@@ -111,10 +112,13 @@ class Lane:
         if self._health.probing:
             async with self._probe:
                 while (health := self._health).probing and not self._in_hand.draining:
+                    self._drop_abandoned()
+                    self._quarantine_failed()
+                    if not self._something_to_run():
+                        return [], []
                     if (pause := health.next_run - asyncio.get_running_loop().time()) > 0:
                         await self._pause(pause)
                         continue
-                    self._drop_abandoned()
                     return await self._run_next(1)
         if self._in_hand.engine.group_size(self._handler) == 1:
             return await self._run_next(1)
@@ -123,6 +127,17 @@ class Lane:
             if self._health.probing:  # it was not yet, when the turn was asked for
                 return [], []
             return await self._run_next(self._in_hand.engine.group_size(self._handler))
+
+    def _quarantine_failed(self) -> None:
+        """What has failed before waits for those that have not."""
+        engine = self._in_hand.engine
+
+        def is_kept(held: Held) -> bool:
+            return not held.permitted and not held.abandoned and engine.has_failed(held.work)
+
+        while self._queue and is_kept(self._queue[0]):
+            self._spread.quarantine(self._queue.popleft(), self._behind)
+        self._spread.quarantine_ready(is_kept)
 
     @property
     def _paused(self) -> bool:

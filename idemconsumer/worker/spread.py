@@ -7,13 +7,16 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 from idemconsumer.logs import log
 from idemconsumer.message.delivered import held_size
+from idemconsumer.rules import failing
 from idemconsumer.worker.in_hand import Held, InHand, Place
 
 _MOST_BYTES: Final = 16 * 1024 * 1024  # of the messages that stepped aside
+_LOOK: Final = 1.0  # seconds
 
 
 class Taker(Place, Protocol):
@@ -40,7 +43,9 @@ class Spread:
         self._in_hand = in_hand
         self._size = size
         self._ready: deque[Held] = deque()
-        self._aside: dict[Held, asyncio.TimerHandle] = {}
+        self._aside: dict[Held, asyncio.TimerHandle | None] = {}
+        self._quarantine: dict[Held, None] = {}  # of them, those without a timer
+        self._next_out = 0.0
         self._bytes = 0
         self._lines: dict[Hashable, list[Held]] = {}  # by what they wait for, with the first one
         self._idle: dict[Taker, None] = {}
@@ -146,11 +151,14 @@ class Spread:
                 logged = True
             self._left.clear()
             await self._left.wait()
-        line = [held, *behind(held), *(later := self._lines.get(held.line, []))]
+        self._bytes += held_size(held.work.message)
+        self._put_aside(held, behind(held), asyncio.get_running_loop().call_at(held.due, self._due, held))
+
+    def _put_aside(self, held: Held, behind: list[Held], timer: asyncio.TimerHandle | None) -> None:
+        line = [held, *behind, *(later := self._lines.get(held.line, []))]
         if later and later[0] in self._aside:
             self._return(later[0])
-        self._bytes += held_size(held.work.message)
-        self._aside[held] = asyncio.get_running_loop().call_at(held.due, self._due, held)
+        self._aside[held], held.permitted = timer, False
         for each in line:
             each.delivery.epoch.waiting += 1
             self._in_hand.moved(each, self)
@@ -159,7 +167,7 @@ class Spread:
 
     @property
     def _full(self) -> bool:
-        return len(self._aside) >= self._size or self._bytes >= _MOST_BYTES
+        return len(self._aside) - len(self._quarantine) >= self._size or self._bytes >= _MOST_BYTES
 
     def _due(self, held: Held) -> None:
         if held.abandoned:
@@ -176,8 +184,11 @@ class Spread:
         held.home.take_back(line)
 
     def _return(self, held: Held) -> None:
-        self._aside.pop(held).cancel()
-        self._bytes -= held_size(held.work.message)
+        if (timer := self._aside.pop(held)) is None:
+            del self._quarantine[held]
+        else:
+            timer.cancel()
+            self._bytes -= held_size(held.work.message)
         for each in self._lines.get(held.line) or [held]:
             each.delivery.epoch.waiting -= 1
         self._left.set()
@@ -190,6 +201,40 @@ class Spread:
             place = self if later.home is None else later.home
             self._in_hand.moved(later, place)
             place.add(later)
+
+    # ------------------------------------------------------------------------------------------------- quarantine (D17)
+    def quarantine(self, held: Held, behind: Callable[[Held], list[Held]]) -> None:
+        """As `step_aside`, until `let_out`. There is always room: what its source may have in hand is the bound."""
+        if not self._quarantine:
+            self._next_out = asyncio.get_running_loop().time() + failing.AGAIN
+        self._quarantine[held] = None
+        self._put_aside(held, behind(held), None)
+
+    def quarantine_ready(self, is_kept: Callable[[Held], bool]) -> None:
+        """What would be taken next, as far as it is to be kept."""
+        while self._ready and is_kept(self._ready[0]):
+            held = self._ready.popleft()
+            _, *behind = self._lines.pop(held.line, [held])
+            self.quarantine(held, partial(_these, behind))
+
+    @property
+    def until_let_out(self) -> float | None:
+        """Seconds until a lane is to look whether something may leave quarantine."""
+        if not self._quarantine:
+            return None
+        return min(_LOOK, max(0.0, self._next_out - asyncio.get_running_loop().time()))
+
+    def let_out(self, *, probing: bool) -> None:
+        """All that is in quarantine, once its handler works again; until then the first one, in its time."""
+        now = asyncio.get_running_loop().time()
+        if not self._quarantine or (probing and now < self._next_out):
+            return
+        self._next_out = now + failing.AGAIN
+        for held in [each for each in self._quarantine if each.abandoned]:
+            self._dismiss(held)
+        for held in list(self._quarantine)[: 1 if probing else None]:
+            held.permitted = True
+            self._due(held)
 
     # -------------------------------------------------------------------------------------------------------------- end
     def drain(self) -> None:
@@ -215,6 +260,10 @@ class Spread:
         self._ready.clear()
         self._lines.clear()
         return list(deliveries)
+
+
+def _these(behind: list[Held], _: Held) -> list[Held]:
+    return behind
 
 
 def _has_key(line: Sequence[Held], held: Held) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer.rules.failing import FREE, IN_A_ROW, Health
+from idemconsumer.rules.failing import FREE, IN_A_ROW, NEXT, Health
 
 ENDS = st.lists(st.sampled_from(["success", "first failure", "failure again"]), max_size=60)
 
@@ -49,10 +49,9 @@ def test_nothing_is_free_before() -> None:
     assert not after(*["first failure"] * (IN_A_ROW - 1)).is_free(0.0)
 
 
-def test_pauses_between_two_runs_grow_to_five_seconds() -> None:
-    health, pauses, now = after(*["first failure"] * IN_A_ROW), list[float](), 0.0
-    for _ in range(5):
-        pauses.append(health.next_run - now)
+def test_the_next_one_is_tried_soon() -> None:
+    health, now = after(*["first failure"] * IN_A_ROW), 0.0
+    for first in (True, True, False, False, True):
+        assert health.next_run - now == pytest.approx(NEXT)
         now = health.next_run
-        health = health.failed(now, first=False)
-    assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
+        health = health.failed(now, first=first)

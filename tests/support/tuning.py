@@ -57,6 +57,8 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "runs_before_ahead": at("rules.habits._RUNS"),  # a number
     "failures_in_a_row": at("rules.failing.IN_A_ROW"),  # a number
     "failing_is_free_for": at("rules.failing.FREE"),
+    "next_probe_pause": at("rules.failing.NEXT"),
+    "failed_probe_pause": at("rules.failing.AGAIN"),
     "locks_are_scarce_for": at("rules.group_size._SCARCE"),
     # user code
     "cancel_again_pause": at("user_code.cancellation._AGAIN"),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from idemconsumer import App, Message, Tx
-from idemconsumer.rules.failing import IN_A_ROW, Health
+from idemconsumer.rules.failing import IN_A_ROW
 from tests.support.inside import in_memory, lanes_of
 from tests.support.logs import LogCapture, times
 from tests.support.tuning import tuned
@@ -21,12 +20,7 @@ SLOWED, WORKS = "all messages of a handler fail, trying one at a time", "handler
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two runs there is hardly a pause."""
-    failed = Health.failed
-
-    def at_once(health: Health, now: float, *, first: bool) -> Health:
-        return replace(failed(health, now, first=first), next_run=now + 0.01)
-
-    monkeypatch.setattr(Health, "failed", at_once)
+    tuned(monkeypatch, next_probe_pause=0.01, failed_probe_pause=0.01)
 
 
 class Service:
@@ -85,6 +79,31 @@ async def test_poison_among_good_messages_is_buried_as_ever(bench: Bench, logged
     assert times(logged, SLOWED) == 0
 
 
+@pytest.mark.parametrize("order", [None, "entity"])
+async def test_what_has_failed_lets_those_through_that_have_not(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture, order: str | None
+) -> None:
+    """Whatever comes first, and in one lane. Then its failures count, and are no sign again."""
+    tuned(monkeypatch, failed_probe_pause=10_000.0)
+    tried, before = list[str](), list[str]()
+
+    def up(name: str) -> bool:
+        tried.append(name)
+        if name == "good":
+            before.extend(tried)
+        return name == "good"
+
+    service = Service(up, order_by=order, max_attempts=3)
+    names = [*(f"bad-{n}" for n in range(20)), "good"]
+    await bench.publish("q", *(Item(name, name) for name in names))
+    async with bench.running(service.app, concurrency=1) as running:
+        await running.until_count(applied=1, dead=20)
+    probed = before[before.index(f"bad-{IN_A_ROW - 1}") + 1 :]
+    assert sorted(probed) == sorted(names[IN_A_ROW:]), "each once"
+    assert times(logged, SLOWED) == 1
+    assert bench.do("select distinct attempts from idemconsumer.dead_letter") == [(3,)]
+
+
 @pytest.mark.parametrize("options", [{"max_attempts": 1}, {"fail_on": (ConnectionError,)}])
 async def test_what_is_to_run_once_runs_once(bench: Bench, options: Any) -> None:
     service = Service(lambda _: False, **options)
@@ -105,12 +124,7 @@ async def test_what_can_never_succeed_is_buried_in_the_end(
 
 
 async def test_a_drain_does_not_wait_for_the_next_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = Health.failed
-
-    def hours_later(health: Health, now: float, *, first: bool) -> Health:
-        return replace(failed(health, now, first=first), next_run=now + 10_000.0)
-
-    monkeypatch.setattr(Health, "failed", hours_later)
+    tuned(monkeypatch, next_probe_pause=10_000.0, failed_probe_pause=10_000.0)
     service = Service(lambda _: False)
     await bench.publish("q", *(Item(str(n)) for n in range(40)))
     async with bench.running(service.app, concurrency=4) as running:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
 from idemconsumer import App, Reject, Retry, Saga, Step, Tx
-from idemconsumer.rules.failing import Health
+from idemconsumer.rules.failing import IN_A_ROW
 from tests.support.logs import LogCapture, times
 from tests.support.tuning import tuned
 from tests.support.workers import Bench, Item, note
@@ -22,12 +21,7 @@ SLOWED, WORKS = "a function fails in all sagas, trying one at a time", "function
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two calls there is hardly a pause."""
-    failed = Health.failed
-
-    def at_once(health: Health, now: float, *, first: bool) -> Health:
-        return replace(failed(health, now, first=first), next_run=now + 0.01)
-
-    monkeypatch.setattr(Health, "failed", at_once)
+    tuned(monkeypatch, next_probe_pause=0.01, failed_probe_pause=0.01)
     tuned(monkeypatch, longest_probe_pause=0.05)
 
 
@@ -128,6 +122,27 @@ async def test_poison_among_good_sagas_is_buried_as_ever(bench: Bench, logged: L
     async with bench.running(service.app) as running:
         await running.until_count(applied=30, dead=10)
     assert times(logged, SLOWED) == 0
+
+
+@pytest.mark.parametrize("where", ["tx", "undo"])
+async def test_sagas_that_have_failed_let_those_through_that_have_not(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    tuned(monkeypatch, failed_probe_pause=10_000.0)
+    tried, before = list[str](), list[str]()
+
+    def up(name: str) -> bool:
+        tried.append(name)
+        if name == "good":
+            before.extend(tried)
+        return name == "good"
+
+    service = Service(up, where)
+    await bench.publish("q", *(Item(f"bad-{n}") for n in range(20)), Item("good"))
+    async with bench.running(service.app, concurrency=1) as running:
+        await running.until_count(**{"failed" if where == "undo" else "applied": 1}, dead=20)
+    assert len(before) <= 21 + 2 * (IN_A_ROW - 1), "each bad one once before it, but for the first ones"
+    assert bench.do("select distinct attempts from idemconsumer.dead_letter") == [(3,)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""Messages that always fail stop nobody else, however many of them come first (D17), and an outage kills none."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+
+from idemconsumer import App, Saga, Tx
+from idemconsumer.brokers.connecting import connect
+from idemconsumer.ports.broker import Outgoing
+from tests.support.brokers import SCHEMES, Brokers
+from tests.support.servers.made import Server
+from tests.support.tuning import tuned
+from tests.support.workers import Bench, Item, Running, body, note
+
+LETTERS = "select handler, reason, attempts from idemconsumer.dead_letter"
+
+
+@pytest.fixture
+async def brokers(kafka: Server, rabbitmq: Server, sqs: Server) -> AsyncIterator[Brokers]:
+    made = Brokers(kafka, rabbitmq, sqs)
+    await made.create()
+    yield made
+    await made.delete()
+
+
+def some(kind: str, number: int) -> list[str]:
+    return [f"{kind}-{n}" for n in range(number)]
+
+
+async def handle(item: Item, tx: Tx) -> None:
+    if item.id.startswith("bad"):
+        raise ValueError("it can never succeed")
+    await note(tx, item)
+
+
+async def seconds_until(applied: int, *running: Running) -> float:
+    began = time.monotonic()
+    await running[0].until(lambda: sum(each.worker.counts.get("applied", 0) for each in running) >= applied)
+    return time.monotonic() - began
+
+
+async def test_twenty_bad_ones_ahead_of_two_hundred_at_each_broker(brokers: Brokers, bench: Bench) -> None:
+    """With the default options, but for how soon the bad ones are tried again. Kafka's records have keys, so they have
+    an order."""
+    app = App("bad")
+    for scheme in SCHEMES:
+        app.idempotent_handler(f"{scheme}:{brokers.name}", name=scheme, key="id", backoff="50ms, 50ms")(handle)
+        broker = connect(scheme, bench.settings(**brokers.addresses))
+        names = [f"{each}-{scheme}" for each in some("bad", 20) + some("good", 200)]
+        await broker.publish(brokers.name, [Outgoing(body(Item(each)), key=each) for each in names])
+        await broker.close()
+    async with bench.running(app, concurrency=8, **brokers.addresses) as running:
+        assert await seconds_until(4 * 200, running) < 15.0
+        await running.until_count(dead=4 * 20)
+    assert Counter(bench.do(LETTERS)) == {(scheme, "attempts_exhausted", 5): 20 for scheme in SCHEMES}
+    assert len(set(bench.effects())) == len(bench.effects()) == 4 * 200
+
+
+async def test_sixty_bad_ones_of_a_tenant_ahead_of_anothers_hundred_and_two_workers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(monkeypatch, next_probe_pause=0.03)
+    app = App("bad")
+    app.idempotent_handler("postgres:q", key="id", tenant="entity", backoff="10ms, 10ms")(handle)
+    bench.enqueue("q", *(Item(each, "a") for each in some("bad", 60)), *(Item(each, "b") for each in some("good", 100)))
+    async with bench.running(app) as one, bench.running(app) as other:
+        assert await seconds_until(100, one, other) < 10.0
+        for n in range(1_000):  # until one of them has come to each worker, which shows to both whose fault it is
+            if len(bench.do(LETTERS)) >= 60:
+                break
+            bench.enqueue("q", Item(f"more-{n}", "b"))
+            await asyncio.sleep(0.05)
+    assert Counter(bench.do(LETTERS)) == {("handle", "attempts_exhausted", 5): 60}
+
+
+@pytest.mark.parametrize("order", [None, "entity"])
+async def test_an_outage_kills_none_and_what_has_an_order_keeps_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, order: str | None
+) -> None:
+    """All that can run of a backlog is tried in it, some of it again."""
+    tuned(monkeypatch, next_probe_pause=0.02, failed_probe_pause=0.05)
+    app, up, calls = App("bad"), asyncio.Event(), Counter[str]()
+
+    @app.idempotent_handler("memory:q", key="id", order_by=order, max_attempts=2, backoff="10ms, 10ms")
+    async def handle(item: Item, tx: Tx) -> None:
+        calls[item.id] += 1
+        if not up.is_set():
+            raise ConnectionError("the service is down")
+        await note(tx, item)
+
+    entities = [f"e{n}" for n in range(12)]
+    await bench.publish("q", *(Item(f"{entity}-{n}", entity) for n in range(3) for entity in entities))
+    heads = 36 if order is None else 12
+    async with bench.running(app, concurrency=8) as running:
+        await running.until(lambda: len(calls) >= heads and sum(calls.values()) > heads + 1)
+        up.set()
+        await running.until_count(applied=36)
+    assert bench.do(LETTERS) == []
+    for entity in entities if order else ():
+        its = [name for name in bench.effects() if name.startswith(f"{entity}-")]
+        assert its == [f"{entity}-{n}" for n in range(3)]
+
+
+async def test_twenty_sagas_whose_first_step_fails_ahead_of_a_hundred(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(monkeypatch, next_probe_pause=0.03, longest_probe_pause=0.5)
+    app = App("bad")
+
+    @app.idempotent_handler("postgres:q", key="id", backoff="10ms, 10ms")
+    async def book(item: Item, saga: Saga) -> None:
+        await saga.tx("book", lambda tx: handle(item, tx))
+
+    bench.enqueue("q", *(Item(each) for each in some("bad", 20) + some("good", 100)))
+    async with bench.running(app) as running:
+        assert await seconds_until(100, running) < 10.0
+        await running.until_count(dead=20)
+    assert Counter(bench.do(LETTERS)) == {("book", "attempts_exhausted", 5): 20}
