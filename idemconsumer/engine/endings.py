@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from idemconsumer.engine.blame import describe, rejection_of
 from idemconsumer.engine.contention import Contended
@@ -32,6 +33,8 @@ from idemconsumer.rules.verdicts import (
     contention_pause,
     refused,
 )
+
+DOUBT: Final = 0.5  # seconds in which others may show that they cannot be read either
 
 
 @dataclass(slots=True)
@@ -252,8 +255,19 @@ class Endings:
 
     async def refuse(self, work: Work, refusal: BadMessage) -> Outcome:
         """A message that can never be run (R9)."""
+        if work.misread and self._is_doubted(work, refusal):
+            work.spared += 1
+            kind = OutcomeKind.RETRYING
+            return Outcome(kind, due=DOUBT, attempt=work.attempt - 1, reason="failing", error=refusal.reason)
         forget = () if refusal.record is None else (refusal.record,)
         return await self.bury(work, refusal.reason, refusal.detail, forget=forget)
+
+    def _is_doubted(self, work: Work, refusal: BadMessage) -> bool:
+        """D25: the first time, since it is not clear yet whether others can be read, and while all messages fail."""
+        first = not work.spared
+        return self.failing.failed(Subject.handler(work.handler), work.identity, refusal, first=first) or (
+            first and self._in_worker
+        )
 
     async def bury(
         self, work: Work, reason: str, text: str, error: BaseException | None = None, *, forget: Sequence[bytes] = ()

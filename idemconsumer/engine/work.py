@@ -56,6 +56,7 @@ class Work:
     None where there is neither. `first`: it was never delivered before. `pending`: its record waits for it, and
     `row` is its delivery from our own queue (D19). `letter`: the dead letter that it was redriven from.
     `stray`: it says that it was accepted, and the store that no record waits for it (H46).
+    `misread`: its refusal is what reading it has shown, which may be the reader's fault (D25).
     `eager`: its statements are waited for, since a run that did not wait has told too little (J27).
     `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
     `arrived`: when, by the monotonic clock. `logged`: the delivery log has what became of it.
@@ -77,6 +78,7 @@ class Work:
     _nonce: bytes = b""
     abandoned: Callable[[], bool] = bool
     stray: bool = False
+    misread: bool = False
     eager: bool = False
     arrived: float = field(default_factory=time.monotonic)
     logged: bool = False
@@ -129,7 +131,7 @@ class Work:
         except BadMessage as bad:
             # Without its traceback, whose frames hold this: a large body would stay until a garbage collection.
             self.refusal = BadMessage(bad.reason, bad.detail, attempts=bad.attempts, record=bad.record)
-            self.attempts = bad.attempts
+            self.attempts, self.misread = bad.attempts, bad.reason != "oversized"
             return
         leased = self.leased
         if leased is not None:  # L17: the key it is stored under, whatever the key rule makes of the message now
@@ -141,6 +143,12 @@ class Work:
                 call.claim, key=self.pending.key, scope=self.pending.scope, pending=True
             )
         self.call = call
+
+    def read_again(self) -> None:
+        """What could not be read, perhaps for a fault that is over."""
+        if self.misread:
+            self.refusal, self.misread = None, False
+            self.read()
 
     def suspect(self) -> None:
         """It may have killed a worker. Not for sagas, which count their takeovers."""
@@ -172,7 +180,7 @@ class Work:
     @property
     def identity(self) -> bytes:
         """By which it is told from others in this process, also if it cannot be read."""
-        return self.key or self.nonce
+        return self._nonce or self.key or self.nonce
 
     @property
     def named(self) -> dict[str, object]:

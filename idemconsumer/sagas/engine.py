@@ -21,6 +21,7 @@ import msgspec
 from idemconsumer.engine.company import Stay
 from idemconsumer.engine.contention import Contended
 from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.failing import Subject
 from idemconsumer.engine.work import Work, traced
 from idemconsumer.errors import CommitUnknown, Contention, Fenced, RunEagerly, SagaCancelled, StoreUnavailable
 from idemconsumer.logs import log
@@ -118,6 +119,7 @@ class LeasedEngine:
         `defer` a saga that has begun is not taken over here. `unfed`: no source of this process continues sagas that an
         earlier call left behind, so this call does, also after it gave way to another message.
         """
+        self._engine.endings.failing.succeeded(Subject.handler(work.handler), [work.identity])  # it could be read (D25)
         with traced(self._engine.tracing, [work]) as processing:
             outcome = await self._decide(work, claimed, defer=defer, unfed=unfed)
             processing.decided([outcome])

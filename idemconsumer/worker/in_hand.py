@@ -159,6 +159,14 @@ class InHand:
             _, count = self._places[key]
             self._places[key] = (place, count)
 
+    def read_again(self, held: Held, place: Place) -> None:
+        """Before it runs in `place`: what could not be read may be readable by now, and then it has a key."""
+        known = held.work.key
+        held.work.read_again()
+        if not known and (key := held.work.key):
+            where, count = self._places.get(key, (place, 0))
+            self._places[key] = (where, count + 1)
+
     def deliveries(self, held: Held) -> int:
         """How many of its key are in hand."""
         return self._places[held.work.key][1] if held.work.key else 1

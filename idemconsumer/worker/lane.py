@@ -188,6 +188,8 @@ class Lane:
         self._own_next = not own
         group = self._take_own(size) if own else self._spread.take(self, size, self._turns.free)
         for held in group:
+            if held.due:
+                self._in_hand.read_again(held, self)
             if self._on_probation(held):
                 held.work.suspect()
         return group

@@ -59,6 +59,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "failing_is_free_for": at("rules.failing.FREE"),
     "next_probe_pause": at("rules.failing.NEXT"),
     "failed_probe_pause": at("rules.failing.AGAIN"),
+    "doubt": at("engine.endings.DOUBT"),
     "locks_are_scarce_for": at("rules.group_size._SCARCE"),
     # user code
     "cancel_again_pause": at("user_code.cancellation._AGAIN"),
