@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import pq
+from psycopg._preparing import Prepare, PrepareManager
+from psycopg._queries import PostgresQuery
 from psycopg.adapt import AdaptersMap, Dumper
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.postgres import register_default_adapters, register_default_types
@@ -58,6 +60,9 @@ class OwnCursor(psycopg.AsyncCursor[tuple[Any, ...]]):
     @property
     def adapters(self) -> AdaptersMap:
         return ADAPTERS
+
+    def _get_prepared(self, pgq: PostgresQuery, prepare: bool | None = None) -> tuple[Prepare, bytes]:
+        return PrepareManager.get(self._conn._prepared, pgq, prepare)  # J28 is about tables of others
 
 
 def named(dsn: str, app: str, worker: str | None = None) -> str:

@@ -21,6 +21,7 @@ from psycopg.waiting import Ready, Wait
 from idemconsumer.errors import RunEagerly
 from idemconsumer.rules.habits import Habits
 from idemconsumer.sql.answering import Exchange
+from idemconsumer.stores.outdated import is_outdated
 
 _TOGETHER: Final = 16  # statements behind which there is a Sync, so that the server answers while more are made
 _BYTES: Final = 32_768
@@ -48,7 +49,7 @@ class Ahead:
 
     `on`: there are answers to be read. `full`: the server does not keep up, so that they are read before more is sent.
     `reads`: how often answers were waited for. `signal`: a run was told to end, which user code may have swallowed.
-    `heard` is called at each answer.
+    `outdated`: the server refused what had been prepared on it. `heard` is called at each answer.
     """
 
     def __init__(self, pgconn: PGconn, heard: Callable[[], None]) -> None:
@@ -58,7 +59,7 @@ class Ahead:
         self._unsynced = self._bytes = self.reads = 0
         self._failed: tuple[Sent, PGresult] | None = None
         self.abandoned = False
-        self.on = self.full = False
+        self.on = self.full = self.outdated = False
         self.signal: RunEagerly | None = None
 
     def begin(self) -> None:
@@ -146,6 +147,7 @@ class Ahead:
 
     def end_run(self, signal: RunEagerly) -> RunEagerly:
         """To be raised; the first one counts."""
+        self.outdated |= is_outdated(signal.error)
         self.signal = self.signal or signal
         return self.signal
 

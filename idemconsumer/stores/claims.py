@@ -233,8 +233,9 @@ class PostgresClaims:
         self._connection.patience = self._pool.longest_answer
         ahead = self._connection.ahead
         self._unread = ahead.reads if ahead.on else None
+        self._connection.statements.prepare(by_itself=habits is not None and self._pool.prepares)
         tx = PostgresTx(self._lending, habits)
-        self._lending.to(tx)
+        self._lending.to(tx, eager=habits is None)
         self._lent = True
         return tx
 

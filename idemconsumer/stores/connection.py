@@ -27,7 +27,7 @@ from psycopg.waiting import Ready, Wait
 from idemconsumer.errors import RunEagerly
 from idemconsumer.sql.answering import INTERVAL, AnsweringConnection, Exchange, cut, silence
 from idemconsumer.stores.ahead import Ahead, Sent
-from idemconsumer.stores.prepared import PreparedStatements
+from idemconsumer.stores.prepared import Names, PreparedStatements
 from idemconsumer.user_code.cancellation import from_cancellation
 
 RV = TypeVar("RV")
@@ -55,6 +55,7 @@ class Connection(AnsweringConnection[Any]):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self._prepared = Names(self.pgconn)
         self.ahead = Ahead(self.pgconn, self.heard)
         self.statements = PreparedStatements(self)
         self.add_notice_handler(self._noticed)

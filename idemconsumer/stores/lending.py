@@ -11,10 +11,11 @@ from weakref import ref
 import psycopg
 from psycopg import pq
 
-from idemconsumer.errors import HandlerFault
+from idemconsumer.errors import HandlerFault, RunEagerly
 from idemconsumer.sql.answering import PATIENCE
 from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.lent import LentConnection
+from idemconsumer.stores.outdated import is_outdated
 from idemconsumer.stores.session import Session
 from idemconsumer.stores.statements import Effect, special, text_of
 from idemconsumer.user_code.leftovers import begin_run, left_running, name_of
@@ -45,8 +46,9 @@ class Lending:
     def __init__(self, connection: Session, write: Callable[[str], bytes]) -> None:
         self.connection = connection
         connection.ahead.begin()
+        connection.statements.begin()
         self.loop = asyncio.get_running_loop()
-        self.changed = self.passing = self.lasting = False
+        self.changed = self.passing = self.lasting = self._eager = False
         self.runs = 0  # of handlers that had a tx
         self._spoiled: str | None = None
         self._write = write
@@ -55,14 +57,16 @@ class Lending:
         self._lent: ref[LentConnection] | None = None
         self._take_back: Callable[[], None] | None = None
 
-    def to(self, tx: Any) -> None:
-        """`tx` is what the next handler is given."""
+    def to(self, tx: Any, *, eager: bool) -> None:
+        """`tx` is what the next handler is given. `eager`: all of its statements are waited for."""
         self._tx = ref(tx)
+        self._eager = eager
         self.runs += 1
 
     def lend(self) -> LentConnection:
         self._take_back = _settings(self.connection)
-        lent = LentConnection(self.connection, self.rewritten)
+        self.connection.statements.prepare(by_itself=False)
+        lent = LentConnection(self.connection, self.rewritten, self.blamed)
         self._lent = ref(lent)
         return lent
 
@@ -79,6 +83,13 @@ class Lending:
             self.changed = True  # R18
         name = None if known is None else _REWRITTEN.get(known.effect)
         return query if name is None else _OwnWords(self._write(name))
+
+    def blamed(self, error: psycopg.Error) -> BaseException:
+        """What to raise where a statement of the handler fails with `error`: that, or what ends its run, if the engine
+        is to blame (J28)."""
+        if self._eager or not is_outdated(error):
+            return error
+        return self.connection.ahead.end_run(RunEagerly(self.runs - 1, error))
 
     def spoil(self, reason: str) -> None:
         """Nothing of this transaction may be committed any more, whatever its handler makes of that."""

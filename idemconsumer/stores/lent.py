@@ -49,7 +49,9 @@ def check_loop(loop: asyncio.AbstractEventLoop) -> None:
 class LentConnection(psycopg.AsyncConnection[Any]):
     """Valid until `end`."""
 
-    def __init__(self, lender: Session, rewrite: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, lender: Session, rewrite: Callable[[Any], Any], blame: Callable[[psycopg.Error], BaseException]
+    ) -> None:
         self._over = False
         self._loop = asyncio.get_running_loop()
         of_lender = lender.pgconn.notice_handler
@@ -61,6 +63,7 @@ class LentConnection(psycopg.AsyncConnection[Any]):
         self.rewrite = rewrite
         self.waiting = 0  # exchanges under way
         self._lender = lender
+        self._blame = blame
         self._autocommit = lender.autocommit
 
     def _share_notices(self, of_lender: NoticeHandler | None) -> None:
@@ -94,6 +97,8 @@ class LentConnection(psycopg.AsyncConnection[Any]):
         except psycopg.Error as error:
             if self._over:
                 raise HandlerFault(OVER.format("tx.connection")) from error
+            if (blamed := self._blame(error)) is not error:
+                raise blamed from error
             raise
         finally:
             self.waiting -= 1

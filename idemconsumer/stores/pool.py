@@ -41,6 +41,7 @@ _CLOSE_SECONDS: Final = 2.0
 _SPARE_SECONDS: Final = 10.0  # R20: the server's own limits, five seconds beyond a handler's, come first
 _READY_SECONDS: Final = 5.0  # while one is made, all who wait wait for it
 _ASK_SECONDS: Final = 1.0
+_CALM: Final = 60.0  # seconds without preparing, once a schema has changed
 _SCOPES: Final = 10_000  # that a process remembers, about 2 MB
 _SCOPES_FOR: Final = 43_200.0  # seconds: R30, far less than the days in which a scope goes
 
@@ -73,7 +74,7 @@ class Pool:
         self._most = connections
         self._dsn = dsn
         self.forget_scopes()
-        self._silent_at = -math.inf
+        self._silent_at = self._changed_at = -math.inf
         # Queueing for a connection is no outage, however long it takes; what the pool times out on is one.
         self._sharing = Sharing(connections, parties)
         self._rules = SessionRules(dsn, longest_run, lease)
@@ -93,6 +94,11 @@ class Pool:
     def usage(self) -> tuple[int, int, int]:
         """How many connections are in use, how many may be, and how many callers wait for one."""
         return self._sharing.used, self._most, self._sharing.pending
+
+    @property
+    def prepares(self) -> bool:
+        """Not while a schema changes: where tenants have one each, a plan would fit none of them for long (J28)."""
+        return time.monotonic() - self._changed_at > _CALM
 
     async def open(self) -> None:
         await self._pool.open()
@@ -131,6 +137,8 @@ class Pool:
                 finally:  # a cancellation during the rollback must not cost the pool this place
                     if connection.silent:
                         self._silent_at = time.monotonic()
+                    if connection.ahead.outdated:
+                        self._changed_at = time.monotonic()
                     connection.unwatch()
                     await self._pool.putconn(connection)
 
@@ -172,8 +180,9 @@ class Pool:
         self.forget_scopes()  # it may lead to a standby or a backup, which lacks the last of them
 
     async def _answering(self, outside: CancellationWatch) -> Session:
-        """One that was made since another fell silent: those that rested meanwhile go the same way (R20)."""
-        while (connection := await self._given(outside)).made < self._silent_at:
+        """One that was made since another fell silent: those that rested meanwhile go the same way (R20). So do those
+        on which something was prepared for a schema that has changed (J28)."""
+        while (connection := await self._given(outside)).made < max(self._silent_at, self._changed_at):
             await connection.close()
             await self._pool.putconn(connection)
         return connection

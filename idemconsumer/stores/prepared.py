@@ -1,10 +1,10 @@
 """Statements that handlers run repeatedly, with less overhead.
 
 For each run, psycopg's cursor converts the statement again, chooses how rows are made and keeps the result. That is as
-much work as the exchange with the server, and a third of a worker's cost per message. Here a statement that psycopg has
-prepared, and that returns no rows, is sent by its name, with parameters converted as in its first run; and any one may
-be sent ahead (J26). The name is looked up in psycopg each time, since psycopg drops all names after a rollback (J12).
-For that, this file alone reads psycopg's private attributes.
+much work as the exchange with the server, and a third of a worker's cost per message. Here a statement that returns no
+rows is sent with parameters converted as in its first run, by its name if psycopg has prepared it; and any one may be
+sent ahead (J26). The name is looked up in psycopg each time, since psycopg drops all names after a rollback (J12), and
+what may be prepared is decided here too (J28). For that, this file reads psycopg's private attributes.
 
 What is kept is how to convert, and no message's parameters. It is good for UTF-8 only: psycopg's converters remember
 the encoding that they were made for, and a handler may set another one for its transaction.
@@ -17,19 +17,56 @@ from typing import Any, Final, TypeAlias
 
 import psycopg
 from psycopg import generators
-from psycopg._preparing import Prepare
+from psycopg._preparing import Prepare, PrepareManager
 from psycopg._queries import PostgresQuery
 from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus, PipelineStatus
-from psycopg.pq.abc import PGresult
+from psycopg.pq.abc import PGconn, PGresult
 
 from idemconsumer.stores.ahead import Ahead, Sent
 
 Params: TypeAlias = Sequence[Any] | Mapping[str, Any]
 
 _MOST: Final = 100  # statements remembered per connection
+_PASSING: Final = 50  # names that are of no use any more, before the server is told
 _LONGEST: Final = 16_384  # characters of one that is remembered
+
+
+class Names(PrepareManager):
+    """Those of one session. `by_itself`: what is run again and again may be prepared, though nobody asked for it.
+
+    Where a parameter has no type, as text has none, the server gives it that of the column, and a prepared statement
+    keeps it when the column gets another one. So its name is of one transaction, whose locks keep the columns as they
+    are; `epoch` tells one from the next (J28).
+    """
+
+    def __init__(self, pgconn: PGconn) -> None:
+        super().__init__()
+        self.by_itself = True
+        self.epoch = self._passing = 0
+        self._pgconn = pgconn
+        self._path: bytes | None = None
+
+    def key(self, query: PostgresQuery) -> Any:  # type: ignore[override]
+        types = query.types
+        return query.query, types, self._path, self.epoch if 0 in types else 0
+
+    def get(self, query: PostgresQuery, prepare: bool | None = None) -> tuple[Prepare, bytes]:
+        self._path = self._pgconn.parameter_status(b"search_path")  # from Postgres 18 on
+        ready, name = super().get(query, prepare if self.by_itself or prepare is not None else False)
+        if ready is Prepare.SHOULD:
+            self._passing += 0 in query.types
+        return ready, name
+
+    def next_epoch(self) -> None:
+        self.epoch += 1
+        if self._passing > _PASSING:  # one by one it would cost more than it saves
+            self.clear()
+
+    def clear(self) -> bool:
+        self._passing = 0
+        return super().clear()
 
 
 class PreparedStatements:
@@ -39,6 +76,20 @@ class PreparedStatements:
         self._connection = connection
         self._converted: dict[str, Any] = {}  # the most recently used comes last
         self._ahead: dict[tuple[str, bool], PostgresQuery] = {}
+
+    def begin(self) -> None:
+        """Another transaction."""
+        self._names.next_epoch()
+
+    def prepare(self, *, by_itself: bool) -> None:
+        """From now on: whether anything may be prepared that nobody asked for."""
+        self._names.by_itself = by_itself
+
+    @property
+    def _names(self) -> Names:
+        names = self._connection._prepared
+        assert isinstance(names, Names)
+        return names
 
     def _keeps(self, query: str) -> bool:
         """Whether its conversion is kept, and one that is may be used."""
@@ -70,9 +121,9 @@ class PreparedStatements:
             try:
                 converted.dump(params)
                 ready, name = connection._prepared.get(converted)
-                if ready is not Prepare.YES:
+                if ready is Prepare.SHOULD or connection._prepared._to_flush:
                     return None
-                connection._prepared.maybe_add_to_cache(converted, ready, name)  # keeps it from being evicted next
+                self._count(converted, ready, name)
                 result = await connection.wait(self._sent(name, converted))
             finally:
                 converted.params = None
@@ -94,10 +145,15 @@ class PreparedStatements:
         while names._to_flush:  # psycopg's cursors see to it, and there may be none
             ahead.send(Sent(), b"DEALLOCATE " + (names._to_flush.popleft() or b"ALL"))
         ready, name = names.get(converted)
-        if names.maybe_add_to_cache(converted, ready, name) is not None:
-            names._rotate()
+        self._count(converted, ready, name)
         ahead.send(sent, converted.query, converted, prepare=ready is Prepare.SHOULD, name=name)
         converted.params = None
+
+    def _count(self, converted: PostgresQuery, ready: Prepare, name: bytes) -> None:
+        """One more run of it, which keeps it from being evicted next."""
+        names = self._connection._prepared
+        if names.maybe_add_to_cache(converted, ready, name) is not None:
+            names._rotate()
 
     def rows(self, result: PGresult, row_factory: Any) -> psycopg.AsyncCursor[Any]:
         """A cursor that has read this answer."""
@@ -120,7 +176,10 @@ class PreparedStatements:
 
     def _sent(self, name: bytes, converted: Any) -> Generator[Any, Any, PGresult]:
         pgconn = self._connection.pgconn
-        pgconn.send_query_prepared(name, converted.params, param_formats=converted.formats)
+        if name:
+            pgconn.send_query_prepared(name, converted.params, param_formats=converted.formats)
+        else:
+            pgconn.send_query_params(converted.query, converted.params, converted.types, converted.formats)
         result: PGresult
         *_, result = yield from generators.execute(pgconn)
         if result.status == ExecStatus.FATAL_ERROR:

@@ -111,6 +111,7 @@ class PostgresTx:
         if (known := special(query if type(query) is str else text_of(query, self._connection))) is not None:
             if known.effect is Effect.REFUSED:
                 raise HandlerFault(known.reason)
+            self._lending.connection.statements.prepare(by_itself=False)  # it may change the search_path
             self._lending.changed |= known.effect is Effect.UNSEEN
             self._lending.passing |= known.effect is Effect.PASSING
             if (sent := self._lending.rewritten(query)) is not query:
@@ -143,6 +144,8 @@ class PostgresTx:
         except psycopg.Error as error:
             if self._over:
                 raise HandlerFault(OVER.format("tx")) from error
+            if (blamed := self._lending.blamed(error)) is not error:
+                raise blamed from error
             raise
         finally:
             self.sending -= 1

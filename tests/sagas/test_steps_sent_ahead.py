@@ -127,6 +127,21 @@ async def test_a_count_that_is_not_known_yet_is_waited_for_in_the_next_run(bench
     assert (counts, bench.effects) == ([1], ["c"])
 
 
+async def test_a_table_that_has_changed_costs_no_attempt(bench: Bench, one: Station) -> None:
+    async def step(tx: Tx) -> None:
+        await (await tx.execute("select * from effect where length(name) = %s", (1,))).all()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("c", step)
+
+    handler = saga(book, max_attempts=1)
+    for number in range(24):  # each of its connections has the step's statement prepared
+        assert (await one.deliver(handler, order(f"{number}"))).kind is APPLIED
+    bench.run("alter table effect add column more text")
+    for number in range(24, 30):
+        assert (await one.deliver(handler, order(f"{number}"))).kind is APPLIED
+
+
 async def test_a_handler_that_runs_again_gets_its_payload_as_it_was(bench: Bench, one: Station) -> None:
     async def step(tx: Tx, id: str) -> None:
         assert (await tx.execute("insert into effect (name) values (%s)", (id,))).rowcount == 1

@@ -43,9 +43,11 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "claim_patience": at("stores.claims.PATIENCE"),
     "spare_answer_time": at("stores.pool._SPARE_SECONDS"),
     "ready_patience": at("stores.pool._READY_SECONDS"),
+    "schema_calm": at("stores.pool._CALM"),
     "known_scopes": at("stores.pool._SCOPES"),  # a number
     "scopes_known_for": at("stores.pool._SCOPES_FOR"),
     "prepared_statements": at("stores.prepared._MOST"),  # a number
+    "passing_names": at("stores.prepared._PASSING"),  # a number
     "unfinished_pause": at("stores.unfinished._PAUSE"),
     "unfinished_patience": at("stores.unfinished._LAST"),
     # locks in Postgres
