@@ -311,7 +311,9 @@ class PostgresClaims:
     async def settled(self, *, late: bool) -> None:
         connection, ahead = self._connection, self._connection.ahead
         shared = self._unread is not None and ahead.reads > self._unread
-        if ahead.on and not connection.lock.locked():
+        if ahead.on and connection.lock.locked():  # a task of the function waits for the answers, and perhaps for more
+            ahead.end_run(RunEagerly(self._lending.runs - 1, HandlerFault("it failed before all was answered")))
+        elif ahead.on:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LATE if late else None):
                     await connection.answered()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from idemconsumer import Reject, Retry, Tx, idempotent_handler
+from idemconsumer import Batch, Outcome, Reject, Retry, Tx, idempotent_handler
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import RunEagerly
@@ -302,6 +302,89 @@ async def test_what_a_handler_raises_behind_a_statement_that_failed_decides_noth
     ((error,),) = ledger.run("select error from idemconsumer.dead_letter")
     assert "UniqueViolation" in error
     assert runs == {"a": 2}
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("beside", ["execute", "send", "connection"])
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("ends", [Reject("no"), Retry(after=1), RuntimeError()], ids=lambda error: type(error).__name__)
+async def test_nothing_is_decided_while_another_task_reads_the_answers(
+    ledger: Ledger, engine: Engine, ends: Exception, locked: bool, beside: str
+) -> None:
+    """Who waits for each answer does not get as far as the service."""
+    asked = asyncio.Event()
+
+    @idempotent_handler(SOURCE, key="id", max_attempts=1)
+    async def asks(order: dict[str, Any], tx: Tx) -> None:
+        async def service() -> None:
+            await asyncio.sleep(0)  # by then the other task waits
+            asked.set()
+            raise ends
+
+        async def other() -> None:
+            match beside:
+                case "execute":
+                    await (await tx.execute("select 1")).one()
+                case "send":
+                    await tx.send("select 1")
+                    await (await tx.execute("select 2")).one()
+                case _:
+                    await tx.connection.execute("select 1")
+
+        try:
+            await tx.execute(INSERT, ("taken",))
+        except psycopg.errors.UniqueViolation:
+            raise Reject("there_already") from None
+        await asyncio.gather(other(), service())
+
+    with psycopg.connect(ledger.dsn) as rival:
+        rival.execute(INSERT, ("taken",))
+        if not locked:
+            rival.commit()
+        running = asyncio.create_task(engine.process(*works(asks, "a")))
+        await asked.wait()
+        rival.commit()
+        assert (await running).reason == "there_already"
+    assert ledger.attempts == []
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("how", ["group", "batch"])
+async def test_nothing_of_a_group_is_decided_while_another_task_reads_the_answers(
+    ledger: Ledger, engine: Engine, how: str
+) -> None:
+    async def writes(id: str, tx: Tx) -> None:
+        async def reject() -> None:
+            await asyncio.sleep(0)
+            raise Reject("it asked")
+
+        try:
+            await tx.execute(INSERT, (id,))
+        except psycopg.errors.UniqueViolation:
+            raise Reject("there_already") from None
+        if id == "b":
+            await asyncio.gather(tx.execute("select pg_sleep(0.1)"), reject())
+
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def asks(order: dict[str, Any], tx: Tx) -> None:
+        await writes(order["id"], tx)
+
+    @idempotent_handler(SOURCE, key="id", group_size=8)
+    async def asks_for_all(orders: Batch[dict[str, Any]], tx: Tx) -> None:
+        for i, order in enumerate(orders):
+            try:
+                await writes(order["id"], tx)
+            except Reject as rejection:
+                orders.reject(i, rejection.code)
+
+    ledger.run("insert into only_once (id) values ('b')")
+    outcomes = list[Outcome]()
+    group = works(asks if how == "group" else asks_for_all, *("abc" if how == "group" else "ab"))
+    while rest := group[len(outcomes) :]:
+        outcomes += await engine.run(rest)
+    assert [(str(outcome.kind), outcome.reason) for outcome in outcomes] == [
+        *[("applied", None), ("failed", "there_already"), ("applied", None)][: len(group)]
+    ]
 
 
 @pytest.mark.usefixtures("at_once")
