@@ -199,7 +199,7 @@ class Transactions:
         """None: all statements of its run are waited for."""
         if work.eager or work.suspected:
             return None
-        return self._habits.setdefault(work.handler.name, Habits())
+        return self._habits.setdefault(work.handler.name, Habits(work.handler.options.timeout))
 
 
 def _eagerly(group: Sequence[Work], new: Sequence[int], unforeseen: RunEagerly, claims: Claims) -> Exception:

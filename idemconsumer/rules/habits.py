@@ -11,11 +11,13 @@ _CHARACTERS: Final = 1_000_000  # of all of them
 
 
 class Habits:
-    """Of one handler, in one process: which of its statements are sent without waiting for the answer."""
+    """Of one handler, in one process: which of its statements are sent without waiting for the answer. `timeout`: for
+    how many seconds what one run has sent may be at work."""
 
-    __slots__ = ("_characters", "_missing")
+    __slots__ = ("_characters", "_missing", "timeout")
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float | None = None) -> None:
+        self.timeout = timeout
         self._missing: dict[str, int | None] = {}  # runs until it is sent ahead; None: somebody has looked
         self._characters = 0
 

@@ -316,7 +316,7 @@ class LeasedEngine:
     def _habits_of(self, work: Work, saga: LeasedSaga) -> Habits | None:
         if work.eager or saga.suspect:
             return None
-        return self._habits.setdefault(work.handler.name, Habits())
+        return self._habits.setdefault(work.handler.name, Habits(work.handler.options.timeout))
 
     async def _retake(self, work: Work, saga: LeasedSaga) -> Outcome | LeasedSaga:
         """A new token for our saga, once all writes under the old one have ended; its outcome if it has ended."""

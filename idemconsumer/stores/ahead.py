@@ -8,6 +8,7 @@ reads no statements either.
 
 from __future__ import annotations
 
+from asyncio import Timeout, get_running_loop
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -24,7 +25,9 @@ from idemconsumer.sql.answering import Exchange
 from idemconsumer.stores.outdated import is_outdated
 
 _TOGETHER: Final = 16  # statements behind which there is a Sync, so that the server answers while more are made
-_BYTES: Final = 32_768
+_BYTES: Final = 6_000  # of 8,192 libpq sends the first part by itself, and the server counts no idle time behind a part
+_AROUND: Final = 64  # bytes of a statement's messages beside what is counted
+_PARAM: Final = 10  # of the type, the format and the length of a parameter
 
 
 class Sent:
@@ -49,7 +52,8 @@ class Ahead:
 
     `on`: there are answers to be read. `full`: the server does not keep up, so that they are read before more is sent.
     `reads`: how often answers were waited for. `signal`: a run was told to end, which user code may have swallowed.
-    `outdated`: the server refused what had been prepared on it. `heard` is called at each answer.
+    `seconds`: for how long what one run has sent may be at work. `outdated`: the server refused what had been prepared
+    on it. `heard` is called at each answer.
     """
 
     def __init__(self, pgconn: PGconn, heard: Callable[[], None]) -> None:
@@ -61,10 +65,11 @@ class Ahead:
         self.abandoned = False
         self.on = self.full = self.outdated = False
         self.signal: RunEagerly | None = None
+        self.seconds: float | None = None
 
     def begin(self) -> None:
         """Another transaction."""
-        self._failed = self.signal = None
+        self._failed = self.signal = self.seconds = None
         self.abandoned = False
 
     def send(
@@ -86,6 +91,7 @@ class Ahead:
             pgconn.send_query_params(query, converted.params, converted.types, converted.formats)
         self._expected.append(sent)
         self._unsynced += 1
+        self._bytes += _AROUND
         if prepare or not name:
             self._bytes += len(query)
         if converted is not None:
@@ -107,8 +113,9 @@ class Ahead:
         self._unsynced = self._bytes = 0
         self.full = bool(self._pgconn.flush())
 
-    def answers(self, last: Sequence[tuple[Sent, bytes]] = ()) -> Exchange[None]:
-        """Send the `last` ones, read all answers, and be ready for what is not sent ahead."""
+    def answers(self, last: Sequence[tuple[Sent, bytes]] = (), timer: Timeout | None = None) -> Exchange[None]:
+        """Send the `last` ones, read all answers, and be ready for what is not sent ahead. `timer` is to cut that off
+        while answers to what runs have sent are late."""
         pgconn, expected = self._pgconn, self._expected
         self.reads += 1
         self.push()
@@ -117,6 +124,7 @@ class Ahead:
             expected.append(sent)
             self._unsynced += 1
         self.push()
+        self._expect(timer)
         while pgconn.flush():
             while not (ready := (yield Wait.RW)):  # once in a while, and where the wait is cut off
                 pass
@@ -126,12 +134,26 @@ class Ahead:
             results = yield from generators.fetch_many(pgconn)
             self._heard()
             if (answered := expected.popleft()) is None:
+                self._expect(timer)
                 continue
             answered.result = result = results[-1]
             if result.status == ExecStatus.FATAL_ERROR and self._failed is None:
                 self._failed = answered, result
         pgconn.exit_pipeline_mode()
         self.on = self.full = False
+
+    def _expect(self, timer: Timeout | None) -> None:
+        """The server answers what is before a Sync at once, and each run has its own time for what it has sent. What is
+        the engine's own has none here (R20)."""
+        if timer is None or timer.expired() or self.seconds is None:
+            return
+        runs = set()
+        for sent in self._expected:
+            if sent is None:
+                break
+            runs.add(sent.run)
+        timed = runs and None not in runs
+        timer.reschedule(get_running_loop().time() + self.seconds * len(runs) if timed else None)
 
     def check(self, own: Sent | None = None) -> None:
         """Raise what has failed: of `own`, or of a statement of the engine's, the error itself; else RunEagerly."""
@@ -157,4 +179,4 @@ class Ahead:
 
 
 def _size(params: Sequence[Any] | None) -> int:
-    return 0 if params is None else sum(map(len, filter(None, params)))
+    return 0 if params is None else sum(map(len, filter(None, params))) + _PARAM * len(params)

@@ -233,6 +233,8 @@ class PostgresClaims:
         self._connection.patience = self._pool.longest_answer
         ahead = self._connection.ahead
         self._unread = ahead.reads if ahead.on else None
+        if habits is not None:
+            ahead.seconds = habits.timeout
         self._connection.statements.prepare(by_itself=habits is not None and self._pool.prepares)
         tx = PostgresTx(self._lending, habits)
         self._lending.to(tx, eager=habits is None)
@@ -260,7 +262,8 @@ class PostgresClaims:
         now = shared or connection.pooled  # else once it is committed (`Pool.connection`)
         mark = secrets.token_hex(8)
         try:
-            await connection.answered()  # J26: they are the handler's
+            await self._answered(connection.ahead.seconds)  # J26: they are the handler's
+            connection.ahead.check()
             connection.patience = min(connection.patience, PATIENCE)  # R20
             if lending.changed:
                 await connection.simple(self._restoring("restore", mark) if now else self._queries["own_role"])
@@ -314,14 +317,17 @@ class PostgresClaims:
         if ahead.on and connection.lock.locked():  # a task of the function waits for the answers, and perhaps for more
             ahead.end_run(RunEagerly(self._lending.runs - 1, HandlerFault("it failed before all was answered")))
         elif ahead.on:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LATE if late else None):
-                    await connection.answered()
+            await self._answered(_LATE if late else ahead.seconds)
         ahead.check()  # a wait that was cancelled has read the answers, and raised none of them
         if late and shared:
             ahead.end_run(RunEagerly(self._lending.runs - 1, TimeoutError("it waited for other messages, too")))
         if ahead.signal is not None:
             raise ahead.signal
+
+    async def _answered(self, seconds: float | None) -> None:
+        with suppress(TimeoutError):  # the server has cancelled what took so long, which has failed
+            async with asyncio.timeout(seconds):
+                await self._connection.answered()
 
     async def waits_for_lock(self) -> bool:
         return await self._pool.waits_for_lock(self._connection)

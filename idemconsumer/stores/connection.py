@@ -79,10 +79,19 @@ class Connection(AnsweringConnection[Any]):
         try:
             if not self.ahead.on:
                 return await self.wait(self._simple(b"; ".join(statements)))
-            await self._exchange(self.ahead.answers(ours))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as timer:
+                    await self._exchange(self.ahead.answers(ours, timer))
         finally:
             self.lock.release()
-        self.ahead.check()
+        try:
+            self.ahead.check()
+        except psycopg.Error:
+            if not timer.expired():
+                raise
+        if timer.expired():  # too late: it has met COMMIT, which then does not wait for a standby (R22)
+            await self.close()
+            raise psycopg.OperationalError("cancelled while it was committed, connection closed")
         results = [sent.result for sent, _ in ours if sent.result is not None]
         assert len(results) == len(ours)
         return results

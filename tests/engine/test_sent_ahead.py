@@ -579,6 +579,35 @@ async def test_a_statement_that_waits_for_a_lock_does_not_outlast_the_timeout_of
     assert (ledger.states, ledger.attempts) == ([], [])
 
 
+@pytest.mark.parametrize("ends", ["returns", "rejects", "sets"])
+async def test_what_was_sent_takes_no_longer_than_the_timeout_of_its_handler(
+    ledger: Ledger, engine: Engine, ends: str
+) -> None:
+    @idempotent_handler(SOURCE, key="id", timeout="300ms", max_attempts=3)
+    async def sends(order: dict[str, Any], tx: Tx) -> None:
+        if ends == "sets":
+            await tx.execute("set local work_mem to '1MB'")
+        await tx.send("select pg_sleep(60)")
+        if ends == "rejects":
+            raise Reject("no")
+
+    async with asyncio.timeout(8):  # and not the 35 s after which the server ends a statement
+        outcomes = await engine.run(works(sends, "a", "b"))
+    assert [(outcome.kind, outcome.error) for outcome in outcomes] == [("retrying", "TimeoutError")]
+    assert ledger.sessions("active") == 0
+    assert ledger.attempts == [1]
+
+
+async def test_each_message_of_a_group_has_its_own_time_for_what_it_sent(ledger: Ledger, engine: Engine) -> None:
+    @idempotent_handler(SOURCE, key="id", group_size=8, timeout="1s")
+    async def sends(order: dict[str, Any], tx: Tx) -> None:
+        runs[order["id"]] += 1
+        await tx.send("select pg_sleep(0.6)")
+
+    assert await decided(engine, works(sends, *"abc")) == ["applied"] * 3
+    assert max(runs.values()) == 1
+
+
 async def test_a_statement_is_cut_off_while_it_is_written(ledger: Ledger, engine: Engine) -> None:
     """The server, which is at work, does not take all of it."""
 
@@ -673,6 +702,39 @@ async def test_a_worker_that_freezes_behind_a_statement_of_which_the_server_has_
         async with asyncio.timeout(PATIENCE):
             assert (await Engine(store).process(given)).kind == "applied"
     assert written(ledger) == ["a"]
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("statement", "params"),
+    [
+        ("select length(%s)", ("x" * 10_000,)),
+        (f"select 1 -- {'x' * 10_000}", None),
+        (f"select 1{', %s' * 600}", 600 * (1,)),
+    ],
+    ids=["parameters", "text", "many"],
+)
+async def test_nothing_that_the_server_has_a_part_of_is_without_a_sync(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, statement: str, params: tuple[Any, ...] | None
+) -> None:
+    """A worker may freeze before its loop comes to that."""
+    store = await PostgresStore.open(ledger.dsn, SCHEMA, connections=4, longest_run=-4.0)  # 1 s, by the server
+    (given,) = works(writes, "a")
+    assert given.call is not None
+    loop = asyncio.get_running_loop()
+    call_soon = loop.call_soon
+
+    def but_no_push(call: Any, *more: Any, **others: Any) -> Any:
+        return None if getattr(call, "__name__", "") == "push" else call_soon(call, *more, **others)
+
+    async with store.transaction(group=1) as frozen:
+        await frozen.claim([given.call.claim])
+        tx = frozen.tx(habits.Habits())
+        with monkeypatch.context() as freezing:
+            freezing.setattr(loop, "call_soon", but_no_push)
+            await tx.send(statement, params)
+        async with asyncio.timeout(PATIENCE):
+            assert (await Engine(store).process(given)).kind == "applied"
     await store.close()
 
 
