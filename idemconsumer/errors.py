@@ -154,6 +154,11 @@ class RunEagerly(OfTheEngine):
         self.error = error
 
 
+class NestedRun(OfTheEngine):
+    """A handler that `app.process` runs has called it, and would wait for a second connection with one in its hands
+    (J29)."""
+
+
 class Fenced(Interrupted):
     """The saga has another owner, or is in another phase. The run that gets this writes nothing and settles nothing."""
 

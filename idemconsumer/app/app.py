@@ -278,7 +278,8 @@ class App(SagaCalls, Accepting, Pausing):
         attempt per call; the first call opens the database named by the settings, and makes the resources; `close`
         closes them. A saga runs in this call, under a lease of this process; one that another process runs is waited
         for as its handler says (`wait`). Not guaranteed: that what this process leaves unfinished is
-        resumed; that takes a worker, or another call. Raises StoreUnavailable when nothing could be decided.
+        resumed; that takes a worker, or another call. Raises StoreUnavailable when nothing could be decided, and
+        ConfigurationError, with nothing counted, if the handler itself calls this with its transaction open.
         """
         chosen = self._decorated(handler or self._handler_of(message.source))
         inline = await self._running()

@@ -9,7 +9,7 @@ from typing import Final
 from idemconsumer.app.results import Results
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Suspicion, Work
-from idemconsumer.errors import ConfigurationError
+from idemconsumer.errors import ConfigurationError, HandlerFault, NestedRun
 from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
 from idemconsumer.message.message import Message
 from idemconsumer.ports.leases import Runs
@@ -26,6 +26,11 @@ from idemconsumer.stores.signals import Signal
 from idemconsumer.user_code.resources import Resources
 from idemconsumer.worker.saga_lease import SagaLease
 
+_NESTED: Final = (
+    "handler {}: app.process was called in a transaction that app.process has opened, so it would wait for a second "
+    "connection with one in its hands; give the message to app.publish(…, tx=tx) or app.start(…, tx=tx), which "
+    "commit it with this one, or call app.process once the first one has returned"
+)
 _MAX_ATTEMPTS: Final = 10_000  # keys; the failures of more are forgotten, oldest first
 
 
@@ -82,6 +87,10 @@ class InlineRunner:
 
     async def process(self, handler: BoundHandler, message: Message) -> Outcome:
         """One message to the end of one attempt. A saga that another run holds is waited for as its handler says."""
+        if self._store.pool.held_here:
+            raise NestedRun(_NESTED.format(repr(handler.name)))
+        if self._saga_lease is not None and self._saga_lease.pool.held_here:  # in a step, which fails
+            raise HandlerFault(_NESTED.format(repr(handler.name)))
         if not self._resourceful:
             await self._open_resources()
         work = Work.of(handler, message, own_id=message.position or message.message_id or None)
@@ -100,7 +109,10 @@ class InlineRunner:
         work.attempts = self._attempts.get(work.key, 0)
         if self._engine.lost_connections.suspected(work.key):
             work.suspicion = Suspicion.BEGUN
-        outcome = await self._engine.process(work)
+        try:
+            outcome = await self._engine.process(work)
+        except NestedRun as nested:
+            raise ConfigurationError(*nested.args) from nested
         self._attempts.pop(work.key, None)
         if work.attempts and settle(outcome) is not Settlement.FINISH:
             if len(self._attempts) >= _MAX_ATTEMPTS:

@@ -96,6 +96,11 @@ class Pool:
         return self._sharing.used, self._most, self._sharing.pending
 
     @property
+    def held_here(self) -> bool:
+        """Whether the code running here has a connection of this pool."""
+        return self._sharing.held_here
+
+    @property
     def prepares(self) -> bool:
         """Not while a schema changes: where tenants have one each, a plan would fit none of them for long (J28)."""
         return time.monotonic() - self._changed_at > _CALM

@@ -10,10 +10,23 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Final
 
 OTHERS: Final = ""
 PARTY: Final[ContextVar[str]] = ContextVar("idemconsumer_party", default=OTHERS)
+
+
+@dataclass(slots=True)
+class _Hold:
+    """A place that the code running here has, or had; and the one it had when it got this one."""
+
+    sharing: Sharing
+    before: _Hold | None
+    over: bool = False
+
+
+_HOLDS: Final[ContextVar[_Hold | None]] = ContextVar("idemconsumer_holds", default=None)
 
 
 class Sharing:
@@ -38,6 +51,14 @@ class Sharing:
         """How many wait for one."""
         return sum(map(len, self._waiting.values()))
 
+    @property
+    def held_here(self) -> bool:
+        """Whether the code running here has a place: one that waited for another could wait for itself (J29)."""
+        hold = _HOLDS.get()
+        while hold is not None and (hold.over or hold.sharing is not self):
+            hold = hold.before
+        return hold is not None
+
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         """One place, for the party of the current task."""
@@ -45,9 +66,13 @@ class Sharing:
         if party not in self._held:
             party = OTHERS
         await self._enter(party)
+        hold = _Hold(self, _HOLDS.get())
+        _HOLDS.set(hold)
         try:
             yield
         finally:
+            hold.over = True  # for tasks that were made meanwhile
+            _HOLDS.set(hold.before)
             self._leave(party)
 
     async def _enter(self, party: str) -> None:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from idemconsumer import App, ConfigurationError, Message, Reject, Retry, StoreUnavailable, Tx, idempotent_handler
+from idemconsumer import (
+    App,
+    ConfigurationError,
+    Message,
+    Reject,
+    Retry,
+    Saga,
+    StoreUnavailable,
+    Tx,
+    idempotent_handler,
+)
+from idemconsumer.errors import HandlerFault
 from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SOURCE, Ledger, kinds, message, write
 from tests.support.tuning import tuned
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 RIVALS = 50
 
@@ -90,6 +102,72 @@ async def test_more_messages_than_connections_take_turns(ledger: Ledger, app: Ap
     outcomes = await asyncio.gather(*(app.process(message(n)) for n in range(RIVALS)))
     assert Counter(str(outcome.kind) for outcome in outcomes) == {"applied": RIVALS}
     assert len(ledger.effects) == RIVALS
+
+
+async def test_a_handler_that_processes_another_message_is_refused_and_nothing_is_counted(
+    ledger: Ledger, app: App
+) -> None:
+    """Each has a connection, and would wait for a second one."""
+
+    @app.idempotent_handler(SOURCE, key="id", max_attempts=1)
+    async def outer(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        try:
+            await app.process(message(f"{order['id']} inside"), handler=inner)
+        except Exception:
+            raise Reject("swallowed") from None
+
+    @app.idempotent_handler("memory:others", key="id")
+    async def inner(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+
+    async with asyncio.timeout(PATIENCE):
+        ends = await asyncio.gather(
+            *(app.process(message(n), handler=outer) for n in range(RIVALS)), return_exceptions=True
+        )
+    assert {type(end) for end in ends} == {ConfigurationError}
+    assert re.search(r"handler 'inner': .* give the message to app\.publish\(…, tx=tx\)", str(ends[0]))
+    assert (ledger.effects, ledger.states, ledger.attempts, ledger.letters) == ([], [], [], [])
+    assert str((await app.process(message(1), handler=inner)).kind) == "applied", "behind the other one it works"
+
+
+async def test_a_task_of_a_handler_that_has_ended_may_process_messages(ledger: Ledger, app: App) -> None:
+    ended, tasks = asyncio.Event(), list[asyncio.Task[Any]]()
+
+    async def later() -> str:
+        await ended.wait()
+        return str((await app.process(message("later"), handler=inner)).kind)
+
+    @app.idempotent_handler(SOURCE, key="id")
+    async def outer(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+        tasks.append(asyncio.create_task(later()))
+
+    @app.idempotent_handler("memory:others", key="id")
+    async def inner(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+
+    assert str((await app.process(message(1), handler=outer)).kind) == "applied"
+    ended.set()
+    assert await tasks[0] == "applied"
+
+
+async def test_a_step_that_processes_another_message_fails_with_the_same_words(ledger: Ledger, app: App) -> None:
+    seen: list[str] = []
+
+    async def step(tx: Tx) -> None:
+        try:
+            await app.process(message("inside"), handler=outer)
+        except HandlerFault as refused:
+            seen.append(str(refused))
+            raise Reject("nested") from None
+
+    @app.idempotent_handler(SOURCE, key="id")
+    async def outer(order: dict[str, Any], saga: Saga) -> None:
+        await saga.tx("a", step)
+
+    assert str((await app.process(message("a"))).kind) == "failed"
+    assert "app.process was called in a transaction" in seen[0]
 
 
 async def test_the_handler_is_found_by_source_or_given(ledger: Ledger, app: App) -> None:
