@@ -44,7 +44,8 @@ create table {schema}.saga (
     app         text,
     cancel      boolean,
     signals     text[],
-    letter      bigint
+    letter      bigint,
+    parent      bytea
 );
 
 -- `saga_due` is for people. A saga that waits is in `saga_waiting`, a saga that is held in `saga_held`, and one that is put
@@ -76,6 +77,8 @@ comment on column {schema}.saga.cancel is
 comment on column {schema}.saga.signals is 'The names of the signals that make it due while it waits and nobody holds it';
 comment on column {schema}.saga.letter is
     'The dead letter that it was redriven from, until it ends or is put aside again (O24)';
+comment on column {schema}.saga.parent is
+    'The saga whose start began it (L80); null: a message of another source did, or code';
 
 create table {schema}.step (
     key           bytea not null,
@@ -359,6 +362,7 @@ create table {schema}.child (
     key           bytea not null,
     fingerprint   bytea,
     canonical     bytea,
+    began         boolean not null default false,
     ended         boolean not null default false,
     state         smallint,
     body          bytea,
@@ -366,12 +370,15 @@ create table {schema}.child (
     primary key (parent, key)
 );
 
-create index child_running on {schema}.child (key) where not ended;
+create index child_key on {schema}.child (key);
 
 comment on table {schema}.child is
     'What a saga has started, from the commit of that step on, and how it ended (L47 to L49): copied here in the commit of '
     'its end, since its record may be pruned before the parent looks. Kept until the parent''s record is pruned';
 comment on column {schema}.child.fingerprint is 'Of the payload that it was started with; `canonical` too';
+comment on column {schema}.child.began is
+    'This start began it (L80): until it begins, since nothing was on record under its key; once it has ended, since '
+    'saga.parent said so. In between that decides';
 comment on column {schema}.child.state is '3 completed, 4 failed; null once it has ended: it had another payload';
 
 -- Copies how a child has ended. Its record is final.
@@ -387,26 +394,47 @@ begin
 end
 $$;
 
+-- Whether a message waits in a handler's own queue under this key that no start of the saga `parent` has put there, nor one
+-- that found that `parent` was the first.
+create function {schema}.queued_by_others(queue text, given text, parent bytea)
+returns boolean language sql set enable_seqscan = off as $$
+    select exists (
+        select from {schema}.queue as q where q.name = queued_by_others.queue and q.message_id = given
+          and convert_from(q.headers, 'UTF8')::json ->> 'idemconsumer-parent' is distinct from encode(parent, 'hex'))
+$$;
+
 -- In the transaction of the step that starts a saga: from its commit on, whoever ends that saga finds this row. No claim
 -- of the key is made meanwhile, and no saga under it ends, so that the end is either seen here or sees the row (L47).
--- Returns what else was begun under the key: its record, and what this saga has started under it before.
-create function {schema}.start_child(parent bytea, key bytea, fingerprint bytea, canonical bytea)
-returns table (state smallint, fingerprint_found bytea, canonical_found bytea)
+-- Returns what is there under the key: its record, and what sagas have started under it that has not begun. `owner`: the one
+-- of them that is the first (L80). `is_new`: nothing was there; with `queue`, also no message of another's.
+create function {schema}.start_child(parent bytea, key bytea, fingerprint bytea, canonical bytea, queue text, given text)
+returns table (state smallint, fingerprint_found bytea, canonical_found bytea, owner bytea, is_new boolean)
 language plpgsql set enable_seqscan = off as $$
 #variable_conflict use_column
+declare
+    recorded boolean;
+    first bytea;
+    added boolean;
 begin
     perform pg_advisory_xact_lock(('x' || encode(substring(start_child.key for 8), 'hex'))::bit(64)::bigint);
     perform 1 from {schema}.saga as s where s.key = start_child.key for key share;
-    insert into {schema}.child (parent, key, fingerprint, canonical)
-    values (start_child.parent, start_child.key, start_child.fingerprint, start_child.canonical)
+    recorded := exists (select from {schema}.record as r where r.key = start_child.key);
+    select c.parent into first from {schema}.child as c
+    where c.key = start_child.key and c.began and not c.ended and not recorded;
+    insert into {schema}.child (parent, key, fingerprint, canonical, began)
+    values (start_child.parent, start_child.key, start_child.fingerprint, start_child.canonical,
+        first is null and not recorded)
     on conflict do nothing;
+    added := found and first is null and not recorded
+        and not {schema}.queued_by_others(start_child.queue, start_child.given, start_child.parent);
     perform {schema}.copy_end(r.parent, r.key) from (select start_child.parent, start_child.key) as r (parent, key)
     where exists (select from {schema}.record as f where f.key = r.key and f.state in (3, 4));
+    first := coalesce(first, start_child.parent);
     return query
-        select r.state, r.fingerprint, r.canonical from {schema}.record as r where r.key = start_child.key
+        select r.state, r.fingerprint, r.canonical, first, added from {schema}.record as r where r.key = start_child.key
         union all
-        select 1::smallint, c.fingerprint, c.canonical from {schema}.child as c
-        where c.parent = start_child.parent and c.key = start_child.key;
+        select 1::smallint, c.fingerprint, c.canonical, first, added from {schema}.child as c
+        where c.parent in (start_child.parent, first) and c.key = start_child.key;
 end
 $$;
 
@@ -417,11 +445,12 @@ declare
     started record;
 begin
     for started in
-        select c.parent, c.key from {schema}.child as c
+        select c.parent, c.key, (select e.parent from ended as e where e.key = c.key) as owner from {schema}.child as c
         where not c.ended and c.key = any(array(select e.key from ended as e))
         order by c.parent, c.key
     loop
-        update {schema}.child as c set ended = true where c.parent = started.parent and c.key = started.key;
+        update {schema}.child as c set ended = true, began = c.parent is not distinct from started.owner
+        where c.parent = started.parent and c.key = started.key;
     end loop;
     return null;
 end
@@ -536,9 +565,10 @@ end
 $$;
 
 -- For the undo of a start (L49): how the child has ended, 3 or 4; 1 if it has not; null: fenced. One that has not begun
--- never does: its record says that it was cancelled. Nor is it ours if its key has begun with another payload.
+-- never does: its record says that it was cancelled. 4 also for one that this saga has not begun, or that somebody else
+-- waits to begin (L80).
 create function {schema}.stop_child(key bytea, token bigint, worker bigint, phase smallint, child bytea, scope text,
-    body bytea, content_type text)
+    body bytea, content_type text, queue text, given text)
 returns smallint language plpgsql set enable_seqscan = off as $$
 #variable_conflict use_column
 declare
@@ -556,12 +586,18 @@ begin
     perform pg_advisory_xact_lock(('x' || encode(substring(stop_child.child for 8), 'hex'))::bit(64)::bigint);
     select * into its from {schema}.child as c where c.parent = stop_child.key and c.key = stop_child.child;
     if its.ended then
-        return coalesce(its.state, 4::smallint);
+        return case when its.began then coalesce(its.state, 4::smallint) else 4 end;
     end if;
     select * into begun from {schema}.record as r where r.key = stop_child.child;
     if begun.key is not null then
-        return case when (its.fingerprint is null or begun.fingerprint is null or its.fingerprint = begun.fingerprint
+        -- A saga that ends just now has no row any more: 1, and the next look finds how.
+        return case when not exists (select from {schema}.saga as s
+                                     where s.key = begun.key and s.parent is distinct from stop_child.key)
+                     and (its.fingerprint is null or begun.fingerprint is null or its.fingerprint = begun.fingerprint
                           or its.canonical = begun.canonical) is true then 1 else 4 end;
+    end if;
+    if not its.began or {schema}.queued_by_others(stop_child.queue, stop_child.given, stop_child.key) then
+        return 4;
     end if;
     insert into {schema}.scope (name) values (stop_child.scope) on conflict (name) do update set name = excluded.name
     returning scope.id into id;

@@ -73,12 +73,14 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """A saga's record, its row until it ends, its steps in the order of their starts, and its timeline."""
+    """A saga's record, its row until it ends, its steps in the order of their starts, and its timeline. `parent`: the
+    key of the saga whose start began it; None if a message or code did, or the parent's record is pruned."""
 
     key: str
     scope: str
     state: str
     changed_at: datetime
+    parent: str | None
     result: str | None
     running: SagaLine | None
     steps: list[StepLine]
@@ -91,9 +93,14 @@ class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def detail(
-    key: bytes, record: Row, running: SagaLine | None, steps: Sequence[Row], history: Sequence[Row]
+    key: bytes,
+    record: Row,
+    parent: str | None,
+    running: SagaLine | None,
+    steps: Sequence[Row],
+    history: Sequence[Row],
 ) -> SagaDetail:
-    """Built from the rows of `saga_record`, `saga_steps` and `saga_history`."""
+    """Built from the rows of `saga_record`, `saga_parent`, `saga_steps` and `saga_history`."""
     state = _word(State(record["state"]))
     row = None if running is None else msgspec.structs.asdict(running)
     return SagaDetail(
@@ -101,6 +108,7 @@ def detail(
         scope=record["scope"],
         state=state,
         changed_at=record["changed_at"],
+        parent=parent,
         result=_text(record["result"]),
         running=running,
         steps=[_step(record["scope"], key, step) for step in steps],

@@ -98,9 +98,11 @@ class SagaAdmin:
             if not records:
                 return None
             lines = await self._lines(connection, key=key)
+            parents = await self._rows(connection, "saga_parent", {"key": key})
             steps = await self._rows(connection, "saga_steps", {"key": key})
             history = await self._rows(connection, "saga_history", {"key": key})
-        return detail(key, records[0], lines[0] if lines else None, steps, history)
+        parent = parents[0]["parent"] if parents else None
+        return detail(key, records[0], parent, lines[0] if lines else None, steps, history)
 
     async def _lines(
         self,

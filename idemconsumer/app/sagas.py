@@ -18,6 +18,7 @@ from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import TENANT, BoundHandler, given_key
 from idemconsumer.message import codecs
+from idemconsumer.message.parents import PARENT
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.handler import Done, NotDone, Tx
 from idemconsumer.rules.values import Signalled
@@ -69,6 +70,17 @@ class SagaCalls(ABC):
         Raises BadMessage when the handler could not take the payload or the key, TypeError when the payload is not
         JSON, and ConfigurationError when it is not a saga of this app.
         """
+        await self._start(handler, payload, key, tenant, tx, {})
+
+    async def _start(
+        self,
+        handler: Handler[..., Any],
+        payload: object,
+        key: str,
+        tenant: str | None,
+        tx: Tx | AsyncConnection[Any] | None,
+        headers: dict[str, str],
+    ) -> None:
         if not self._has(handler) or not handler.plan.signature.needs_saga:
             raise ConfigurationError(
                 f"app {self.name!r}: {handler.name!r} is not a saga of this app; start a handler that takes Saga; "
@@ -77,7 +89,7 @@ class SagaCalls(ABC):
         settings = self._configured()
         bound = self._bind(handler, settings, Resources(()))
         message = bound.from_code(payload, key=key, tenant=tenant).arrived
-        sent = tracing_of(settings).carried({} if tenant is None else {TENANT: tenant})
+        sent = tracing_of(settings).carried(headers if tenant is None else headers | {TENANT: tenant})
         outgoing = Outgoing(message.body, sent, message.message_id)
         queue = bound.own_source.partition(":")[2]
         if tx is not None:
@@ -192,8 +204,8 @@ class AppStarter:
 
     app: SagaCalls
 
-    async def start(self, handler: Any, payload: Any, *, key: str, tenant: str | None, tx: Tx | None) -> None:
-        await self.app.start(handler, payload, key=key, tenant=tenant, tx=tx)
+    async def start(self, handler: Any, payload: Any, *, key: str, tenant: str | None, tx: Tx, parent: bytes) -> None:
+        await self.app._start(handler, payload, key, tenant, tx, {PARENT: parent.hex()})
 
     async def cancel(self, key: bytes, *, undo: bool) -> Cancellation:
         return await self.app._admin().cancel(key, undo=undo, by=None)

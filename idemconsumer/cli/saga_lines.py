@@ -27,6 +27,8 @@ def in_list(line: SagaLine) -> Iterator[str]:
 def facts(detail: SagaDetail) -> Iterator[tuple[str, str]]:
     yield "key", detail.key
     yield "scope", detail.scope
+    if detail.parent is not None:
+        yield "begun by", f"saga {detail.parent[:SHORT]}"
     line = detail.running
     if line is None:
         yield "state", f"{detail.state} since {_time(detail.changed_at)}"

@@ -26,6 +26,7 @@ from idemconsumer.message.keys import KeySpec
 from idemconsumer.message.message import Message, Subscription
 from idemconsumer.message.names import StoredName
 from idemconsumer.message.origin import ORIGIN
+from idemconsumer.message.parents import PARENT
 from idemconsumer.ports.handler import Saga, Tx
 from idemconsumer.ports.starter import Starter
 from idemconsumer.ports.store import Claim
@@ -35,7 +36,7 @@ _DEFAULT_MAX_BYTES = Settings().max_message_bytes
 _NO_RESOURCES: Final[Mapping[type, object]] = MappingProxyType({})
 TENANT: Final = "idemconsumer-tenant"  # header of a message that code gives
 NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
-OURS: Final = (TENANT, ORIGIN, ACCEPTED)  # that no caller of the application's may send
+OURS: Final = (TENANT, ORIGIN, ACCEPTED, PARENT)  # that no caller of the application's may send
 OrderOf: TypeAlias = Callable[[Message, object], str | bytes | None]
 # Of the message as it arrived, the message inside its envelope, and the payload: `Claim.fingerprint` and `.canonical`.
 FingerprintOf: TypeAlias = Callable[[Message, Message, object], tuple[bytes | None, bytes | None]]

@@ -9,6 +9,7 @@ from typing import (
     Any,
     Concatenate,
     Generic,
+    Literal,
     LiteralString,
     NamedTuple,
     Protocol,
@@ -188,6 +189,9 @@ class Child(Generic[T]):
     id: str
 
 
+OnExisting: TypeAlias = Literal["join", "reject"]
+
+
 class First(NamedTuple):
     """Which of several waits was over first, and what it waited for."""
 
@@ -303,14 +307,17 @@ class Saga(Protocol):
         *,
         key: str | None = None,
         undo: Callable[[Tx, Child[S], A], Awaitable[object]] | None = None,
+        on_existing: OnExisting = "join",
     ) -> Child[S]:
         """Start another saga of this app, with this one's tenant, in the commit of this step: once, as `app.start` with
         `tx` does. Without a `key` it has one made of this saga's and the step's name.
 
-        What has begun under the key with the same payload already is the child. With another payload this step raises
-        Reject with the code `conflict`, or the `result` does, if nothing had begun yet. With an `undo`, when this saga
-        is undone: a child that has not ended is cancelled and undone, and its end waited for; if it has ended
-        COMPLETED, `undo(tx, child, payload)` runs in a transaction, to compensate for it. Without, it is left alone.
+        What is there under the key already, with the same payload, is the child; with `on_existing="reject"` this step
+        raises Reject with the code `already_exists` then. Not guaranteed: that a message of a broker is seen before a
+        worker has taken it. With another payload the step raises Reject with the code `conflict`, or the `result` does,
+        if nothing was known of it yet. With an `undo`, when this saga is undone, and this step has begun the child: one
+        that has not ended is cancelled and undone, and its end waited for; if it has ended COMPLETED,
+        `undo(tx, child, payload)` runs in a transaction, to compensate for it. Without, it is left alone.
         """
         ...
 

@@ -71,11 +71,21 @@ class Kinship(NamedTuple):
     started: bool
 
 
+class Begun(NamedTuple):
+    """What is there under the key of a saga that is being started (L80). `owner`: the saga whose start is the first of
+    those that have not begun. `is_new`: nothing was there."""
+
+    found: list[Record]
+    owner: bytes
+    is_new: bool
+
+
 class OpenStep(OpenTransaction, Protocol):
     """The transaction of a `tx` step: fenced, its checkpoint inserted, not sealed yet."""
 
-    async def start_child(self, claim: Claim) -> list[Record]:
-        """Put on record that this saga starts the one of `claim` (L47); returns what has begun under its key."""
+    async def start_child(self, claim: Claim, queued: tuple[str, str] | None) -> Begun:
+        """Put on record that this saga starts the one of `claim` (L47). With the queue and the key of its message, one
+        that somebody else has put there counts as being there."""
         ...
 
     async def kinship(self, child: bytes) -> Kinship:
@@ -222,9 +232,10 @@ class LeaseStore(Protocol):
         """What the saga under `child` is to the one under `key` (L65)."""
         ...
 
-    async def stop_child(self, saga: LeasedSaga, child: bytes, scope: str) -> State:
-        """How it has ended: COMPLETED, or FAILED if it left nothing to undo; PROCESSING if it has not. One that has not
-        begun is kept from beginning (L49)."""
+    async def stop_child(self, saga: LeasedSaga, child: bytes, scope: str, queued: tuple[str, str]) -> State:
+        """How it has ended: COMPLETED, or FAILED if it left nothing to undo, or is not this saga's to undo (L80);
+        PROCESSING if it has not. One that has not begun is kept from beginning (L49). `queued`: queue and key of its
+        message."""
         ...
 
     async def pause_undo(self, saga: LeasedSaga, child: bytes) -> float:

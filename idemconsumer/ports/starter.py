@@ -8,8 +8,8 @@ from idemconsumer.ports.handler import Tx
 
 
 class Starter(Protocol):
-    async def start(self, handler: Any, payload: Any, *, key: str, tenant: str | None, tx: Tx | None) -> None:
-        """Begin a saga with the transaction of `tx`."""
+    async def start(self, handler: Any, payload: Any, *, key: str, tenant: str | None, tx: Tx, parent: bytes) -> None:
+        """Begin a saga with the transaction of `tx`, on behalf of the one under the stored key `parent` (L80)."""
         ...
 
     async def cancel(self, key: bytes, *, undo: bool) -> object:

@@ -30,6 +30,7 @@ from idemconsumer.rules.verdicts import named_refusal, refused
 CANCELLED: Final = "cancelled"  # the code of the rejection
 MAX_DURATION: Final = "max_duration"  # the reason, or the code, of a saga that took longer than it may
 CONFLICT: Final = "conflict"  # the code of a start under a key that has begun with another payload
+EXISTS: Final = "already_exists"  # the code of one with on_existing="reject" under a key that is not new
 ANY_VERSION: Final = "*"  # a person has decided that the saga may go on with the handler as it is now
 _UNDECIDED: Final = (Fenced, StoreUnavailable, CommitUnknown, Contention)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -15,12 +15,12 @@ from idemconsumer.handlers.durations import MAX_DURATION, parse_duration
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.message import arguments, codecs, keys
 from idemconsumer.message.message import StoredResult
-from idemconsumer.ports.handler import Child, Duration, Tx
-from idemconsumer.ports.leases import Kinship, LeasedSaga, OpenStep
+from idemconsumer.ports.handler import Child, Duration, OnExisting, Tx
+from idemconsumer.ports.leases import Kinship, LeasedSaga, LeaseStore, OpenStep
 from idemconsumer.ports.starter import Starter
-from idemconsumer.rules.saga import CONFLICT
+from idemconsumer.rules.saga import CONFLICT, EXISTS
 from idemconsumer.rules.signals import CHILD
-from idemconsumer.rules.values import StepKind
+from idemconsumer.rules.values import State, StepKind
 from idemconsumer.rules.verdicts import Verdict, judge
 from idemconsumer.sagas.step import StepSpec, step_key
 from idemconsumer.sagas.waits import WaitSpec
@@ -45,6 +45,12 @@ class _Starts:
     child: Child[Any]
     bound: BoundHandler  # its handler
     starter: Starter
+    joins: bool
+
+    @property
+    def queued(self) -> tuple[str, str]:
+        """Queue and key of the message that begins it."""
+        return self.bound.own_source.partition(":")[2], self.child.key
 
 
 @dataclass(slots=True, eq=False)
@@ -52,12 +58,13 @@ class StartSpec(StepSpec):
     """A step in a transaction that starts another saga."""
 
     starts: _Starts | None = None
+    owner: bytes = b""  # the saga that it is begun for: not this one if another's start was the first (L80)
 
     async def begin(self, opened: OpenStep) -> None:
         """Before its function. Raises BadMessage for a payload that the handler does not take, SagaMisused where this
-        saga would wait for itself, and Reject where its key has begun with another payload."""
+        saga would wait for itself, and Reject where its key has begun with another payload, or is not to be joined."""
         assert self.starts is not None
-        child = self.starts.child
+        child, joins = self.starts.child, self.starts.joins
         its = self.starts.bound.from_code(self.args[0], key=child.key, tenant=child.tenant).claim
         if its.key.hex() != child.id:
             raise SagaMisused(
@@ -65,9 +72,13 @@ class StartSpec(StepSpec):
                 "none; start it from a saga that has a tenant, or with app.start in a step"
             )
         check_circle(self.name, child.id, await opened.kinship(its.key))
-        for each in await opened.start_child(its):
+        begun = await opened.start_child(its, None if joins else self.starts.queued)
+        for each in begun.found:
             if judge(each, its.fingerprint, its.canonical) is Verdict.CONFLICT:
                 raise Reject(CONFLICT, {"child": its.key.hex()})
+        if not joins and not begun.is_new:
+            raise Reject(EXISTS, {"child": its.key.hex()})
+        self.owner = begun.owner
 
     def digest_arguments(self, opaque: Iterable[object]) -> None:
         assert self.starts is not None
@@ -85,10 +96,11 @@ class StartSpec(StepSpec):
             raise SagaChanged(f"step {self.name!r} was recorded as something else than the start of a saga") from None
         return Child(self.starts.child.handler, stored.key, stored.tenant, stored.id)
 
-    def scope(self, child: Child[Any]) -> str:
+    async def stop(self, store: LeaseStore, saga: LeasedSaga, child: Child[Any]) -> State:
+        """See `LeaseStore.stop_child`."""
         assert self.starts is not None
-        bound = self.starts.bound
-        return bound.identity.scope(child.tenant)
+        scope = self.starts.bound.identity.scope(child.tenant)
+        return await store.stop_child(saga, bytes.fromhex(child.id), scope, replace(self.starts, child=child).queued)
 
     async def cancel(self, child: Child[Any]) -> None:
         """Request that it is undone, unless it has ended."""
@@ -96,7 +108,7 @@ class StartSpec(StepSpec):
         await self.starts.starter.cancel(bytes.fromhex(child.id), undo=True)
 
     def without_undo(self) -> StartSpec:
-        """Its child left nothing that is to be undone."""
+        """Nothing of its child is this saga's to undo."""
         return replace(self, undo=_nothing)
 
 
@@ -119,9 +131,13 @@ class Children:
     starter: Starter | None
     saga: LeasedSaga
 
-    def start(self, name: str, handler: object, payload: object, key: str | None, undo: Any) -> StartSpec:
+    def start(
+        self, name: str, handler: object, payload: object, key: str | None, undo: Any, on_existing: OnExisting
+    ) -> StartSpec:
         """Raises SagaMisused."""
         starter, saga = self.starter, self.saga
+        if on_existing not in get_args(OnExisting):
+            raise SagaMisused(f'step {name!r}: on_existing is {on_existing!r}; write "join" or "reject"')
         if not isinstance(handler, Handler) or starter is None:
             shown = getattr(handler, "__name__", repr(handler))
             raise SagaMisused(
@@ -134,10 +150,12 @@ class Children:
         child = Child(handler, given, tenant, bound.identity.digest(tenant, str(given)).hex())
 
         async def begin(tx: Tx, payload: object) -> Any:
-            await starter.start(handler, payload, key=given, tenant=tenant, tx=tx)
+            await starter.start(handler, payload, key=given, tenant=tenant, tx=tx, parent=spec.owner)
             return child
 
-        return StartSpec(name, StepKind.TX, begin, (payload,), undo, starts=_Starts(child, bound, starter))
+        starts = _Starts(child, bound, starter, on_existing == "join")
+        spec = StartSpec(name, StepKind.TX, begin, (payload,), undo, starts=starts)
+        return spec
 
 
 def result(name: str, child: Child[Any], timeout: Duration | None) -> ResultSpec:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from idemconsumer.errors import OfTheEngine, Reject, SagaChanged, SagaMisused, SelfCancelled, UnknownEffect
 from idemconsumer.message import arguments
-from idemconsumer.ports.handler import Child, Done, Duration, First, NotDone, Step, Tx, Unknown
+from idemconsumer.ports.handler import Child, Done, Duration, First, NotDone, OnExisting, Step, Tx, Unknown
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules import replay
 from idemconsumer.rules.backoff import Backoff
@@ -183,10 +183,11 @@ class SagaRun(Settling):
         return self._request(spec)
 
     def start(
-        self, name: str, handler: Any, payload: Any, /, *, key: str | None = None, undo: Any = None
-    ) -> Coroutine[Any, Any, Any]:
+        self, name: str, handler: Any, payload: Any, /, *, key: str | None = None, undo: Any = None,
+        on_existing: OnExisting = "join",
+    ) -> Coroutine[Any, Any, Any]:  # fmt: skip
         self.body.check_loop()
-        return self._request(self._children.start(name, handler, payload, key, undo))
+        return self._request(self._children.start(name, handler, payload, key, undo, on_existing))
 
     def result(self, name: str, child: Child[R], /, *, timeout: Duration | None = None) -> Coroutine[Any, Any, R]:
         self.body.check_loop()

@@ -92,13 +92,13 @@ class Undo:
         self._at(SagaPoint.UNDONE)
 
     async def _stop_child(self, spec: StartSpec, child: Child[Any]) -> StartSpec:
-        """What is left to undo of it, once it has ended (L49). Raises ChildRuns."""
-        key, scope = bytes.fromhex(child.id), spec.scope(child)
-        ended = await self._store.stop_child(self._saga, key, scope)
+        """What is left to undo of it, once it has ended (L49), if this saga has begun it (L80). Raises ChildRuns."""
+        key = bytes.fromhex(child.id)
+        ended = await spec.stop(self._store, self._saga, child)
         if ended is State.PROCESSING:
             check_circle(spec.name, child.id, await self._store.kinship(self._saga.key, key))
             await spec.cancel(child)
-            ended = await self._store.stop_child(self._saga, key, scope)
+            ended = await spec.stop(self._store, self._saga, child)
         if ended is State.PROCESSING:
             raise ChildRuns(key)
         return spec if ended is State.COMPLETED else spec.without_undo()

@@ -195,6 +195,12 @@ join {schema}.scope as c on c.id = r.scope_id
 left join {schema}.result as e on e.key = r.key
 where r.key = %(key)s and {counts}
 
+-- name: saga_parent
+-- L80. The saga whose start began this one.
+select encode(parent, 'hex') as parent from {schema}.saga where key = %(key)s and parent is not null
+union all
+select encode(parent, 'hex') from {schema}.child where key = %(key)s and began and ended
+
 -- name: saga_steps
 select name, case when until is null then kind when signal is null then 3 else 4 end as kind, state, has_undo, overlapped,
     token, attempt, output, started_at, finished_at, undo_at, undone_at, until, signal

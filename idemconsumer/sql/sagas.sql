@@ -144,13 +144,13 @@ with missed as materialized (
         %(canonicals)s::bytea[], %(expires)s::float8[], {PROCESSING}::smallint, false)
 ), begun as (
     insert into {schema}.saga (key, scope_id, handler, state, token, worker, due, attempt, version, source, position,
-        message_id, body, headers, delivered, started_at)
+        message_id, body, headers, delivered, started_at, parent)
     select key, scope, handler, {PROCESSING}, nextval('{schema}.saga_token'), worker, clock_timestamp(), 1, version,
-        source, position, message_id, body, headers, delivered, clock_timestamp()
+        source, position, message_id, body, headers, delivered, clock_timestamp(), parent
     from unnest(%(key)s::bytea[], %(scope)s::integer[], %(handler)s::text[], %(worker)s::bigint[], %(version)s::text[],
         %(source)s::text[], %(position)s::text[], %(message_id)s::text[], %(body)s::bytea[], %(headers)s::bytea[],
-        %(delivered)s::bytea[])
-        as w (key, scope, handler, worker, version, source, position, message_id, body, headers, delivered)
+        %(delivered)s::bytea[], %(parent)s::bytea[])
+        as w (key, scope, handler, worker, version, source, position, message_id, body, headers, delivered, parent)
     where not exists (select from missed where missed.key = w.key)
     returning key, token
 )
@@ -334,7 +334,7 @@ select {schema}.pause_saga(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, 
 
 -- name: start_child
 -- See the function.
-select * from {schema}.start_child(%(key)s, %(child)s, %(fingerprint)s, %(canonical)s)
+select * from {schema}.start_child(%(key)s, %(child)s, %(fingerprint)s, %(canonical)s, %(queue)s, %(given)s)
 
 -- name: await_child
 select * from {schema}.await_child(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(name)s, %(seconds)s, %(child)s,
@@ -355,7 +355,7 @@ select exists (select from above where key = %(child)s) and exists (select from 
 
 -- name: stop_child
 select {schema}.stop_child(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(child)s, %(scope)s, %(body)s,
-    %(content_type)s)
+    %(content_type)s, %(queue)s, %(given)s)
 
 -- name: pause_undo
 select {schema}.pause_undo(%(key)s, %(token)s, %(worker)s, %(phase)s::smallint, %(child)s)

@@ -21,7 +21,8 @@ from idemconsumer.message import codecs, keys
 from idemconsumer.message.delivered import encode_delivered, with_delivered
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, StoredResult
-from idemconsumer.ports.leases import Kinship, LeasedSaga, Look
+from idemconsumer.message.parents import parent_of
+from idemconsumer.ports.leases import Begun, Kinship, LeasedSaga, Look
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.saga import ANY_VERSION, CANCELLED, CONFLICT
 from idemconsumer.rules.values import Found, Record, State, StepKind, StepRow, StepState
@@ -92,6 +93,7 @@ class PostgresLeases:
             "body": message.body,
             "headers": encode_headers(message.headers),
             "delivered": encode_delivered(message),
+            "parent": parent_of(message),
         }
         write = Write(BEGIN_SAGAS, row, claim=claim)
         answer = await self._shared.write(write)
@@ -259,9 +261,10 @@ class PostgresLeases:
         (row,) = await self._pool.alone("kinship", {"key": key, "child": child}, prepare=False)
         return Kinship(*row)
 
-    async def stop_child(self, saga: LeasedSaga, child: bytes, scope: str) -> State:
+    async def stop_child(self, saga: LeasedSaga, child: bytes, scope: str, queued: tuple[str, str]) -> State:
         cancelled = codecs.encode_rejection(CANCELLED, None)
         given = {"child": child, "body": cancelled.body, "content_type": cancelled.content_type, "scope": scope}
+        given |= {"queue": queued[0], "given": queued[1]}
         ((state,),) = await self._at_once("stop_child", _fence(saga) | given)
         if state is None:
             raise Fenced(_NOT_OURS)
@@ -364,10 +367,12 @@ class PostgresStep:
         self.settled = claims.settled
         self.waits_for_lock = claims.waits_for_lock
 
-    async def start_child(self, claim: Claim) -> list[Record]:
+    async def start_child(self, claim: Claim, queued: tuple[str, str] | None) -> Begun:
+        queue, given = queued or (None, None)
         its = {"child": claim.key, "fingerprint": claim.fingerprint, "canonical": claim.canonical}
-        rows = await self._claims.send("start_child", its | {"key": self._saga.key})
-        return [Record(State(state), found, canonical=canonical) for state, found, canonical in rows]
+        rows = await self._claims.send("start_child", its | {"key": self._saga.key, "queue": queue, "given": given})
+        found = [Record(State(state), fingerprint, canonical=canonical) for state, fingerprint, canonical, *_ in rows]
+        return Begun(found, *rows[0][3:])
 
     async def kinship(self, child: bytes) -> Kinship:
         (row,) = await self._claims.send("kinship", {"key": self._saga.key, "child": child})

@@ -198,7 +198,7 @@ class _Recorded:
     async def wait(self, saga: LeasedSaga, name: str, *_: object, **__: object) -> Never:
         await self._begin(name, False)
 
-    async def stop_child(self, saga: LeasedSaga, child: bytes, scope: str) -> Never:
+    async def stop_child(self, saga: LeasedSaga, child: bytes, scope: str, queued: tuple[str, str]) -> Never:
         self.backwards = True
         await self.beyond("undo of the start of a child")
 

@@ -7,12 +7,14 @@ from collections.abc import Awaitable
 from typing import Any
 
 import psycopg
+import pytest
 
 from idemconsumer import (
     Message,
     OutcomeKind,
     Saga,
 )
+from idemconsumer.app.sagas import AppStarter
 from idemconsumer.message import keys
 from idemconsumer.rules.values import State
 from idemconsumer.settings import Settings
@@ -56,15 +58,17 @@ async def test_workers_run_a_parent_and_its_child(family: Family, bench: Bench) 
     assert bench.effects == ["noted", "driven", "billed Ann"]
 
 
-async def test_a_child_begins_with_the_step_that_starts_it_and_once(family: Family, bench: Bench) -> None:
-    start, fails = family.app.start, [ValueError("after it"), ValueError("after it")]
+async def test_a_child_begins_with_the_step_that_starts_it_and_once(
+    family: Family, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, fails = AppStarter.start, [ValueError("after it"), ValueError("after it")]
 
     async def failing(*given: Any, **more: Any) -> None:
         await start(*given, **more)
         if fails:
             raise fails.pop()
 
-    family.app.start = failing  # type: ignore[method-assign]
+    monkeypatch.setattr(AppStarter, "start", failing)
     assert (await family.begin(simple(family))).kind is OutcomeKind.RETRYING
     assert (family.queued, bench.run("select 1 from idemconsumer.child")) == (0, [])
     assert (await family.resume()).kind is OutcomeKind.RETRYING

@@ -197,7 +197,7 @@ async def test_nothing_of_a_child_is_decided_under_an_old_token(family: Family, 
     former = replace(held, token=held.token - 1)
     for begun in (
         leases.wait(former, "ride_done", StepKind.WAIT, 1.0, "child:", child=RIDE, overlapped=False),
-        leases.stop_child(former, RIDE, "shop/-/ride"),
+        leases.stop_child(former, RIDE, "shop/-/ride", ("~shop/ride", "r")),
         leases.pause_undo(former, RIDE),
     ):
         with pytest.raises(Fenced):

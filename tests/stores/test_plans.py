@@ -29,7 +29,7 @@ def params(name: str) -> Mapping[str, Any]:
     rows: dict[str, dict[str, Any]] = {
         "begin_sagas": {
             "key": keys[0], "scope": 1, "handler": "h", "worker": 1, "version": None, "source": "s", "position": "p",
-            "message_id": None, "body": b"{}", "headers": b"{}", "delivered": b"{}",
+            "message_id": None, "body": b"{}", "headers": b"{}", "delivered": b"{}", "parent": None,
         },
         "begin_steps": {**step, "placed": True},
         "finish_steps": {**step, "overlapped": False, "output": b"{}", "content_type": "json"},

@@ -264,6 +264,7 @@ async def book(order: Transfer, saga: Saga, client: Gateway) -> str:
     assert_type(child, Child[int])
     assert_type(await saga.result("other_done", child, timeout="7d"), int)
     await saga.start("other", settle, order.id)  # type: ignore[arg-type]
+    await saga.start("other", settle, order, on_existing="ignore")  # type: ignore[arg-type]
     await saga.start("other", settle, order, undo=unreserve)  # type: ignore[arg-type]
     await saga.sleep("cooling_off", "3d")
     try:
