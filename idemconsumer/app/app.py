@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import product
-from typing import Any, ParamSpec, TypeVar, Unpack
+from typing import Any, ParamSpec, Self, TypeVar, Unpack
 
 from msgspec.structs import replace
 
@@ -402,8 +402,15 @@ class App(SagaCalls, Accepting, Pausing):
             self._brokers[scheme] = connect(scheme, settings)
         return self._brokers[scheme]
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
-        """Close what `process`, `publish`, `start` and `result` opened, once all of their calls have returned."""
+        """Close what `process`, `publish`, `start` and `result` opened, once all of their calls have returned; so does
+        the end of `async with app:`. Sagas that still run are cut off, and resumed by a worker or another call."""
         for broker in self._brokers.values():
             await broker.close()
         self._brokers.clear()

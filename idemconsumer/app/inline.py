@@ -11,6 +11,7 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Suspicion, Work
 from idemconsumer.errors import ConfigurationError, HandlerFault, NestedRun
 from idemconsumer.handlers.handler import BoundHandler, HandlerPlan
+from idemconsumer.logs import log
 from idemconsumer.message.message import Message
 from idemconsumer.ports.leases import Runs
 from idemconsumer.ports.observer import NullObserver
@@ -163,8 +164,16 @@ class InlineRunner:
                     longest_run=max(each.timeout for each in leased),
                     runs=[Runs(*plan.identity(handler.app), plan.options.version) for plan in self._leased],
                     require_standby=self.settings.require_synchronous_standby,
+                    left_open=_left_open,
                 )
             return self._saga_lease
+
+
+def _left_open() -> None:
+    log.warning(
+        "the event loop ends and the app is open, sagas that run are cut off and wait for a worker",
+        instead="write `async with app:` around what uses it, or `await app.close()` behind that",
+    )
 
 
 async def _settled_by_caller() -> None:

@@ -39,10 +39,10 @@ _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 class Heartbeat:
     """`worker` is the id of the lease. Renewal stops while the loop has not ticked for `patience` seconds, or while the
     sagas that run have not got on for twice that and a minute. It ends with `stop`, which ends the lease too, or when
-    the loop is closed, which leaves the lease to its time (H15).
+    the loop is closed or cancels what runs in it, which leaves the lease to its time (H15).
 
     `stuck` is called, in the thread, with the place where the loop is, once it has stood still for so long that the
-    lease is over too: nothing else can end this worker.
+    lease is over too: nothing else can end this worker. `left_open` is called when the loop ends without `stop`.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Heartbeat:
         patience: float,
         runs: Sequence[Runs] = (),
         stuck: Callable[[str], None] = lambda _: None,
+        left_open: Callable[[], None] = lambda: None,
     ) -> None:
         """`runs`: the handlers of sagas that this process runs, for others to read (L28)."""
         self.worker = 0
@@ -65,6 +66,8 @@ class Heartbeat:
         self._lease = lease
         self._patience = patience
         self._stuck = stuck
+        self._left_open = left_open
+        self._loop_ends = False
         self._standing: Callable[[], float] = lambda: 0.0
         self._longer: Callable[[], float] = lambda: 0.0
         self._loops_thread = threading.get_ident()
@@ -95,6 +98,7 @@ class Heartbeat:
         except psycopg.Error as error:
             raise StoreUnavailable(f"no lease: {error_text(error)}") from error
         self._ticking = asyncio.create_task(self._tick())
+        self._ticking.add_done_callback(self._ticked_last)
         self._thread.start()
 
     async def stop(self) -> None:
@@ -114,6 +118,13 @@ class Heartbeat:
                 self._lost()
             await asyncio.sleep(self._lease / 20)
 
+    def _ticked_last(self, ticking: asyncio.Task[None]) -> None:
+        """A loop that ends cancels its tasks, and waits for the others for as long as they take."""
+        if ticking.cancelled() and not self._stopping.is_set():
+            self._loop_ends = True
+            self._wanted.set()
+            self._left_open()
+
     async def good(self, timeout: float) -> None:
         """Return when a step that may run for `timeout` seconds may begin, after a renewal if it takes one (L59). When
         the lease is lost meanwhile, the caller is cancelled; raises Fenced if another lease is there before that."""
@@ -124,7 +135,7 @@ class Heartbeat:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._lease / 20):
                     await self._renewed.wait()
-            if self.worker != worker:
+            if self.worker != worker or self._ends:
                 raise Fenced("the lease of this worker was lost")
 
     @property
@@ -175,8 +186,8 @@ class Heartbeat:
 
     @property
     def _ends(self) -> bool:
-        """H15: a loop that was closed without `stop`, as test clients do, will never have it called."""
-        return self._stopping.is_set() or (self._loop is not None and self._loop.is_closed())
+        """H15: a loop that ends without `stop`, as test clients do, will never have it called."""
+        return self._stopping.is_set() or self._loop_ends or (self._loop is not None and self._loop.is_closed())
 
     def _connect(self) -> _Connection:
         # A statement must time out early enough to notice that the lease is over.

@@ -33,7 +33,7 @@ from idemconsumer.stores.session import Session, SessionRules
 from idemconsumer.stores.sharing import Sharing
 from idemconsumer.stores.slow_commits import SlowCommits
 from idemconsumer.stores.sqlstates import NOT_DURABLE, may_be_changed, not_durable, translate
-from idemconsumer.user_code.cancellation import CancellationWatch
+from idemconsumer.user_code.cancellation import CancellationWatch, run_on
 
 _ACQUIRE_SECONDS: Final = 3.0  # an outage is noticed within this time
 _TRY_SECONDS: Final = 0.5  # and its end within this
@@ -44,6 +44,14 @@ _ASK_SECONDS: Final = 1.0
 _CALM: Final = 60.0  # seconds without preparing, once a schema has changed
 _SCOPES: Final = 10_000  # that a process remembers, about 2 MB
 _SCOPES_FOR: Final = 43_200.0  # seconds: R30, far less than the days in which a scope goes
+
+
+class _Connections(AsyncConnectionPool[Session]):
+    @classmethod
+    async def worker(cls, q: Any) -> None:
+        """The pool's own goes on if it is cancelled while it connects, and a loop that ends would wait for it for ever
+        (H15)."""
+        await run_on(super().worker(q), "worker of the pool")
 
 
 class Pool:
@@ -79,7 +87,7 @@ class Pool:
         self._sharing = Sharing(connections, parties)
         self._rules = SessionRules(dsn, longest_run, lease)
         self._refused: ConfigurationError | None = None
-        self._pool: AsyncConnectionPool[Session] = AsyncConnectionPool(
+        self._pool = _Connections(
             self._rules.conninfo,
             min_size=0,
             max_size=connections,

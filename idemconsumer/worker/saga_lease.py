@@ -40,9 +40,11 @@ class SagaLease:
         require_standby: bool = False,
         parties: Iterable[str] = (),
         stuck: Callable[[str], None] = lambda _: None,
+        left_open: Callable[[], None] = lambda: None,
     ) -> SagaLease:
         """Register the lease and begin to renew it. `runs`: what this process runs; it takes no due saga of another
-        version of these handlers, unless that is gone (L28). `stuck` is that of Heartbeat. Raises StoreUnavailable."""
+        version of these handlers, unless that is gone (L28). `stuck` and `left_open` are those of Heartbeat. Raises
+        StoreUnavailable."""
         store = await PostgresStore.open(
             dsn,
             schema,
@@ -53,7 +55,9 @@ class SagaLease:
             parties=parties,
         )
         try:
-            heartbeat = Heartbeat(dsn, schema, lease=lease, patience=longest_run, runs=runs, stuck=stuck)
+            heartbeat = Heartbeat(
+                dsn, schema, lease=lease, patience=longest_run, runs=runs, stuck=stuck, left_open=left_open
+            )
             leases = PostgresLeases(store.pool, heartbeat, {(each.app, each.handler): each.version for each in runs})
             sagas = LeasedEngine(engine, leases, observer, lease=lease)
             await heartbeat.start(sagas.lose, sagas.standing, sagas.patience)

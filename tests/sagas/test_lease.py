@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -362,10 +362,20 @@ async def test_who_is_stuck_is_told_where(bench: Bench) -> None:
         await heartbeat.stop()
 
 
-async def test_a_heartbeat_ends_with_its_loop_and_leaves_the_lease_to_its_time(bench: Bench) -> None:
+def run_and_close(main: Coroutine[Any, Any, None]) -> None:
+    """Without a word to what runs in the loop."""
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(main)
+    loop.close()
+
+
+@pytest.mark.parametrize("run_all", [asyncio.run, run_and_close])
+async def test_a_heartbeat_ends_with_its_loop_and_leaves_the_lease_to_its_time(
+    bench: Bench, run_all: Callable[..., None]
+) -> None:
     """H15."""
     heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=LEASE, patience=30.0)
-    await asyncio.to_thread(asyncio.run, heartbeat.start(lambda: None))
+    await asyncio.to_thread(run_all, heartbeat.start(lambda: None))
     ends = "select until from idemconsumer.worker order by id desc limit 1"
     first = bench.run(ends)
     await until(lambda: not beats(heartbeat), "it goes on")

@@ -1,0 +1,124 @@
+"""A loop that ends while the app is open and sagas run: the process ends too, and they are resumed (H15)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from idemconsumer import App, Message, OutcomeKind, Saga, Step
+from idemconsumer.errors import Fenced
+from idemconsumer.stores.heartbeat import Heartbeat
+from idemconsumer.stores.session import Session
+from tests.support.inside import beats, renewed_earlier
+from tests.support.logs import LogCapture
+from tests.support.sagas import SCHEMA, Bench
+from tests.support.waiting import PATIENCE, until
+
+SAGAS = 64
+
+
+class Shop:
+    """Sagas that run until they may end."""
+
+    def __init__(self) -> None:
+        self.app, self.running, self.may_end = App("shop"), 0, False
+
+        @self.app.idempotent_handler("memory:orders", key="id", lease="2s", wait=0)
+        async def book(order: dict[str, Any], saga: Saga) -> str:
+            return await saga.call("charged", self.charge)
+
+    async def charge(self, step: Step) -> str:
+        self.running += 1
+        while not self.may_end:
+            await asyncio.sleep(0.01)
+        return "done"
+
+    def begin(self) -> list[asyncio.Task[Any]]:
+        bodies = [json.dumps({"id": n}).encode() for n in range(SAGAS)]
+        return [asyncio.create_task(self.app.process(Message("memory:orders", body))) for body in bodies]
+
+
+@pytest.fixture
+def shop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Shop:
+    monkeypatch.setenv("IDEMCONSUMER_DSN", bench.dsn)
+    return Shop()
+
+
+def runs_to_its_end(main: Any) -> bool:
+    running = threading.Thread(target=asyncio.run, args=(main,), daemon=True)
+    running.start()
+    running.join(PATIENCE)
+    return not running.is_alive()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_a_process_ends_with_sagas_in_flight_and_leaves_them_to_be_resumed(
+    shop: Shop, bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """The pool, cancelled while it made a connection, went on, and the loop waited for it for ever. Meanwhile the
+    heartbeat took one lease after another for sagas that had gone."""
+    connect, connecting = Session.connect, asyncio.Event()
+
+    async def slow(*given: Any, **more: Any) -> Session:
+        if shop.running == SAGAS and not shop.may_end:
+            connecting.set()
+            await asyncio.Event().wait()
+        return await connect(*given, **more)
+
+    monkeypatch.setattr(Session, "connect", slow)
+
+    async def main() -> None:
+        tasks = shop.begin()
+        await until(lambda: shop.running == SAGAS, "all run")
+        book = shop.app.handlers["book"]
+        tasks += [asyncio.create_task(shop.app.signal(book, key="other", name="go")) for _ in range(SAGAS)]
+        for task in tasks:  # what is cut off has failed, and nobody asks
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        await connecting.wait()
+        if closed:
+            async with shop.app:
+                return
+
+    assert await asyncio.to_thread(runs_to_its_end, main())
+    told = [each["instead"] for each in logged.entries if each["event"].startswith("the event loop ends")]
+    instead = "write `async with app:` around what uses it, or `await app.close()` behind that"
+    assert told == ([] if closed else [instead])
+    assert len(bench.run("select 1 from idemconsumer.worker")) == 1
+    shop.may_end, again = True, Shop()
+    again.may_end = True
+    async with again.app:
+
+        async def all_are_done() -> bool:
+            outcomes = [await each for each in again.begin()]
+            return all(each.kind in (OutcomeKind.APPLIED, OutcomeKind.DUPLICATE) for each in outcomes)
+
+        await until(all_are_done, "they are resumed")
+    assert bench.run("select 1 from idemconsumer.saga") == []
+
+
+async def test_a_heartbeat_whose_loop_cancels_its_tasks_ends_and_nothing_begins_under_its_lease(bench: Bench) -> None:
+    left_open: list[bool] = []
+    heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=1.0, patience=30.0, left_open=lambda: left_open.append(True))
+    mine = asyncio.all_tasks()
+    await heartbeat.start(lambda: None)
+    for task in asyncio.all_tasks() - mine:
+        task.cancel()
+    await until(lambda: not beats(heartbeat), "it goes on")
+    assert left_open == [True]
+    renewed_earlier(heartbeat, 0.7)
+    with pytest.raises(Fenced):
+        async with asyncio.timeout(PATIENCE / 9):
+            await heartbeat.good(10.0)
+    assert bench.run("select id from idemconsumer.worker") == [(heartbeat.worker,)]
+
+
+async def test_a_heartbeat_that_was_stopped_was_not_left_open(bench: Bench) -> None:
+    left_open: list[bool] = []
+    heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=1.0, patience=30.0, left_open=lambda: left_open.append(True))
+    await heartbeat.start(lambda: None)
+    await heartbeat.stop()
+    assert left_open == []
