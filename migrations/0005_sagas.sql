@@ -338,6 +338,38 @@ begin
 end
 $$;
 
+-- Refuses a handler that is not known, where that can be told (L81): of an app whose sagas workers have run in the last day,
+-- but not this one's, and nothing is stored for it. Where nothing is known of the app, its first worker may be yet to come.
+create function {schema}.check_saga(app text, handler text, tenant text)
+returns void language plpgsql security definer
+    set enable_seqscan = off set search_path = pg_catalog, pg_temp as $$
+declare
+    known text[];
+    near text;
+begin
+    if exists (select from {schema}.scope as c where c.name = {schema}.saga_scope(app, handler, tenant)) then
+        return;
+    end if;
+    known := array(select distinct r ->> 'handler' from {schema}.worker as w, jsonb_array_elements(w.runs) as r
+                   where r ->> 'app' = app order by 1);
+    if known = '{{}}' or handler = any (known) or exists (
+        select from {schema}.scope as c
+        where starts_with(c.name, split_part({schema}.saga_scope(app, ''), '/', 1) || '/')
+          and split_part(c.name, '/', 3) = split_part({schema}.saga_scope('', handler), '/', 3)
+    ) then
+        return;
+    end if;
+    select k into near from unnest(known) as k
+    cross join lateral (select 2.0 * count(*) / (length(k) + length(handler)) as alike
+        from generate_series(1, length(k) - 1) as n where strpos(handler, substr(k, n, 2)) > 0) as a
+    where a.alike > 0.5 order by a.alike desc, k limit 1;
+    raise exception 'a signal for saga % of app %: no worker has run such a handler', quote_literal(handler),
+        quote_literal(app)
+        using errcode = '22023', hint = coalesce('Is it ' || quote_literal(near) || '? ',
+            'Known are ' || array_to_string(known, ', ') || '. ') || 'For a new one, start a worker that runs it first.';
+end
+$$;
+
 -- A signal that is named like the end of a child would make whoever waits for that child due again and again (L43).
 create function {schema}.signal(
     app text, handler text, key text, name text, payload jsonb default null, tenant text default null
@@ -351,6 +383,7 @@ begin
         raise exception 'the signal % cannot be sent: such names are for the ends of child sagas', quote_literal(name)
             using errcode = '22023', hint = 'Give it, and its saga.wait, another name.';
     end if;
+    perform {schema}.check_saga(app, handler, tenant);
     return {schema}.send_signal({schema}.saga_key(app, handler, signal.key, tenant),
         {schema}.saga_scope(app, handler, tenant), signal.name, convert_to(payload::text, 'UTF8'),
         case when payload is not null then 'application/json' end);
@@ -745,8 +778,8 @@ create trigger parked_again before update of parked on {schema}.saga
 
 -- Who may send a signal is said by a grant. The others are triggers, which fire without that right: with it, somebody could
 -- have one of them fire for a table of their own.
-revoke execute on function {schema}.send_signal(bytea, text, text, bytea, text), {schema}.wake(),
-    {schema}.saga_parked_again() from public;
+revoke execute on function {schema}.send_signal(bytea, text, text, bytea, text), {schema}.check_saga(text, text, text),
+    {schema}.wake(), {schema}.saga_parked_again() from public;
 
 create table {schema}.schedule (
     app        text not null,

@@ -72,6 +72,15 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     signal: str | None
 
 
+class SignalLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Signals of one name that no wait has taken. `awaited`: a wait is for them, and takes one when the saga runs."""
+
+    name: str
+    signals: int
+    first_at: datetime
+    awaited: bool
+
+
 class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
     """A saga's record, its row until it ends, its steps in the order of their starts, and its timeline. `parent`: the
     key of the saga whose start began it; None if a message or code did, or the parent's record is pruned."""
@@ -84,6 +93,7 @@ class SagaDetail(msgspec.Struct, frozen=True, kw_only=True):
     result: str | None
     running: SagaLine | None
     steps: list[StepLine]
+    signals: list[SignalLine]
     timeline: list[Event]
 
     @property
@@ -99,8 +109,9 @@ def detail(
     running: SagaLine | None,
     steps: Sequence[Row],
     history: Sequence[Row],
+    signals: Sequence[Row],
 ) -> SagaDetail:
-    """Built from the rows of `saga_record`, `saga_parent`, `saga_steps` and `saga_history`."""
+    """Built from the rows of `saga_record`, `saga_parent`, `saga_steps`, `saga_history` and `saga_signals`."""
     state = _word(State(record["state"]))
     row = None if running is None else msgspec.structs.asdict(running)
     return SagaDetail(
@@ -112,6 +123,7 @@ def detail(
         result=_text(record["result"]),
         running=running,
         steps=[_step(record["scope"], key, step) for step in steps],
+        signals=[SignalLine(**each) for each in signals],
         timeline=timeline(row, history, steps, (record["changed_at"], state)),
     )
 

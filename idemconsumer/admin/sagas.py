@@ -98,11 +98,12 @@ class SagaAdmin:
             if not records:
                 return None
             lines = await self._lines(connection, key=key)
+            signals = await self._rows(connection, "saga_signals", {"key": key})
             parents = await self._rows(connection, "saga_parent", {"key": key})
             steps = await self._rows(connection, "saga_steps", {"key": key})
             history = await self._rows(connection, "saga_history", {"key": key})
         parent = parents[0]["parent"] if parents else None
-        return detail(key, records[0], parent, lines[0] if lines else None, steps, history)
+        return detail(key, records[0], parent, lines[0] if lines else None, steps, history, signals)
 
     async def _lines(
         self,

@@ -13,6 +13,7 @@ import click
 from idemconsumer.admin.dead_letters import Admin
 from idemconsumer.admin.key_secrets import examine_secrets
 from idemconsumer.admin.orphans import find_orphans
+from idemconsumer.admin.signals import find_unawaited
 from idemconsumer.app.app import App
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.cli.banner import database_name, retention, sources
@@ -104,7 +105,7 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
         yield finding
     for finding in await _unforwarded(app, settings):
         yield finding
-    for finding in await _orphans(app, settings):
+    for finding in [*await _orphans(app, settings), *await _signals(app, settings)]:
         yield finding
     brokers: dict[str, Broker] = {}
     try:
@@ -238,6 +239,22 @@ async def _orphans(app: App, settings: Settings) -> list[Finding]:
     except IdemConsumerError:
         return []  # said of the database
     return [Finding("warning", f"sagas of {each.waiting.app}/{each.waiting.handler}", each.text) for each in found]
+
+
+async def _signals(app: App, settings: Settings) -> list[Finding]:
+    """Signals that no saga waits for (L81)."""
+    try:
+        found = await find_unawaited(need_dsn(settings), settings.schema, app.name, app.sagas)
+    except IdemConsumerError:
+        return []  # said of the database
+    return [
+        Finding(
+            "warning" if each.wrong else "ok",
+            f"signals of {each.app}/{each.handler}",
+            f"{each.signals} named {each.name!r} are stored since {each.first_at:%F %T %Z}, {each.text}",
+        )
+        for each in found
+    ]
 
 
 async def _source(

@@ -30,6 +30,10 @@ def facts(detail: SagaDetail) -> Iterator[tuple[str, str]]:
     if detail.parent is not None:
         yield "begun by", f"saga {detail.parent[:SHORT]}"
     line = detail.running
+    if line is not None:
+        for each in detail.signals:
+            awaited = "waited for" if each.awaited else "no wait has asked for it"
+            yield "signal", f"{each.name}: {each.signals} since {_time(each.first_at)}, {awaited}"
     if line is None:
         yield "state", f"{detail.state} since {_time(detail.changed_at)}"
         if detail.result is not None:

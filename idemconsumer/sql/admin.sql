@@ -201,6 +201,33 @@ select encode(parent, 'hex') as parent from {schema}.saga where key = %(key)s an
 union all
 select encode(parent, 'hex') from {schema}.child where key = %(key)s and began and ended
 
+-- name: saga_signals
+-- Those that no wait has taken. `awaited`: one that is not over is for it.
+select g.name, count(*) as signals, min(g.sent_at) as first_at, exists (
+        select from {schema}.step as t where t.key = %(key)s and t.signal = g.name and t.position is null) as awaited
+from {schema}.signal as g where g.key = %(key)s
+group by g.name order by g.name
+
+-- name: unawaited_signals
+-- L81. Of sagas that have not ended, and that do not wait for that name now; `begun`: of how many of these sagas is known.
+select c.name as scope, g.name, count(*) as signals, min(g.sent_at) as first_at, count(r.key) as begun
+from {schema}.signal as g
+join {schema}.scope as c on c.id = g.scope_id
+left join {schema}.record as r on r.key = g.key
+where (r.key is null or r.state not in ({COMPLETED}, {FAILED}))
+  and not exists (
+      select from {schema}.step as t where t.key = g.key and t.signal = g.name and t.position is null)
+group by c.name, g.name order by c.name, g.name
+
+-- name: awaited_names
+-- What sagas of this handler wait for, or have waited for, by the youngest thousand of them.
+select distinct t.signal as name from (
+    select s.key from {schema}.saga as s where s.handler = %(handler)s order by s.due desc limit 1000
+) as s
+join {schema}.step as t on t.key = s.key
+where t.signal is not null and not starts_with(t.signal, 'child:')
+order by 1
+
 -- name: saga_steps
 select name, case when until is null then kind when signal is null then 3 else 4 end as kind, state, has_undo, overlapped,
     token, attempt, output, started_at, finished_at, undo_at, undone_at, until, signal

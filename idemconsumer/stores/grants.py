@@ -23,6 +23,7 @@ _PRODUCER: Final[tuple[LiteralString, ...]] = (
     "GRANT EXECUTE ON FUNCTION {schema}.publish(text, jsonb, text, jsonb, interval), "
     "{schema}.publish_bytes(text, bytea, text, jsonb, interval), "
     "{schema}.signal(text, text, text, text, jsonb, text), {schema}.send_signal(bytea, text, text, bytea, text), "
+    "{schema}.check_saga(text, text, text), "
     "{schema}.saga_key(text, text, text, text), {schema}.saga_scope(text, text, text) TO {role}",
 )
 _READER: Final[tuple[LiteralString, ...]] = (
