@@ -104,6 +104,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 1
     concurrency: int = 8
     handlers: str | None = None
+    build: str | None = None
     drain_timeout: float = 20.0
     until_empty: bool = False
     log_format: str = "auto"

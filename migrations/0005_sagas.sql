@@ -6,7 +6,7 @@ create table {schema}.worker (
     lease   interval not null,
     until   timestamptz not null,
     runs    jsonb not null,
-    born    bigint
+    build   text
 );
 
 comment on table {schema}.worker is
@@ -14,8 +14,8 @@ comment on table {schema}.worker is
 comment on column {schema}.worker.name is 'Host and pid, for people';
 comment on column {schema}.worker.runs is
     'The handlers of sagas that it runs (L28): JSON list of objects with app, handler and version';
-comment on column {schema}.worker.born is
-    'The first id of its process, which gets another one after a lost lease; null: this one. The later, the newer (L29)';
+comment on column {schema}.worker.build is
+    'Which code it runs (L29); null: no saga is to be left to it, since it takes none by itself';
 
 create sequence {schema}.saga_token;
 
@@ -45,7 +45,8 @@ create table {schema}.saga (
     cancel      boolean,
     signals     text[],
     letter      bigint,
-    parent      bytea
+    parent      bytea,
+    unable      text[]
 );
 
 -- `saga_due` is for people. A saga that waits is in `saga_waiting`, a saga that is held in `saga_held`, and one that is put
@@ -77,6 +78,8 @@ comment on column {schema}.saga.cancel is
 comment on column {schema}.saga.signals is 'The names of the signals that make it due while it waits and nobody holds it';
 comment on column {schema}.saga.letter is
     'The dead letter that it was redriven from, until it ends or is put aside again (O24)';
+comment on column {schema}.saga.unable is
+    'The builds whose handler does not request what is recorded (L29); null: none, or a person has resumed it since';
 comment on column {schema}.saga.parent is
     'The saga whose start began it (L80); null: a message of another source did, or code';
 
@@ -746,7 +749,7 @@ begin
     values (its.key, clock_timestamp(), 'resumed', 'letter ' || its.id || ' redriven by ' || redrive_saga.by);
     update {schema}.saga as s
     set token = greatest(s.token + 1, nextval('{schema}.saga_token')), parked = null, worker = null, stale = false,
-        due = clock_timestamp(), attempt = 0, letter = its.id
+        due = clock_timestamp(), attempt = 0, letter = its.id, unable = null
     where s.key = its.key;
     update {schema}.record as r set state = held.state, changed_at = clock_timestamp() where r.key = its.key;
     update {schema}.dead_letter as d set redriven_at = clock_timestamp() where d.key = its.key and d.redriven_at is null;

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, Self, TypeVar, Unpack
 from msgspec.structs import replace
 
 from idemconsumer.app.accepting import Accepting
+from idemconsumer.app.builds import build_of
 from idemconsumer.app.enqueuing import enqueue_in, store_in
 from idemconsumer.app.following import tracing_of
 from idemconsumer.app.inline import InlineRunner
@@ -256,7 +257,7 @@ class App(SagaCalls, Accepting, Pausing):
     def worker(self, settings: Settings, observer: Observer | None = None) -> Worker:
         """A worker for this process; `await worker.run()`. What `publish` and `start` need is in its settings too."""
         HASHING.obey(settings.key_secrets)
-        settings = _named(settings, self.name, os.environ.get(WORKER, "0"))
+        settings = self._with_build(_named(settings, self.name, os.environ.get(WORKER, "0")))
         resources = Resources(list(self._resources.values()))
         handlers = self.bound_handlers(settings, resources)
         if not handlers:
@@ -335,7 +336,7 @@ class App(SagaCalls, Accepting, Pausing):
             if self._inline is None:
                 plans = [handler.plan for handler in self._handlers.values()]
                 self._open_resources, self._bound = Resources(list(self._resources.values())), {}
-                settings = self._configured()
+                settings = self._with_build(self._configured())
                 self._inline = await InlineRunner.open(settings, plans, self._open_resources, tracing_of(settings))
             return self._inline
 
@@ -344,6 +345,9 @@ class App(SagaCalls, Accepting, Pausing):
         if self._settings is None:
             self._settings = _named(load(), self.name)
         return self._settings
+
+    def _with_build(self, settings: Settings) -> Settings:
+        return replace(settings, build=settings.build or build_of(self._handlers.values()))
 
     def _bind(self, handler: Handler[..., Any], settings: Settings, resources: Resources) -> BoundHandler:
         for parameter, wanted in handler.plan.resource_parameters:

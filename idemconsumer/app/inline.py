@@ -163,6 +163,8 @@ class InlineRunner:
                     lease=min(each.lease for each in leased),
                     longest_run=max(each.timeout for each in leased),
                     runs=[Runs(*plan.identity(handler.app), plan.options.version) for plan in self._leased],
+                    build=self.settings.build or "",
+                    takes=False,
                     require_standby=self.settings.require_synchronous_standby,
                     left_open=_left_open,
                 )

@@ -151,8 +151,14 @@ class LeaseStore(Protocol):
         ...
 
     async def superseded(self, app: str, saga: LeasedSaga) -> bool:
-        """Whether a process that started later than this one runs the handler in the same version, or did so within the
-        last ten minutes (L29)."""
+        """Whether a worker of another build runs the handler in the same version, or did so within the last ten
+        minutes. Builds that were unable to go on with the saga do not count (L29)."""
+        ...
+
+    async def leave(self, app: str, saga: LeasedSaga, error: str, delay: float) -> float | None:
+        """Give it up at no cost, to a live worker as `superseded` has it, or for `delay` seconds if there is none now;
+        returns in how many seconds it can be taken. This build is unable to go on with it. None: there is no such
+        worker, and it is still ours."""
         ...
 
     async def retake(self, key: bytes, token: int | None) -> LeasedSaga | None:

@@ -105,8 +105,8 @@ class Attempt:
             self._lost_connections.lost(self._saga.key, loss)
             raise
         except SagaChanged as error:
-            if await self._superseded():
-                return await self._endings.leave_to_newer(error)
+            if (left := await self._endings.leave(error)) is not None:
+                return left
             return await self._endings.put_aside(error.reason, f"{error}; {await self._both_lists()}")
         except UnknownEffect as error:
             return await self._endings.put_aside(error.reason, str(error))
@@ -186,7 +186,7 @@ class Attempt:
         return self.run
 
     async def _superseded(self) -> bool:
-        """Whether a newer worker runs the saga's version, and may know what this one does not."""
+        """Whether a worker of another build runs the saga's version, and may know what this one does not."""
         return await self._leases.superseded(self._handler.app, self._saga)
 
     async def _run_handler(self, run: SagaRun, call: Call) -> tuple[object, BaseException | None]:

@@ -24,7 +24,7 @@ from idemconsumer.rules.saga import overdue_in
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.rules.verdicts import contention_pause
 
-_UNTIL_NEWER: Final = 5.0  # seconds; then any worker may take it
+_UNTIL_OTHERS: Final = 5.0  # seconds; then any worker may take it
 
 At: TypeAlias = Callable[[Point | SagaPoint, str, Sequence[bytes]], None]
 
@@ -93,10 +93,16 @@ class Endings:
             delay = min(delay, MAX_UNSETTLED)
         return await self._released(delay, text, type(error).__name__, count=count, overdue=overdue)
 
-    async def leave_to_newer(self, error: BaseException) -> Outcome:
-        """A newer worker may know what is recorded and this one does not: it is released at no cost (L29)."""
-        self.warn("saga left to a newer worker", error)
-        return await self._release(error, describe(error), _UNTIL_NEWER, count=False)
+    async def leave(self, error: BaseException) -> Outcome | None:
+        """A worker of another build may know what is recorded and this one does not: it goes on, at no cost (L29). None
+        if there is no such worker."""
+        due = await self._leases.leave(self._handler.app, self._saga, describe(error), _UNTIL_OTHERS)
+        if due is None:
+            return None
+        self.warn("saga left to a worker of another build", error)
+        self.at(SagaPoint.RELEASED)
+        kind, saga = OutcomeKind.RETRYING, self._saga
+        return Outcome(kind, state=saga.state, due=due, attempt=saga.attempt, error=type(error).__name__)
 
     async def hold(self, seconds: float) -> Outcome:
         """A function that fails in all sagas is not called now (D17): another attempt at no cost."""

@@ -70,7 +70,7 @@ class SagaRun(Settling):
         superseded: bool = False,
     ) -> None:
         """`finished` is called whenever a step has. `accepted`: a person lets it continue with a handler that asks for
-        other steps. `superseded`: a newer worker may run it too, and may know patches that this handler does not.
+        other steps. `superseded`: a worker of another build may run it, and may know patches that this one does not.
         `timeout`: the handler's, in seconds; a step waits as long for what the handler's other branches ask for."""
         super().__init__(saga.handler, rows, steps.order, timeout=timeout, accepted=accepted, superseded=superseded)
         self._steps = steps

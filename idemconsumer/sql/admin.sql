@@ -253,7 +253,7 @@ where s.key = %(key)s
 update {schema}.saga
 set token = greatest(token + 1, nextval('{schema}.saga_token')), parked = null, worker = null, stale = false,
     due = clock_timestamp(), attempt = 0, state = %(state)s, version = coalesce(%(version)s, version),
-    rejection = coalesce(rejection, %(rejection)s)
+    rejection = coalesce(rejection, %(rejection)s), unable = null
 where key = %(key)s
 
 -- name: open_calls

@@ -111,10 +111,9 @@ select {leased_saga}
 from taken as s
 
 -- name: register_worker
--- `born` is the first id of this process, null the first time.
-insert into {schema}.worker (name, lease, until, runs, born)
+insert into {schema}.worker (name, lease, until, runs, build)
 values (%(name)s, make_interval(secs => %(lease)s), clock_timestamp() + make_interval(secs => %(lease)s),
-    %(runs)s::jsonb, %(born)s)
+    %(runs)s::jsonb, %(build)s)
 returning id
 
 -- name: renew_worker
@@ -128,14 +127,43 @@ with ended as (update {schema}.worker set until = clock_timestamp() where id = %
 delete from {schema}.worker as w
 where w.until < clock_timestamp() - interval '1 day' and not exists (select from {schema}.saga where worker = w.id)
 
--- name: newer_worker
--- L29. Whether a process that started later than this one runs the same version of a handler, or did so within `grace`.
-select 1 from {schema}.worker as w, {schema}.worker as me
-where me.id = %(worker)s and coalesce(w.born, w.id) > coalesce(me.born, me.id)
-  and w.until >= clock_timestamp() - make_interval(secs => %(grace)s)
-  and w.runs @> jsonb_build_array(
-      jsonb_build_object('app', %(app)s::text, 'handler', %(handler)s::text, 'version', %(version)s::text))
-limit 1
+-- fragment: other_build
+-- L29. Worker `w` runs the handler in this version, or did so within `grace`, and is of another build than this process and
+-- those that were unable to go on with saga `s`.
+w.build <> %(build)s and w.build <> all(coalesce(s.unable, array[]::text[]))
+    and w.until >= clock_timestamp() - make_interval(secs => %(grace)s)
+    and w.runs @> jsonb_build_array(
+        jsonb_build_object('app', %(app)s::text, 'handler', %(handler)s::text, 'version', %(version)s::text))
+
+-- name: left_to_others
+select 1 from {schema}.saga as s, {schema}.worker as w where s.key = %(key)s and {other_build} limit 1
+
+-- name: leave_saga
+-- L29. It belongs to a live worker of another build from now on, which finds it among its own (L12), whatever it has in hand;
+-- or nobody for a while, if there was such a worker within `grace`. Not to one that is draining. No row: there is none.
+with other as (
+    select w.id, w.name, w.build, w.until >= clock_timestamp() and not exists (
+            select from {schema}.process as p
+            where p.host || ':' || p.pid = w.name and (p.state <> 'running' or p.drain_at is not null)) as live
+    from {schema}.saga as s, {schema}.worker as w
+    where s.key = %(key)s and {other_build}
+    order by live desc, w.id desc limit 1
+), left_to as (
+    update {schema}.saga as s
+    set worker = case when o.live then o.id end, token = greatest(s.token + 1, nextval('{schema}.saga_token')),
+        unable = array_append(s.unable, %(build)s::text), error = %(error)s, stale = %(stale)s,
+        suspicion = case when %(stale)s then least(s.suspicion, 2) else 0 end,
+        attempt = s.attempt - case when o.live then 0 else 1 end,
+        due = clock_timestamp() + make_interval(secs => case when s.cancel is null or %(heeded)s then %(delay)s else 0 end)
+    from other as o where s.key = %(key)s
+    returning s.key, o.live, o.name, o.build, s.attempt
+), noted as (
+    insert into {schema}.history (key, at, what, owner, token, attempt, detail)
+    select key, clock_timestamp(), 'left', (select name from {schema}.worker where id = %(worker)s), %(token)s, attempt,
+        case when live then 'to ' || name || ', build ' || build || ': ' else '' end || %(error)s
+    from left_to
+)
+select live from left_to
 
 -- name: begin_sagas
 -- Claims the keys, and begins a saga for each that was inserted: a row for each key, as `claim` has it, and its token.

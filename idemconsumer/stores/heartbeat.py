@@ -53,13 +53,15 @@ class Heartbeat:
         lease: float,
         patience: float,
         runs: Sequence[Runs] = (),
+        build: str | None = None,
         stuck: Callable[[str], None] = lambda _: None,
         left_open: Callable[[], None] = lambda: None,
     ) -> None:
-        """`runs`: the handlers of sagas that this process runs, for others to read (L28)."""
+        """`runs`: the handlers of sagas that this process runs, for others to read (L28). `build`: of its code, if it
+        takes sagas by itself (L29)."""
         self.worker = 0
         self._abandoned: int | None = None
-        self._born: int | None = None
+        self._build = build
         self._runs = json.dumps([{"app": each.app, "handler": each.handler, "version": each.version} for each in runs])
         self._dsn = dsn
         self._queries = load(schema)
@@ -206,11 +208,10 @@ class Heartbeat:
         before = _now()
         with self._connect() as connection:
             name = f"{socket.gethostname()}:{os.getpid()}"
-            params = {"name": name, "lease": self._lease, "runs": self._runs, "born": self._born}
+            params = {"name": name, "lease": self._lease, "runs": self._runs, "build": self._build}
             row = _write(connection, self._queries["register_worker"], params)
         assert row is not None
         self.worker, self._good = int(row[0]), before
-        self._born = self._born or self.worker
 
     def _renew(self, connection: _Connection) -> None:
         before = _now()

@@ -70,13 +70,16 @@ class PostgresLeases:
         versions: Mapping[tuple[str, str], str | None] = _ANY,
         *,
         grace: float = VERSION_GRACE,
+        build: str = "",
     ) -> None:
         """`versions`: of what this process runs, by app and handler; others are taken whatever their version.
-        `grace`: for how many seconds a version that no worker runs is waited for (L28)."""
+        `grace`: for how many seconds a version that no worker runs is waited for (L28). `build`: of this process's code
+        (L29)."""
         self._pool = pool
         self._lease = lease
         self._versions = versions
         self._grace = grace
+        self._build = build
         self._shared = SharedCommits(pool)
         self._reads = SharedReads(pool)
 
@@ -148,8 +151,19 @@ class PostgresLeases:
         return (self._versions[app, handler] or "") if (app, handler) in self._versions else ANY_VERSION
 
     async def superseded(self, app: str, saga: LeasedSaga) -> bool:
-        params = {"app": app, "handler": saga.handler, "version": saga.version, "grace": self._grace}
-        return bool(await self._pool.alone("newer_worker", params | {"worker": saga.worker}))
+        return bool(await self._pool.alone("left_to_others", self._others(app, saga)))
+
+    def _others(self, app: str, saga: LeasedSaga) -> dict[str, Any]:
+        its = {"key": saga.key, "app": app, "handler": saga.handler, "version": saga.version}
+        return its | {"grace": self._grace, "build": self._build}
+
+    async def leave(self, app: str, saga: LeasedSaga, error: str, delay: float) -> float | None:
+        params = self._others(app, saga) | {"error": clean(error), "delay": delay, "stale": saga.stale}
+        params |= {"token": saga.token, "worker": saga.worker, "heeded": saga.cancel is not None}
+        async with self._locked(saga, ends=False) as claims:
+            left = await claims.send("leave_saga", params)
+            await claims.complete([], [])
+        return None if not left else 0.0 if left[0][0] else delay
 
     async def retake(self, key: bytes, token: int | None) -> LeasedSaga | None:
         worker = self._lease.worker

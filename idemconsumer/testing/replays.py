@@ -164,6 +164,9 @@ class _Recorded:
     async def steps(self, key: bytes, window: int = 0) -> Sequence[StepRow]:
         return self._rows
 
+    async def leave(self, app: str, saga: LeasedSaga, error: str, delay: float) -> None:
+        return
+
     async def superseded(self, app: str, saga: LeasedSaga) -> bool:
         return False
 

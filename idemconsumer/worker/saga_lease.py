@@ -37,14 +37,16 @@ class SagaLease:
         lease: float,
         longest_run: float,
         runs: Sequence[Runs] = (),
+        build: str,
+        takes: bool = True,
         require_standby: bool = False,
         parties: Iterable[str] = (),
         stuck: Callable[[str], None] = lambda _: None,
         left_open: Callable[[], None] = lambda: None,
     ) -> SagaLease:
         """Register the lease and begin to renew it. `runs`: what this process runs; it takes no due saga of another
-        version of these handlers, unless that is gone (L28). `stuck` and `left_open` are those of Heartbeat. Raises
-        StoreUnavailable."""
+        version of these handlers, unless that is gone (L28). `build`: of its code; `takes`: it looks for sagas, so that
+        others may leave theirs to it (L29). `stuck` and `left_open` are those of Heartbeat. Raises StoreUnavailable."""
         store = await PostgresStore.open(
             dsn,
             schema,
@@ -56,9 +58,11 @@ class SagaLease:
         )
         try:
             heartbeat = Heartbeat(
-                dsn, schema, lease=lease, patience=longest_run, runs=runs, stuck=stuck, left_open=left_open
-            )
-            leases = PostgresLeases(store.pool, heartbeat, {(each.app, each.handler): each.version for each in runs})
+                dsn, schema, lease=lease, patience=longest_run, runs=runs, build=build if takes else None, stuck=stuck,
+                left_open=left_open,
+            )  # fmt: skip
+            versions = {(each.app, each.handler): each.version for each in runs}
+            leases = PostgresLeases(store.pool, heartbeat, versions, build=build)
             sagas = LeasedEngine(engine, leases, observer, lease=lease)
             await heartbeat.start(sagas.lose, sagas.standing, sagas.patience)
         except BaseException:

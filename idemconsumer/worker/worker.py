@@ -221,6 +221,7 @@ class Worker:
             longest_run=longest_run(leased),
             require_standby=settings.require_synchronous_standby,
             runs=[Runs(*handler.identity, handler.options.version) for handler in leased],
+            build=settings.build or "",
             parties=[handler.name for handler in leased],
             stuck=_leave,
         )

@@ -1,25 +1,32 @@
-"""Two versions of a handler side by side, and two codes of one version (L28 to L30)."""
+"""Two versions of a handler side by side, and two builds of one version (L28 to L30)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from idemconsumer import OutcomeKind, Reject, Saga
+from idemconsumer import App, OutcomeKind, Reject, Saga, idempotent_handler
+from idemconsumer.admin.sagas import SagaAdmin
+from idemconsumer.app.builds import build_of
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.message import keys
 from idemconsumer.ports.leases import LeasedSaga, Runs
 from idemconsumer.ports.observer import NullObserver
 from idemconsumer.rules.values import State
+from idemconsumer.settings import load as load_settings
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.leases import PostgresLeases
 from idemconsumer.worker.saga_lease import SagaLease
 from tests.support.inside import register
-from tests.support.sagas import SCHEMA, Bench, Remote, SagaFn, Station, put, saga, take_back
+from tests.support.sagas import SCHEMA, Bench, Remote, SagaFn, Station, order, put, saga, take_back
+from tests.support.waiting import until
 
 GRACE = 600.0  # seconds
 LEASE = 3600.0  # of a station
@@ -30,13 +37,17 @@ async def book(order: dict[str, Any], saga: Saga) -> None:
     raise ValueError("to be resumed")
 
 
-def worker_of(bench: Bench, station: Station, handler: BoundHandler) -> Station:
-    """A process that runs only this handler, and says so."""
+def worker_of(bench: Bench, station: Station, handler: BoundHandler, build: str = "b") -> Station:
+    """A process that runs only this handler, from this code, and says so."""
     version = handler.options.version
-    station.leases = PostgresLeases(station.store.pool, station.lease, {handler.identity: version}, grace=GRACE)
+    station.leases = PostgresLeases(
+        station.store.pool, station.lease, {handler.identity: version}, grace=GRACE, build=build
+    )
     station.engine._leases = station.leases
     runs = json.dumps([{"app": handler.app, "handler": handler.name, "version": version}])
-    bench.run("update idemconsumer.worker set runs = %s::jsonb where id = %s", (runs, station.lease.worker))
+    bench.run(
+        "update idemconsumer.worker set runs = %s::jsonb, build = %s where id = %s", (runs, build, station.lease.worker)
+    )
     return station
 
 
@@ -48,6 +59,12 @@ def later(bench: Bench, seconds: float) -> None:
 
 def alive(bench: Bench, station: Station) -> None:
     bench.run("update idemconsumer.worker set until = clock_timestamp() + lease where id = %s", (station.lease.worker,))
+
+
+async def resume_own(station: Station, handler: BoundHandler) -> Any:
+    """As its source does with what has been left to it: at most a second later, whatever else is due."""
+    (taken,) = await station.leases.take("shop", [handler.name], 1, unheld=await station.leases.own())
+    return await resume_one(station, handler, taken)
 
 
 async def resume_one(station: Station, handler: BoundHandler, taken: LeasedSaga) -> Any:
@@ -117,7 +134,7 @@ async def test_a_saga_that_a_person_let_go_on_is_taken_by_any_version(bench: Ben
 async def test_a_worker_says_what_it_runs_and_is_remembered_after_it_left(bench: Bench, one: Station) -> None:
     lease = await SagaLease.open(
         bench.dsn, SCHEMA, Engine(one.store), NullObserver(), connections=2, lease=30.0, longest_run=30.0,
-        runs=[Runs("shop", "book", "1"), Runs("shop", "mail", None)],
+        runs=[Runs("shop", "book", "1"), Runs("shop", "mail", None)], build="b",
     )  # fmt: skip
     said = "select runs from idemconsumer.worker where until {} clock_timestamp() and runs <> '[]'"
     runs = [
@@ -128,7 +145,7 @@ async def test_a_worker_says_what_it_runs_and_is_remembered_after_it_left(bench:
     assert bench.script(said.format("<=")) == [(runs,)]
 
 
-# --------------------------------------------------------------------------- an older code of the same version (L29)
+# --------------------------------------------------------------------------- another build of the same version (L29)
 def with_a_step_between(remote: Remote) -> SagaFn:
     async def book(order: dict[str, Any], saga: Saga) -> str:
         await saga.tx("a", put, "a")
@@ -148,63 +165,147 @@ async def before_it(order: dict[str, Any], saga: Saga) -> str:
     return "done"
 
 
-async def test_an_older_worker_leaves_a_saga_with_steps_that_it_does_not_know_to_a_newer_one(
-    bench: Bench, one: Station, two: Station, remote: Remote
+@pytest.mark.parametrize("later", ["old", "new"])
+async def test_a_worker_leaves_a_saga_with_steps_that_it_does_not_know_to_one_of_another_build(
+    bench: Bench, one: Station, two: Station, remote: Remote, later: str
 ) -> None:
-    """It was put aside, and so was each that the older one had begun. At no cost: it is as it was."""
+    """It was put aside where the worker with the older code was the one that had started later: after a canary, each
+    old worker that was restarted put the canary's sagas aside. At no cost: it is as it was."""
+    old, new = (one, two) if later == "new" else (two, one)
     older, newer = saga(before_it), saga(with_a_step_between(remote))
-    worker_of(bench, one, older)
-    worker_of(bench, two, newer)
-    await two.deliver(newer)
+    worker_of(bench, old, older, "old")
+    worker_of(bench, new, newer, "new")
+    await new.deliver(newer)
     before = bench.run("select attempt from idemconsumer.saga")
-    outcome = await one.resume(older)
-    assert (outcome.kind, outcome.state) == (OutcomeKind.RETRYING, State.PROCESSING)
-    assert bench.run("select attempt, worker, due > clock_timestamp() from idemconsumer.saga") == [
-        (before[0][0], None, True)
+    outcome = await old.resume(older)
+    assert (outcome.kind, outcome.state, outcome.due) == (OutcomeKind.RETRYING, State.PROCESSING, 0.0)
+    assert bench.run("select attempt - 1, worker, unable from idemconsumer.saga") == [
+        (before[0][0], new.lease.worker, ["old"])
     ]
     assert (bench.effects, bench.letters) == (["a"], [])
-    bench.run("update idemconsumer.saga set due = clock_timestamp()")
-    outcome = await two.resume(newer)
+    assert await old.take(older) is None
+    outcome = await resume_own(new, newer)
     assert (outcome.kind, bench.effects) == (OutcomeKind.APPLIED, ["a", "b"])
+    ((left,),) = bench.run("select detail from idemconsumer.history where what = 'left'")
+    assert left.startswith("to test, build new: idemconsumer.errors.SagaChanged: step 'between' is recorded")
 
 
-async def test_the_newest_worker_puts_such_a_saga_aside(
+async def test_what_no_build_can_go_on_with_is_put_aside_by_the_last_that_tries(
     bench: Bench, one: Station, two: Station, remote: Remote
 ) -> None:
-    """The step was removed: nobody knows it any more."""
-    newer, older = saga(before_it), saga(with_a_step_between(remote))
-    worker_of(bench, one, older)
-    worker_of(bench, two, newer)
-    await one.deliver(older)
-    outcome = await two.resume(newer)
+    """The step was removed: nobody knows it any more. Each build tries once."""
+    worker_of(bench, one, saga(before_it), "old")
+    worker_of(bench, two, saga(before_it), "new")
+    await one.deliver(saga(with_a_step_between(remote)))
+    assert (await one.resume(saga(before_it))).kind is OutcomeKind.RETRYING
+    outcome = await resume_own(two, saga(before_it))
     assert (outcome.kind, outcome.reason, bench.effects) == (OutcomeKind.DEAD, "saga_changed", ["a"])
+    await SagaAdmin(bench.dsn, SCHEMA).resume(keys.digest("shop", None, "book", "k"), by="ann")
+    assert bench.run("select unable from idemconsumer.saga") == [(None,)]
 
 
-@pytest.mark.parametrize("why", ["another version", "long gone", "the same process"])
-async def test_a_worker_that_is_not_a_newer_one_is_not_waited_for(
+NOT_WAITED_FOR = ["another version", "another handler", "long gone", "of its own build", "takes none by itself"]
+
+
+@pytest.mark.parametrize("why", NOT_WAITED_FOR)
+async def test_who_cannot_go_on_with_a_saga_is_not_waited_for(
     bench: Bench, one: Station, two: Station, remote: Remote, why: str
 ) -> None:
     older, newer = saga(before_it), saga(with_a_step_between(remote))
-    worker_of(bench, one, older)
-    worker_of(bench, two, saga(before_it, version="2") if why == "another version" else newer)
+    worker_of(bench, one, older, "old")
+    worker_of(bench, two, saga(before_it, version="2") if why == "another version" else newer, "new")
     await two.deliver(newer)
     if why == "long gone":
         later(bench, LEASE + 2 * GRACE)
         alive(bench, one)
-    if why == "the same process":
-        bench.run("update idemconsumer.worker set born = %s where id = %s", (one.lease.worker, two.lease.worker))
+    changed = {
+        "of its own build": "build = 'old'",
+        "takes none by itself": "build = null",
+        "another handler": "runs = replace(runs::text, 'book', 'look')::jsonb",
+    }
+    if why in changed:
+        bench.script(f"update idemconsumer.worker set {changed[why]} where id = {two.lease.worker}")
     outcome = await one.resume(older)
     assert (outcome.kind, outcome.reason) == (OutcomeKind.DEAD, "saga_changed")
 
 
-async def test_a_lease_that_is_registered_again_makes_no_process_newer(bench: Bench) -> None:
-    heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=30.0, patience=30.0)
+@pytest.mark.parametrize("why", ["it has just left", "it is draining"])
+async def test_a_worker_that_may_come_back_is_waited_for(
+    bench: Bench, one: Station, two: Station, remote: Remote, why: str
+) -> None:
+    older, newer = saga(before_it), saga(with_a_step_between(remote))
+    worker_of(bench, one, older, "old")
+    worker_of(bench, two, newer, "new")
+    await two.deliver(newer)
+    if why == "it has just left":
+        bench.expire(two)
+    else:
+        bench.run("update idemconsumer.worker set name = 'here:7' where id = %s", (two.lease.worker,))
+        bench.run(
+            "insert into idemconsumer.process (app, host, pid, place, version, state, handlers, started_at, seen_at)"
+            " values ('shop', 'here', 7, 0, '1', 'draining', '{}', now(), now())"
+        )
+    before = bench.run("select attempt from idemconsumer.saga")
+    outcome = await one.resume(older)
+    assert outcome.kind is OutcomeKind.RETRYING
+    assert outcome.due > 0
+    assert bench.run("select attempt, worker, due > clock_timestamp() from idemconsumer.saga") == [
+        (before[0][0], None, True)
+    ]
+    assert bench.letters == []
+
+
+async def test_a_lease_that_is_registered_again_is_of_the_same_build(bench: Bench) -> None:
+    heartbeat = Heartbeat(bench.dsn, SCHEMA, lease=30.0, patience=30.0, build="b")
     await asyncio.to_thread(register, heartbeat)
-    first = heartbeat.worker
     await asyncio.to_thread(register, heartbeat)
-    assert bench.run("select id, born from idemconsumer.worker order by id") == [
-        (first, None), (heartbeat.worker, first),
-    ]  # fmt: skip
+    assert bench.run("select build from idemconsumer.worker") == [("b",), ("b",)]
+
+
+def test_a_build_is_the_source_of_the_modules_of_its_handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "shopping").mkdir()
+    (tmp_path / "shopping/__init__.py").touch()
+    (tmp_path / "shopping/steps.py").write_text("PRICE = 1")
+    source = (
+        "from idemconsumer import Saga, idempotent_handler\nfrom shopping import steps\n"
+        "@idempotent_handler('memory:o', key='id')\nasync def book(order: dict, saga: Saga) -> None: ...\n"
+    )
+    (tmp_path / "shopping/app.py").write_text(source)
+    handlers = [import_module("shopping.app").book]
+    first = build_of(handlers)
+    assert build_of(handlers) == first
+    assert build_of([]) != first
+    (tmp_path / "shopping/steps.py").write_text("PRICE = 2")
+    assert build_of(handlers) != first
+
+
+@pytest.mark.parametrize("given", [None, "4f2a"])
+async def test_a_worker_is_of_the_build_of_its_code(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("IDEMCONSUMER_BUILD", given)
+    app = App("shop")
+    handler = idempotent_handler("memory:orders", key="id", name="book")(before_it)
+    app.include(handler)
+    worker = app.worker(load_settings(dsn=bench.dsn))
+    running = asyncio.create_task(worker.run())
+    of = "select build from idemconsumer.worker where runs <> '[]'"
+    await until(lambda: bench.run(of), "it has a lease")
+    worker.drain()
+    await running
+    assert bench.run(of) == [(given or build_of([handler]),)]
+
+
+async def test_a_process_that_takes_no_sagas_is_of_no_build(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left to it would wait until it has ended."""
+    monkeypatch.setenv("IDEMCONSUMER_DSN", bench.dsn)
+    monkeypatch.setenv("IDEMCONSUMER_BUILD", "4f2a")
+    async with App("shop") as app:
+        app.include(idempotent_handler("memory:orders", key="id", name="book")(before_it))
+        assert (await app.process(order())).kind is OutcomeKind.APPLIED
+    assert bench.run("select build from idemconsumer.worker where runs <> '[]'") == [(None,)]
 
 
 # ---------------------------------------------------------------------------------------------------- patches (L30)
@@ -281,18 +382,17 @@ async def test_which_way_a_saga_goes_is_recorded_once(bench: Bench, one: Station
     assert decided == [False, False]
 
 
-async def test_an_older_worker_leaves_a_saga_that_took_a_patch_to_a_newer_one(
+async def test_a_worker_leaves_a_saga_that_took_a_patch_to_another_build(
     bench: Bench, one: Station, two: Station
 ) -> None:
     older, newer, decided = saga(unpatched), saga(patched([], fails=True)), [True]
-    worker_of(bench, one, older)
-    worker_of(bench, two, newer)
+    worker_of(bench, one, older, "old")
+    worker_of(bench, two, newer, "new")
     await two.deliver(newer)
     bench.run("delete from idemconsumer.step where name = 'check'")  # as if it had died before that step
     assert (await one.resume(older)).kind is OutcomeKind.RETRYING
     assert bench.effects == ["a", "check"]
-    bench.run("update idemconsumer.saga set due = clock_timestamp()")
-    outcome = await two.resume(saga(patched(decided)))
+    outcome = await resume_own(two, saga(patched(decided)))
     assert outcome.kind is OutcomeKind.APPLIED
 
 

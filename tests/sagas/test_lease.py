@@ -55,7 +55,14 @@ async def process(dsn: str, *, lease: float = LEASE, longest_run: float = 30.0) 
     store = await PostgresStore.open(dsn, SCHEMA, connections=4, longest_run=longest_run)
     try:
         sagas = await SagaLease.open(
-            dsn, SCHEMA, Engine(store), NullObserver(), connections=4, lease=lease, longest_run=longest_run
+            dsn,
+            SCHEMA,
+            Engine(store),
+            NullObserver(),
+            connections=4,
+            lease=lease,
+            longest_run=longest_run,
+            build="b",
         )
         try:
             yield sagas

@@ -43,6 +43,7 @@ def params(name: str) -> Mapping[str, Any]:
         "worker": 1, "handlers": ["h", "i"], "versions": ["", ""], "scopes": "s", "app": "s", "grace": 600.0,
         "unheld": keys[:1], "tokens": [1],
     }  # fmt: skip
+    others = {"key": keys[0], "app": "s", "handler": "h", "version": None, "grace": 600.0, "build": "b"}
     deliveries = {"ids": [1, 2], "delivery_tokens": [1, 2]}
     opening = {"seal": "t", "lock_timeout": "10s"}
     each: dict[str, Mapping[str, Any]] = {
@@ -63,7 +64,16 @@ def params(name: str) -> Mapping[str, Any]:
         "look_for_messages": {"queues": ["q", "~a/h"], "ahead": 5.0},
         "take_sagas": {**taking, "limit": 10},
         "take_saga": {**taking, "key": keys[0]},
-        "newer_worker": {"worker": 1, "app": "s", "handler": "h", "version": None, "grace": 600.0},
+        "left_to_others": others,
+        "leave_saga": {
+            **others,
+            "worker": 1,
+            "token": 1,
+            "error": "e",
+            "stale": False,
+            "heeded": False,
+            "delay": 5.0,
+        },
         "await_saga": saga,
         "retake_saga": {**saga, "token": 1},
         "steps": {**many, "window": 1_000_000},
@@ -127,8 +137,8 @@ select idemconsumer.seal('t');
 EXPLAINED = [
     *HOT, "open", "seal", "claim", "store_results", "forget_attempts", "take", "fall_due", "waiting", "extend",
     "look_for_messages", "finish", "give_back", "own_sagas", "look_for_sagas", "look_for_sagas_alone", "take_sagas",
-    "take_saga", "newer_worker", "await_saga", "retake_saga", "steps", "begin_step", "finish_step", "fence",
-    "fence_whole", "open_intents",
+    "take_saga", "left_to_others", "leave_saga", "await_saga", "retake_saga", "steps", "begin_step", "finish_step",
+    "fence", "fence_whole", "open_intents",
 ]  # fmt: skip
 
 
