@@ -28,10 +28,13 @@ from idemconsumer.user_code.resources import Resources
 from idemconsumer.worker.saga_lease import SagaLease
 
 _NESTED: Final = (
-    "handler {}: app.process was called in a transaction that app.process has opened, so it would wait for a second "
-    "connection with one in its hands; give the message to app.publish(…, tx=tx) or app.start(…, tx=tx), which "
-    "commit it with this one, or call app.process once the first one has returned"
+    "{}: app.{} was called in a transaction that app.process has opened, so it would wait for a second connection with "
+    "one in its hands; {}, or call app.{} once the first one has returned"
 )
+_PASS_ON: Final = (
+    "give the message to app.publish(…, tx=tx) or app.start(…, tx=tx), which commit it with this transaction"
+)
+_WITH_TX: Final = "give it tx=tx, so that it is part of this transaction"
 _MAX_ATTEMPTS: Final = 10_000  # keys; the failures of more are forgotten, oldest first
 
 
@@ -88,10 +91,7 @@ class InlineRunner:
 
     async def process(self, handler: BoundHandler, message: Message) -> Outcome:
         """One message to the end of one attempt. A saga that another run holds is waited for as its handler says."""
-        if self._store.pool.held_here:
-            raise NestedRun(_NESTED.format(repr(handler.name)))
-        if self._saga_lease is not None and self._saga_lease.pool.held_here:  # in a step, which fails
-            raise HandlerFault(_NESTED.format(repr(handler.name)))
+        self._refuse_nested(f"handler {handler.name!r}", "process", _PASS_ON)
         if not self._resourceful:
             await self._open_resources()
         work = Work.of(handler, message, own_id=message.position or message.message_id or None)
@@ -104,6 +104,14 @@ class InlineRunner:
             (replayed,) = await self._engine.replay_committed([work])
             return replayed or outcome
         return outcome
+
+    def _refuse_nested(self, subject: str, call: str, instead: str) -> None:
+        """J29. Raises NestedRun, and HandlerFault in a step."""
+        why = _NESTED.format(subject, call, instead, call)
+        if self._store.pool.held_here:
+            raise NestedRun(why)
+        if self._saga_lease is not None and self._saga_lease.pool.held_here:
+            raise HandlerFault(why)
 
     async def _joined(self, work: Work) -> Outcome:
         """Counts the attempts that have failed in this process, as for a delivery that a worker holds."""
@@ -129,6 +137,7 @@ class InlineRunner:
 
     async def result(self, digest: bytes, wait: float) -> Outcome:
         """What the key's record says, once it is final or the time is over."""
+        self._refuse_nested("a result", "result", "read it before, and pass it on")
         record = await self._results.over(digest, wait) if wait else None
         if record is None:
             (record,) = await self._store.peek([digest])
@@ -136,6 +145,7 @@ class InlineRunner:
 
     async def accept(self, acceptance: Acceptance) -> Record | None:
         """See `stores.accepting`."""
+        self._refuse_nested("a message", "accept", _WITH_TX)
         return await accept(self._store.pool, acceptance)
 
     async def scope_id(self, claim: Claim) -> int:
@@ -144,9 +154,11 @@ class InlineRunner:
 
     async def standing(self, digest: bytes) -> Standing | None:
         """What is on record of a key."""
+        self._refuse_nested("a key", "accepted", "read it before, and pass it on")
         return await look_up(self._store.pool, digest)
 
     async def signal(self, signal: Signal) -> Signalled:
+        self._refuse_nested("a signal", "signal", _WITH_TX)
         ((answer,),) = await self._store.pool.alone("send_signal", signal.params)
         return Signalled(answer)
 

@@ -84,12 +84,21 @@ async def call_user_code(run: Awaitable[T], limit: TimeLimit, opened: OpenTransa
     except OfTheEngine:
         raise
     except BaseException as error:  # else it would end its lane, and so its worker
+        if (ours := _of_the_engine(error)) is not None:
+            raise ours from error
         outside.withdraw()
         raise mark(exit_refused(error)) from error
     finally:
         limit.cut_off = timer.expired()
     outside.withdraw()
     return value
+
+
+def _of_the_engine(error: BaseException) -> OfTheEngine | None:
+    """The one that stands in a group, as a TaskGroup raises it."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, OfTheEngine) else None
+    return next((found for each in error.exceptions if (found := _of_the_engine(each)) is not None), None)
 
 
 async def call_in_transaction(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -104,8 +104,18 @@ async def test_more_messages_than_connections_take_turns(ledger: Ledger, app: Ap
     assert len(ledger.effects) == RIVALS
 
 
+async def in_a_group(call: Awaitable[object]) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(awaited(call))
+
+
+async def awaited(call: Awaitable[object]) -> None:
+    await call
+
+
+@pytest.mark.parametrize("way", [awaited, in_a_group])
 async def test_a_handler_that_processes_another_message_is_refused_and_nothing_is_counted(
-    ledger: Ledger, app: App
+    ledger: Ledger, app: App, way: Callable[[Awaitable[object]], Awaitable[None]]
 ) -> None:
     """Each has a connection, and would wait for a second one."""
 
@@ -113,7 +123,7 @@ async def test_a_handler_that_processes_another_message_is_refused_and_nothing_i
     async def outer(order: dict[str, Any], tx: Tx) -> None:
         await write(tx, order["id"])
         try:
-            await app.process(message(f"{order['id']} inside"), handler=inner)
+            await way(app.process(message(f"{order['id']} inside"), handler=inner))
         except Exception:
             raise Reject("swallowed") from None
 
@@ -129,6 +139,29 @@ async def test_a_handler_that_processes_another_message_is_refused_and_nothing_i
     assert re.search(r"handler 'inner': .* give the message to app\.publish\(…, tx=tx\)", str(ends[0]))
     assert (ledger.effects, ledger.states, ledger.attempts, ledger.letters) == ([], [], [], [])
     assert str((await app.process(message(1), handler=inner)).kind) == "applied", "behind the other one it works"
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        (lambda app, inner: app.result(inner, key="k"), "read it before"),
+        (lambda app, inner: app.accept(inner, {"id": "k"}, key="k"), "give it tx=tx"),
+    ],
+)
+async def test_a_handler_that_would_wait_for_another_connection_is_refused(
+    ledger: Ledger, app: App, call: Callable[[App, Any], Awaitable[object]], instead: str
+) -> None:
+    @app.idempotent_handler(SOURCE, key="id", max_attempts=1)
+    async def outer(order: dict[str, Any], tx: Tx) -> None:
+        await call(app, inner)
+
+    @app.idempotent_handler("memory:others", key="id")
+    async def inner(order: dict[str, Any], tx: Tx) -> None:
+        await write(tx, order["id"])
+
+    with pytest.raises(ConfigurationError, match=instead):
+        await app.process(message(1), handler=outer)
+    assert ledger.attempts == []
 
 
 async def test_a_task_of_a_handler_that_has_ended_may_process_messages(ledger: Ledger, app: App) -> None:
