@@ -46,6 +46,7 @@ class Order:
         self._numbers = count(1)
         self._behind: dict[str, int] = {}  # the last of the writes that may have an earlier position
         self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._queue: list[tuple[int, str]] = []  # of these, with some that wait no more
         self._pausing = self._closed = False
         self.refusing = False  # what a refusal leads to is going on, such as the end of a TaskGroup
         self._loop = asyncio.get_running_loop()
@@ -75,6 +76,7 @@ class Order:
             self._given(name)
             return None
         self._waiting[name] = self._loop.create_future()
+        heappush(self._queue, (self._left[name][0], name))
         self._give()
         try:
             with suppress(TimeoutError):
@@ -99,8 +101,9 @@ class Order:
     def _missing(self, name: str) -> str | None:
         """What has to be given out before this step."""
         position, overlapped = self._left[name]
-        if self._sent and min(self._sent.values()) < self._behind.get(name, 0):
-            return min(self._sent, key=self._sent.__getitem__)
+        oldest = next(iter(self._sent), None)
+        if oldest is not None and self._sent[oldest] < self._behind.get(name, 0):
+            return oldest
         firsts = [self._first(True), self._first(False) if overlapped else None]
         before = [first for first in firsts if first is not None and first[0] < position]
         return min(before)[1] if before else None
@@ -129,7 +132,9 @@ class Order:
 
     def _give(self) -> None:
         """Give out the first of those that are waited for, if it is its turn."""
-        if self._waiting and not self._pausing:
-            first = min(self._waiting, key=self._left.__getitem__)
+        while self._queue and self._queue[0][1] not in self._waiting:
+            heappop(self._queue)
+        if self._queue and not self._pausing:
+            first = self._queue[0][1]
             if not self._waiting[first].done() and self._missing(first) is None:
                 self._waiting[first].set_result(None)
