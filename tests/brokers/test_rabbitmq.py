@@ -615,7 +615,10 @@ async def alarmed(node: Node) -> bool:
     return "memory" in await node.ctl("eval", "rabbit_alarm:get_alarms().")
 
 
-async def test_consuming_goes_on_while_publishers_are_blocked(node: Node, broker: RabbitmqBroker) -> None:
+async def test_consuming_goes_on_while_publishers_are_blocked(
+    node: Node, broker: RabbitmqBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(monkeypatch, rabbitmq_confirm_patience=600.0)  # the node takes seconds to be told, and more on a busy machine
     name, target = await node.queue(), await node.queue()
     await broker.publish(name, numbered(20))
     async with consuming(broker, name) as session:

@@ -187,7 +187,8 @@ def test_a_migration_that_gets_no_lock_in_its_time_gives_up_and_leaves_nothing(
     with psycopg.connect(database) as reader:
         reader.execute("select from idemconsumer.record")
         with pytest.raises(LockNotGiven, match=rf"no lock in 0.5 s: .*pid {reader.info.backend_pid} .* longer --wait"):
-            migrate(shortly, "idemconsumer", wait=0.5)
+            # Long enough for a busy machine to make the connection that looks who it is.
+            migrate(make_conninfo(shortly, options="-c deadlock_timeout=2s"), "idemconsumer", wait=0.5)
     assert "half" not in {name for _, name in objects(database, "idemconsumer")}
     assert len(migrate(database, "idemconsumer")) == 1
 

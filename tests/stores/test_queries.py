@@ -33,7 +33,7 @@ def test_each_name_stands_in_one_file_and_all_are_loaded() -> None:
     fragments = {
         "held", "progressed", "unserved", "gone", "served", "leased_saga", "of_app", "ours", "versions", "owners",
         "taken", "session", "messages", "chosen", "over", "aged", "when_sagas", "all_ranges", "queues", "decided",
-        "counts", "outgoing", "chosen_outgoing", "outbox_look", "completed",
+        "counts", "outgoing", "chosen_outgoing", "outbox_look", "completed", "other_build",
     }  # fmt: skip
     assert len(names) == len(set(names))
     assert set(names) == {name for name in load(SCHEMA) if ":" not in name} | fragments
