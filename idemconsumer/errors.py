@@ -60,10 +60,20 @@ class BadMessage(IdemConsumerError):
         self.record = record
 
 
+class NotReadNow(BadMessage):
+    """A message that `decode=` cannot read now: it asks for another attempt, or what it needs is away. Nobody is to
+    blame, and it is read again (D26). `error` is what it raised."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("undecodable", f"decode= raised {type(error).__name__}, and is tried again")
+        self.error = error
+
+
 class Retry(IdemConsumerError):
     """Raised by a handler: roll back and run me again after `after`: seconds, a duration like "5s", or the backoff.
 
     It costs an attempt. `message` is for people: it is stored as the error of the attempt, and logged as one (R13).
+    Raised by a `decode=`: read the message again then, at no cost.
     """
 
     def __init__(self, message: str = "", *, after: str | float | timedelta | None = None) -> None:

@@ -16,7 +16,7 @@ from psycopg import AsyncConnection
 from idemconsumer.app.following import tracing_of
 from idemconsumer.app.inline import InlineRunner
 from idemconsumer.app.sending import check_via, to_send
-from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, StoreUnavailable
+from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, NotReadNow, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import NO_HEADERS, BoundHandler, Call, given_key
 from idemconsumer.message import codecs
@@ -108,7 +108,10 @@ class Accepting(ABC):
         if via is None:
             call, out = bound.from_code(payload, key=key, tenant=tenant, headers=sent), None
         else:
-            call, out = to_send(bound, via, payload, key=given_key(key), tenant=tenant, headers=sent)
+            try:
+                call, out = await to_send(bound, via, payload, key=given_key(key), tenant=tenant, headers=sent)
+            except NotReadNow as not_now:
+                raise StoreUnavailable(f"nothing is stored: {not_now.detail}") from not_now.error
         acceptance = _acceptance(bound, call, out)
         if tx is not None:
             connection, schema = connection_of(tx), settings.schema

@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from idemconsumer.brokers.connecting import destination
+from idemconsumer.engine import reading
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.handlers.handler import NO_HEADERS, OURS, BoundHandler, Call, HandlerPlan
 from idemconsumer.handlers.options import RAW_BYTES
@@ -79,7 +80,7 @@ def _of_content(spec: KeySpec, *, whole: bool = False) -> bool:
     return spec.kind == "header" or (whole and spec.kind == "payload")
 
 
-def to_send(
+async def to_send(
     bound: BoundHandler,
     via: str,
     payload: object,
@@ -107,9 +108,9 @@ def to_send(
     named = "message_id" in _kinds(plan.key_spec)
     if named:
         message = replace(message, message_id=key)
-    call = bound.call_for(_ordered(message, scheme, name, key))
+    call = await reading.read(bound, _ordered(message, scheme, name, key))
     if "record_key" not in _kinds(plan.key_spec) and isinstance(call.order, str) and call.order != key:
-        call = bound.call_for(_ordered(message, scheme, name, call.order))
+        call = await reading.read(bound, _ordered(message, scheme, name, call.order))
     _check(bound, call, key, tenant)
     if scheme == "kafka":
         return _without_token(call), Sent(via, (call.arrived.record_key or b"").decode(), token)

@@ -5,6 +5,7 @@ What is written here is a commit of its own, after the group's transaction has e
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +16,7 @@ from idemconsumer.engine.failing import Failing, Subject
 from idemconsumer.engine.letters import dead_letter
 from idemconsumer.engine.telling import Telling
 from idemconsumer.engine.work import Suspicion, Work
-from idemconsumer.errors import BadMessage, CommitUnknown, ConnectionLost, Contention, Fenced, Retry
+from idemconsumer.errors import BadMessage, CommitUnknown, ConnectionLost, Contention, Fenced, NotReadNow, Retry
 from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.logs import log
 from idemconsumer.message import codecs
@@ -23,6 +24,7 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, JoinedStore, NextAttempt
 from idemconsumer.redaction import traceback_text
+from idemconsumer.rules import failing as rules
 from idemconsumer.rules.backoff import MAX_UNSETTLED
 from idemconsumer.rules.values import Found, Outcome, OutcomeKind, Record, State
 from idemconsumer.rules.verdicts import (
@@ -255,12 +257,29 @@ class Endings:
 
     async def refuse(self, work: Work, refusal: BadMessage) -> Outcome:
         """A message that can never be run (R9)."""
+        if self.is_not_now(work):
+            assert isinstance(refusal, NotReadNow)
+            return self.not_now(work, refusal)
         if work.misread and self._is_doubted(work, refusal):
             work.spared += 1
             kind = OutcomeKind.RETRYING
             return Outcome(kind, due=DOUBT, attempt=work.attempt - 1, reason="failing", error=refusal.reason)
         forget = () if refusal.record is None else (refusal.record,)
         return await self.bury(work, refusal.reason, refusal.detail, forget=forget)
+
+    def is_not_now(self, work: Work) -> bool:
+        """Whether it is only not to be read now: for a day at most, after which it is to blame itself (D26)."""
+        return isinstance(work.refusal, NotReadNow) and time.monotonic() - work.arrived < rules.FREE
+
+    def not_now(self, work: Work, refusal: NotReadNow) -> Outcome:
+        """It costs no attempt (D26). Without its key there is nothing under which it could be stored meanwhile."""
+        error, handler = refusal.error, Subject.handler(work.handler)
+        work.put_by += 1
+        self.failing.failed(handler, work.identity, error, first=work.put_by == 1)
+        self.telling.failed("not read now", work, work.attempt, error)
+        due = min(MAX_UNSETTLED, self._pause(work, error, work.put_by)[0])
+        reason = "retry" if isinstance(error, Retry) else "failing"
+        return Outcome(OutcomeKind.RETRYING, due=due, attempt=work.attempt, reason=reason, error=type(error).__name__)
 
     def _is_doubted(self, work: Work, refusal: BadMessage) -> bool:
         """D25: the first time, since it is not clear yet whether others can be read, and while all messages fail."""

@@ -97,6 +97,11 @@ class Engine:
         """How long this handler takes for a message, as measured of late; None if that is not known."""
         return self._sizes.of(handler).seconds
 
+    async def read(self, work: Work) -> None:
+        """Decode it, also once more, beside what else may run (B16)."""
+        async with self.company.shared():
+            await work.read()
+
     async def peek(self, keys: Sequence[bytes]) -> list[Record | None]:
         """The committed records of these keys; None where there is none."""
         return await self._store.peek(keys)

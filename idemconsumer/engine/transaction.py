@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from idemconsumer.engine import reading
 from idemconsumer.engine.blame import HandlerFailed
 from idemconsumer.engine.delivery_log import DeliveryLog
 from idemconsumer.engine.endings import Endings, FailedBehind, final
@@ -13,7 +14,7 @@ from idemconsumer.engine.failing import Subject
 from idemconsumer.engine.group_sizes import GroupSizes
 from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.work import Suspicion, Work
-from idemconsumer.errors import ConnectionLost, Contention, RunEagerly, StoreUnavailable
+from idemconsumer.errors import BadMessage, ConnectionLost, Contention, NotReadNow, RunEagerly, StoreUnavailable
 from idemconsumer.handlers.batch import Items
 from idemconsumer.handlers.handler import Call
 from idemconsumer.message import codecs
@@ -69,6 +70,8 @@ class Transactions:
         """
         handler, now = group[0].handler, asyncio.get_running_loop().time
         name = handler.name
+        if handler.decodes and (later := await self._renew(group)) is not None:
+            return [later]
         leaders: dict[bytes, Work] = {}
         for work in group:  # G1: a key runs once; its later deliveries are judged by what the first one leaves
             leaders.setdefault(work.key, work)
@@ -137,6 +140,19 @@ class Transactions:
                 left = Record(State.COMPLETED, first.fingerprint, results.get(work.key), first.canonical)
                 outcomes.append(await self._endings.replay(work, left))
         return outcomes
+
+    async def _renew(self, group: Sequence[Work]) -> Outcome | None:
+        """Payloads for those that ran before. Of the first one the outcome, if it is not to be decoded now (D26)."""
+        for index, work in enumerate(group):
+            try:
+                await reading.renew(work.handler, _call(work))
+            except NotReadNow as refusal:
+                if index:
+                    raise Cut(index) from None
+                return self._endings.not_now(work, refusal)
+            except BadMessage as bad:
+                raise HandlerFailed(index, bad) from bad
+        return None
 
     async def _handle_batch(
         self, claims: Claims, group: Sequence[Work], new: Sequence[int], *, look: bool

@@ -11,7 +11,8 @@ from enum import Enum
 
 import msgspec
 
-from idemconsumer.errors import BadMessage
+from idemconsumer.engine import reading
+from idemconsumer.errors import BadMessage, NotReadNow
 from idemconsumer.handlers.handler import BoundHandler, Call
 from idemconsumer.message.message import Message
 from idemconsumer.message.origin import Pending
@@ -56,7 +57,8 @@ class Work:
     None where there is neither. `first`: it was never delivered before. `pending`: its record waits for it, and
     `row` is its delivery from our own queue (D19). `letter`: the dead letter that it was redriven from.
     `stray`: it says that it was accepted, and the store that no record waits for it (H46).
-    `misread`: its refusal is what reading it has shown, which may be the reader's fault (D25).
+    `misread`: its refusal is what reading it has shown, which may be the reader's fault (D25). `put_by`: how often it
+    was not to be read then (D26).
     `eager`: its statements are waited for, since a run that did not wait has told too little (J27).
     `abandoned` tells when waiting for a rival has become pointless, because the broker has taken the delivery back.
     `arrived`: when, by the monotonic clock. `logged`: the delivery log has what became of it.
@@ -79,6 +81,7 @@ class Work:
     abandoned: Callable[[], bool] = bool
     stray: bool = False
     misread: bool = False
+    put_by: int = 0
     eager: bool = False
     arrived: float = field(default_factory=time.monotonic)
     logged: bool = False
@@ -98,8 +101,7 @@ class Work:
         row: tuple[int, int] | None = None,
         letter: int | None = None,
     ) -> Work:
-        """`leased`: the saga that this message began, taken from the store; a suspect one is decoded by `read`. With a
-        `refusal` the message is not decoded at all."""
+        """Decoded if that needs no waiting, and no `refusal`. `leased`: the saga that it began, from the store."""
         saga = SagaWork(leased, resumed=leased is not None) if handler.leased else None
         attempts = 0 if refusal is None else refusal.attempts
         work = cls(
@@ -114,25 +116,46 @@ class Work:
             row=row,
             letter=letter,
         )
-        if leased is None or not leased.suspect:
-            work.read()
-        if suspect and work.call is not None:
+        work.read_now()
+        if suspect:
             work.suspect()
         if pending is not None:
             work.attempts = max(work.attempts, pending.attempts)
         return work
 
-    def read(self) -> None:
-        """Decode it, unless that was done or it is refused."""
-        if self.call is not None or self.refusal is not None:
-            return
+    def read_now(self) -> bool:
+        """Decode it, unless that was done, it is refused, or it is a saga that is to be alone then. False: only `read`
+        can, since it has to wait."""
+        if self.call is not None or self.refusal is not None or (self.leased is not None and self.leased.suspect):
+            return True
+        if self.handler.waits_for(self.message):
+            return False
         try:
-            call = self.handler.call_for(self.message)
+            self._is_read(self.handler.call_for(self.message))
         except BadMessage as bad:
-            # Without its traceback, whose frames hold this: a large body would stay until a garbage collection.
-            self.refusal = BadMessage(bad.reason, bad.detail, attempts=bad.attempts, record=bad.record)
-            self.attempts, self.misread = bad.attempts, bad.reason != "oversized"
-            return
+            self._is_misread(bad)
+        return True
+
+    async def read(self) -> None:
+        """Decode it, also once more: what could not be read may be readable by now."""
+        if self.misread:
+            self.refusal, self.misread = None, False
+        if self.call is None and self.refusal is None:
+            try:
+                self._is_read(await reading.read(self.handler, self.message))
+            except BadMessage as bad:
+                self._is_misread(bad)
+
+    def _is_misread(self, bad: BadMessage) -> None:
+        # Without its traceback, whose frames hold this: a large body would stay until a garbage collection.
+        self.refusal = (
+            NotReadNow(bad.error)
+            if isinstance(bad, NotReadNow)
+            else BadMessage(bad.reason, bad.detail, attempts=bad.attempts, record=bad.record)
+        )
+        self.attempts, self.misread = max(self.attempts, bad.attempts), bad.reason != "oversized"
+
+    def _is_read(self, call: Call) -> None:
         leased = self.leased
         if leased is not None:  # L17: the key it is stored under, whatever the key rule makes of the message now
             call.claim = msgspec.structs.replace(
@@ -143,12 +166,6 @@ class Work:
                 call.claim, key=self.pending.key, scope=self.pending.scope, pending=True
             )
         self.call = call
-
-    def read_again(self) -> None:
-        """What could not be read, perhaps for a fault that is over."""
-        if self.misread:
-            self.refusal, self.misread = None, False
-            self.read()
 
     def suspect(self) -> None:
         """It may have killed a worker. Not for sagas, which count their takeovers."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import (
     Any,
     Final,
@@ -20,6 +20,7 @@ from idemconsumer.handlers.signature import Signature
 from idemconsumer.hashing import HASHING
 from idemconsumer.message import codecs, keys
 from idemconsumer.message.accepted import ACCEPTED, token_of
+from idemconsumer.message.decoders import DecodeHook
 from idemconsumer.message.delivered import held_size, size_of
 from idemconsumer.message.envelopes import Unwrap
 from idemconsumer.message.keys import KeySpec
@@ -38,6 +39,7 @@ TENANT: Final = "idemconsumer-tenant"  # header of a message that code gives
 NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 OURS: Final = (TENANT, ORIGIN, ACCEPTED, PARENT)  # that no caller of the application's may send
 OrderOf: TypeAlias = Callable[[Message, object], str | bytes | None]
+StrandOf: TypeAlias = Callable[[Message], Hashable | None]
 # Of the message as it arrived, the message inside its envelope, and the payload: `Claim.fingerprint` and `.canonical`.
 FingerprintOf: TypeAlias = Callable[[Message, Message, object], tuple[bytes | None, bytes | None]]
 
@@ -55,7 +57,9 @@ class HandlerPlan:
     reconcile: Signature | None
     decode: codecs.Decode | None
     takes_none: bool
-    hook: codecs.DecodeHook | None
+    hook: DecodeHook | None
+    hook_waits: bool
+    strand: StrandOf
     unwrap: Unwrap | None
     key: keys.Extract
     tenant: keys.Extract | None
@@ -117,6 +121,7 @@ class BoundHandler:
         "_plan",
         "app",
         "batch",
+        "decodes",
         "delivery_log",
         "identity",
         "leased",
@@ -158,6 +163,7 @@ class BoundHandler:
         self.needs_tx = plan.signature.needs_tx
         self.leased = plan.signature.needs_saga
         self.batch = plan.signature.batch
+        self.decodes = plan.hook is not None
         self.reconciles = plan.reconcile is not None
         self.identity = plan.identity(app)
         group = plan.consumer_group(app)
@@ -207,18 +213,57 @@ class BoundHandler:
         body = b"null" if encoded is None else encoded.body
         return self.call_for(Message(self.own_source, body, headers, message_id=given))
 
+    def waits_for(self, message: Message) -> bool:
+        """Whether only `read` can decode it: its `decode=` is an async function."""
+        return self._plan.hook_waits and not message.tombstone and not self._is_from_code(message)
+
+    def strand(self, message: Message) -> Hashable | None:
+        """What is dispatched in the order of its arrival while it is decoded. None: it has no order, or needs none,
+        since nobody else's function is asked."""
+        return self._plan.strand(message) if self.decodes else None
+
     def call_for(self, message: Message) -> Call:
         """Decode and key a message. Raises only BadMessage; one above the size limit is not even parsed."""
+        opened = self._opened(message)
+        with _ONLY_BAD:
+            payload = self._payload(opened, from_code=self._is_from_code(message))
+        return self._keyed(message, opened, payload)
+
+    async def read(self, message: Message) -> Call:
+        """As `call_for`, of what `waits_for` it. Raises whatever `decode=` does, too."""
+        opened = self._opened(message)
+        return self._keyed(message, opened, await self._decoded(opened))
+
+    async def renew(self, call: Call) -> None:
+        """Before another run: decode again what the last one may have changed, where `decode=` does that."""
+        plan = self._plan
+        if call.given and plan.hook is not None and not call.arrived.tombstone and not call.from_code:
+            call.payload = (
+                await self._decoded(call.arrived) if plan.hook_waits else plan.hook(call.arrived.body, call.arrived)
+            )
+            call.given = False
+
+    async def _decoded(self, message: Message) -> object:
+        hook: Any = self._plan.hook
+        return await hook(message.body, message)
+
+    def _is_from_code(self, message: Message) -> bool:
+        return message.source == self.own_source and message.message_id is not None
+
+    def _opened(self, message: Message) -> Message:
+        """What is inside its envelope."""
         plan = self._plan
         if (size := size_of(message)) > self.max_message_bytes or message.whole is not None:
             beside = " with its headers" if held_size(message) > len(message.body) else ""
             raise BadMessage("oversized", f"{size:,} bytes{beside}, at most {self.max_message_bytes:,} are allowed")
-        arrived = message
-        from_code = message.source == self.own_source and message.message_id is not None
-        try:
-            if plan.unwrap is not None and not from_code and not message.tombstone:
-                message = plan.unwrap(message)
-            payload = self._payload(message, from_code=from_code)
+        if plan.unwrap is None or message.tombstone or self._is_from_code(message):
+            return message
+        with _ONLY_BAD:
+            return plan.unwrap(message)
+
+    def _keyed(self, arrived: Message, message: Message, payload: object) -> Call:
+        plan, from_code = self._plan, self._is_from_code(arrived)
+        with _ONLY_BAD:
             key, tenant = self._identity(message, payload, from_code=from_code)
             fingerprint, canonical = plan.fingerprint(arrived, message, payload)
             claim = Claim(
@@ -230,16 +275,11 @@ class BoundHandler:
                 token=token_of(arrived),
             )
             order = plan.order(message, payload)
-        except (BadMessage, OfTheEngine):
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever it is: else this message would end each worker (B18)
-            why = f"{type(error).__name__} was raised while it was decoded, or its key, its tenant or its order derived"
-            raise BadMessage("undecodable", why) from None
         return Call(message, payload, key, tenant, claim, order, from_code)
 
     def payload(self, call: Call) -> object:
-        """What one run of it gets. A run may change what it is given, so that the next one gets another (R33). Raises
-        what a `decode=` raises that is not the same each time."""
+        """What one run of it gets. A run may change what it is given, so that the next one gets another (R33): of JSON
+        here, of what `decode=` makes by `renew` before."""
         if not call.given:
             call.given = True
             return call.payload
@@ -291,6 +331,20 @@ class BoundHandler:
         return signature.invoke(self.payload(call), tx, message, self.resources)
 
 
+class _OnlyBad:
+    """Around what a message and the functions of its handler decide: whatever they raise is BadMessage, since else the
+    message would end each worker (B18)."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, BadMessage | OfTheEngine):
+            why = f"{type(error).__name__} was raised while it was decoded, or its key, its tenant or its order derived"
+            raise BadMessage("undecodable", why) from None
+
+
+_ONLY_BAD: Final = _OnlyBad()
 _message_id = keys.compile_key(keys.Key.message_id(), Any, handler="app.start")
 
 

@@ -71,8 +71,9 @@ class Options(UnnamedOptions, total=False):
     * `fingerprint`: what must be the same under one key. Default the whole payload, as a JSON value; "raw
       bytes" compares the body byte by byte, a key spec what it names; None compares nothing.
     * `envelope`: what is around the payload: "sns", "eventbridge" or "cloudevents". Keys and handler see the inside.
-    * `decode`: a function of body and Message that makes the payload, for what is not JSON; it must not wait. What it
-      raises makes the message a dead letter.
+    * `decode`: a function of body and Message that makes the payload, for what is not JSON. An async one may wait, for
+      `timeout` at most; a plain one must not. After Retry, or while what it needs is away, the message is read again
+      at no cost; anything else that it raises makes it a dead letter.
     * `retain`: how long a record is kept, longer than the broker may redeliver. Default "14d".
     * `retain_dead`: how long a dead letter is kept after its last arrival; `retain_dead_body`: how long its message is,
       with its headers and the error's text. For ever by default.

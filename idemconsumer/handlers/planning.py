@@ -8,10 +8,11 @@ from typing import (
 )
 
 from idemconsumer.errors import BadMessage, HandlerError
-from idemconsumer.handlers.handler import FingerprintOf, HandlerPlan, OrderOf
+from idemconsumer.handlers.handler import FingerprintOf, HandlerPlan, OrderOf, StrandOf
 from idemconsumer.handlers.options import RAW_BYTES, Options, Resolved, check_known, check_pauses, resolve
 from idemconsumer.handlers.signature import Signature, read_signature, returned
 from idemconsumer.message import codecs, keys, models, replies
+from idemconsumer.message.decoders import DecodeHook, hooked
 from idemconsumer.message.envelopes import ENVELOPES, Unwrap, unwrapper
 from idemconsumer.message.functions import is_async, takes
 from idemconsumer.message.keys import KeySpec
@@ -64,6 +65,8 @@ def plan_handler(fn: Callable[..., Any], sources: tuple[str, ...], key: KeySpec,
         decode=decode,
         takes_none=takes_none,
         hook=hook,
+        hook_waits=is_async(given.get("decode")),
+        strand=_strand(given, leased=signature.needs_saga),
         unwrap=_unwrap(name, given),
         key=keys.compile_key(key, payload_type, handler=name),
         tenant=None if tenant is None else keys.compile_key(tenant, payload_type, handler=name, option="tenant"),
@@ -94,15 +97,15 @@ def _decoder(name: str, payload_type: Any, *, hooked: bool) -> codecs.Decode | N
         ) from None
 
 
-def _hook(name: str, given: Options) -> codecs.DecodeHook | None:
+def _hook(name: str, given: Options) -> DecodeHook | None:
     hook: Any = given.get("decode")
     if hook is None:
         return None
-    if not callable(hook) or is_async(hook):
+    if not callable(hook):
         raise HandlerError(
             name,
-            f"`decode` is {'an async function' if callable(hook) else repr(hook)}",
-            "write a plain function of the body and the Message that returns the payload",
+            f"`decode` is {hook!r}",
+            "write a function of the body and the Message, plain or async, that returns the payload",
         )
     if not takes(hook, 2):
         raise HandlerError(
@@ -110,7 +113,7 @@ def _hook(name: str, given: Options) -> codecs.DecodeHook | None:
             f"`decode` is {getattr(hook, '__name__', type(hook).__name__)}, which cannot be called with two arguments",
             "write a function of the body and the Message: `def decode(body: bytes, message: Message)`",
         )
-    return codecs.hooked(hook)
+    return hook if is_async(hook) else hooked(hook)
 
 
 def _unwrap(name: str, given: Options) -> Unwrap | None:
@@ -230,6 +233,15 @@ def _order(handler: str, sources: tuple[str, ...], payload_type: Any, given: Opt
             return None  # it belongs to no entity, so there is nothing it must stay behind
 
     return by_entity
+
+
+def _strand(given: Options, *, leased: bool) -> StrandOf:
+    """What stays in order of arrival while it is not known yet what its order is: `order_by` may need the payload."""
+    if given.get("order_by") is not None:
+        return lambda message: (message.source, message.partition)
+    if "order_by" in given or leased:
+        return lambda _: None
+    return lambda message: None if message.order_hint is None else (message.source, message.order_hint)
 
 
 def _partition(message: Message) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import re
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from types import UnionType
@@ -18,10 +18,9 @@ from msgspec import inspect as types
 
 from idemconsumer.errors import BadMessage, Reject
 from idemconsumer.message import models, read_back
-from idemconsumer.message.message import Message, Result, StoredResult
+from idemconsumer.message.message import Result, StoredResult
 
 Decode: TypeAlias = Callable[[bytes], object]
-DecodeHook: TypeAlias = Callable[[bytes, Message], object]
 
 _REASON = "undecodable"
 
@@ -67,25 +66,6 @@ def is_bytes(annotation: Any) -> bool:
 @lru_cache(maxsize=256)
 def _decoder_of(cls: Any) -> Decode:
     return decoder(cls)
-
-
-def hooked(decode: DecodeHook) -> DecodeHook:
-    """A user's decoder. What it raises is BadMessage; its text may quote the payload, unless it is a BadMessage."""
-
-    def safe(body: bytes, message: Message) -> object:
-        try:
-            payload = decode(body, message)
-        except BadMessage:
-            raise
-        except Exception as error:  # noqa: BLE001 - bad input, or whatever a decoder raises
-            raise BadMessage(_REASON, f"decode= raised {type(error).__name__}") from None
-        if isinstance(payload, Awaitable):
-            if isinstance(payload, Coroutine):
-                payload.close()
-            raise BadMessage(_REASON, f"decode= returned a {type(payload).__name__}, as an async function does")
-        return payload
-
-    return safe
 
 
 def takes_none(annotation: Any) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from idemconsumer.engine import reading
 from idemconsumer.engine.blame import describe, rejection_of
 from idemconsumer.engine.contention import Contended
 from idemconsumer.engine.failing import Function
@@ -21,6 +22,7 @@ from idemconsumer.engine.work import Work
 from idemconsumer.errors import (
     ConnectionLost,
     Contention,
+    NotReadNow,
     RunEagerly,
     SagaChanged,
     SagaMisused,
@@ -137,13 +139,29 @@ class Attempt:
                 raise SagaChanged(
                     f"it began with version {saga.version!r}, and the handler now has version {self._options.version!r}"
                 )
+        if (end := await self._not_read()) is not None:
+            return end
         if call is None:
             raise SagaChanged(str(self._work.refusal or "its message no longer decodes"))
         if start is Start.RECONCILE and (end := await self._reconcile(call, *_LOST)) is not None:
             return end
         run = await self._open_run()
+        if (end := await self._not_read()) is not None:
+            return end
         value, error = await self._run_handler(run, call)
         return await self._end(run, value, error)
+
+    async def _not_read(self) -> Outcome | None:
+        """Its end for now, if its message is not to be read now: another attempt at no cost (D26)."""
+        work, refusal = self._work, self._work.refusal
+        if work.call is not None:
+            try:
+                await reading.renew(self._handler, work.call)
+            except NotReadNow as not_now:
+                refusal = not_now
+        if not isinstance(refusal, NotReadNow):
+            return None
+        return await self._endings.read_later(refusal.error)
 
     def _overdue(self) -> _Overdue:
         return _Overdue(f"it has taken longer than its `max_duration`, {self._options.max_duration:g} s")
@@ -417,6 +435,8 @@ class Attempt:
     async def _end_overdue(self) -> Outcome | None:
         """Of a saga that has taken as long as it may. None: it is not done, so it is to be undone."""
         why = str(self._overdue())
+        if (end := await self._not_read()) is not None:
+            return end
         if not self._asks:
             return await self._endings.put_aside(rules.MAX_DURATION, why)
         assert self._work.call is not None

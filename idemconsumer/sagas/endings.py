@@ -86,12 +86,16 @@ class Endings:
         `text` goes into the saga's history. With `count=False` this attempt is not counted. `backoff`: of the step that
         failed, if it has one of its own. `overdue`: it has taken as long as it may already.
         """
+        delay = self._delay(error, failures, backoff)
+        return await self._released(delay, text, type(error).__name__, count=count, overdue=overdue)
+
+    def _delay(self, error: BaseException, failures: int, backoff: Backoff | None = None) -> float:
         delay = (backoff or self._handler.options.backoff).delay(failures, self._chance())
         if isinstance(error, Retry) and error.after is not None:
             delay = retry_delay(error.after, self._handler.name)
         if self._handler.options.settle == "finished":  # its delivery is held meanwhile
             delay = min(delay, MAX_UNSETTLED)
-        return await self._released(delay, text, type(error).__name__, count=count, overdue=overdue)
+        return delay
 
     async def leave(self, error: BaseException) -> Outcome | None:
         """A worker of another build may know what is recorded and this one does not: it goes on, at no cost (L29). None
@@ -111,6 +115,13 @@ class Endings:
     async def spare(self, error: BaseException, text: str, seconds: float) -> Outcome:
         """It failed as it does in all sagas (D17): another attempt at no cost."""
         return await self._released(seconds, text, type(error).__name__, count=False, held=True)
+
+    async def read_later(self, error: Exception) -> Outcome:
+        """Its message is not to be read now (D26): another attempt at no cost."""
+        self.warn("not read now", error)
+        delay, overdue = self._delay(error, 1), self.left() == 0.0
+        text, kind = describe(error), type(error).__name__
+        return await self._released(delay, text, kind, count=False, held=True, overdue=overdue)
 
     async def collided(self, contention: Contention, collisions: int) -> Outcome:
         """Another attempt at no cost. The saga waits for it, not its lane: the lane would treat this as an outage."""

@@ -119,7 +119,8 @@ class LeasedEngine:
         `defer` a saga that has begun is not taken over here. `unfed`: no source of this process continues sagas that an
         earlier call left behind, so this call does, also after it gave way to another message.
         """
-        self._engine.endings.failing.succeeded(Subject.handler(work.handler), [work.identity])  # it could be read (D25)
+        if work.call is not None:
+            self._engine.endings.failing.succeeded(Subject.handler(work.handler), [work.identity])  # it is read (D25)
         with traced(self._engine.tracing, [work]) as processing:
             outcome = await self._decide(work, claimed, defer=defer, unfed=unfed)
             processing.decided([outcome])
@@ -228,7 +229,7 @@ class LeasedEngine:
         if alone:
             await self._leases.count(leased)
             self._at(Point.SUSPECT_COUNTED, work.handler.name, (work.key,))
-            work.read()
+            await work.read()
         while True:
             if work.handler.options.settle == "claimed":
                 await claimed()

@@ -84,9 +84,10 @@ async def replay(
     saga, or a resource is missing.
     """
     handler, leased, rows = _bind(app, history, resources, patience), history.leased(), history.rows()
-    recorded = _Recorded(rows)
+    recorded, work = _Recorded(rows), Work.of(handler, leased.message, leased=leased)
+    await work.read()
     attempt = Attempt(
-        Work.of(handler, leased.message, leased=leased),
+        work,
         cast("LeaseStore", recorded),
         _ignore,
         _Uncalled(_NO_RESOURCES, _LONG, _LONG, beyond=recorded.beyond),

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Final, TypeAlias
 
+from idemconsumer.engine import reading
 from idemconsumer.engine.blame import rejection_of, said
-from idemconsumer.errors import CommitUnknown, Contention, IdemConsumerError, Retry, StoreUnavailable
+from idemconsumer.errors import CommitUnknown, Contention, IdemConsumerError, NotReadNow, Retry, StoreUnavailable
 from idemconsumer.handlers.durations import retry_delay
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
@@ -85,6 +86,8 @@ class Deadlines:
             await self._failed(handler, taken, error)
         except Retry as retry:
             await self._later(handler, taken, retry)
+        except NotReadNow as not_now:  # its decode= (D26)
+            await self._later(handler, taken, not_now.error if isinstance(not_now.error, Retry) else None)
         except Exception as error:  # noqa: BLE001 - of the user's function
             await self._failed(handler, taken, error)
         else:
@@ -100,7 +103,7 @@ class Deadlines:
         """What the reconcile says, or the rejection that it raises. Where it is done that is committed, with what the
         function wrote; else nothing is. None: somebody has it in hand, or it has ended."""
         assert taken.message is not None
-        call = handler.call_for(taken.message)
+        call = await reading.read(handler, taken.message)
         PARTY.set(handler.name)  # its function takes its time, and a connection (D13)
         async with asking(self._pool, taken) as claims:
             if claims is None:

@@ -25,6 +25,7 @@ from idemconsumer.ports.store import JoinedStore
 from idemconsumer.user_code.cancellation import end, uninterrupted
 from idemconsumer.worker.intake import Intake
 from idemconsumer.worker.lanes import Lanes
+from idemconsumer.worker.readings import Readings
 from idemconsumer.worker.sources import warn_of_sources
 
 _TOGETHER: Final = 64  # new deliveries that are decoded before the lanes go on
@@ -82,6 +83,7 @@ class Feed:
             self._in_hand.counts.of(handler.name).deliveries[source] += 0
         self._dispatching = asyncio.Lock()
         self._intake: Intake | None = None  # of the session
+        self._readings: Readings | None = None  # of the session
         self._counted = 0  # of what is being read: how many would count as delivered if they were given back
         self._late: asyncio.Task[None] | None = None
         # By queue: the reading of its suspects, behind which all else of it waits, and no other queue. Elsewhere few
@@ -144,12 +146,18 @@ class Feed:
 
     async def _consume(self, session: Session) -> None:
         """Until SessionEnded. Never cancelled in a drain: some clients lose messages when a fetch is."""
+        readings = self._readings = Readings(
+            session,
+            self._lanes,
+            given_up=self._given_up,
+            dispatched=lambda: self._at(Point.DISPATCHED, self.name, ()),
+        )
         intake = self._intake = Intake(
             self._store,
             self._company,
             self._in_hand.outage,
             self._handler_of,
-            partial(self._dispatch, session),
+            partial(self._read_on_record, readings),
             draining=self._draining,
             given_up=self._given_up,
             observer=self._observer,
@@ -159,18 +167,22 @@ class Feed:
                 self._polls_since = time.monotonic()
                 fetched = await session.fetch()
                 self._polls_since = None
-                await self._dispatch_fetched(fetched, session, intake)
+                await readings.drop_retired()
+                await self._dispatch_fetched(fetched, readings, intake)
                 await self._lanes.give_back()
                 for line in [each for each in self._lines.values() if each.done()]:
                     line.result()  # a bug there is one of this feed
+                readings.check()
         except SessionEnded:
             self._polls_since = None
+            await readings.end()
             await asyncio.gather(*self._lines.values())  # they give up what this session had
             raise
         finally:
             await end(*self._lines.values())
+            await readings.end()
 
-    async def _dispatch_fetched(self, fetched: Sequence[Delivery], session: Session, intake: Intake) -> None:
+    async def _dispatch_fetched(self, fetched: Sequence[Delivery], readings: Readings, intake: Intake) -> None:
         for _ in fetched:
             self._at(Point.FETCHED, self.name, ())
         counted = sum(delivery.epoch.returns_count for delivery in fetched)
@@ -178,12 +190,12 @@ class Feed:
         try:
             async with self._dispatching:
                 for kind, deliveries in groupby(fetched, key=_kind):
-                    await self._dispatch_in_line(kind, list(deliveries), session, intake)
+                    await self._dispatch_in_line(kind, list(deliveries), readings, intake)
         finally:
             self._counted -= counted
 
     async def _dispatch_in_line(
-        self, kind: _Kind, deliveries: Sequence[Delivery], session: Session, intake: Intake
+        self, kind: _Kind, deliveries: Sequence[Delivery], readings: Readings, intake: Intake
     ) -> None:
         """The reading of suspects may have to wait for a rival, and then holds up its own queue alone (D13)."""
         sources: dict[str, list[Delivery]] = {}
@@ -193,9 +205,9 @@ class Feed:
             self._count(source, theirs)
             before = self._lines.get(source)
             if before is None and not (self._apart and kind is _Kind.SUSPECT):
-                await self._dispatch_all(kind, theirs, session, intake)
+                await self._dispatch_all(kind, theirs, readings, intake)
                 continue
-            dispatch = partial(self._dispatch_all, kind, theirs, session, intake)
+            dispatch = partial(self._dispatch_all, kind, theirs, readings, intake)
             line = self._lines[source] = asyncio.create_task(_behind(before, dispatch))
             line.add_done_callback(partial(self._end_line, source))
 
@@ -212,22 +224,22 @@ class Feed:
             del self._lines[source]
 
     async def _dispatch_all(
-        self, kind: _Kind, deliveries: Sequence[Delivery], session: Session, intake: Intake
+        self, kind: _Kind, deliveries: Sequence[Delivery], readings: Readings, intake: Intake
     ) -> None:
         match kind:
             case _Kind.SUSPECT:
                 if given_up := await intake.admit(deliveries):
-                    await session.release(given_up)
+                    await readings.session.release(given_up)
             case _Kind.TAKE_OVER:
                 for delivery in deliveries:
-                    await self._take_over(delivery, session, self._handler_of(delivery))
+                    await self._take_over(delivery, readings.session, self._handler_of(delivery))
             case _Kind.NEW:
                 left = iter(deliveries)
                 while part := list(islice(left, _TOGETHER)):
                     async with self._company.shared():
                         for delivery in part:
-                            if not delivery.epoch.retiring:  # who owned it may have said that nothing of it runs (K10)
-                                self._dispatch(session, delivery, None)
+                            if not delivery.epoch.retiring:  # nor is anything of it decoded (K10)
+                                readings.add(self._work(delivery, None), delivery)
                     await asyncio.sleep(0)  # decoding a large batch must not stop the lanes
 
     def _handler_of(self, delivery: Delivery) -> BoundHandler:
@@ -235,8 +247,16 @@ class Feed:
             return self._handlers[f"{SCHEME}:{saga.handler}"]
         return self._handlers[delivery.source or delivery.message.source]
 
-    def _dispatch(self, session: Session, delivery: Delivery, refusal: BadMessage | None) -> None:
-        """Decode it, unless it is refused, and give it to its lane."""
+    async def _read_on_record(
+        self, readings: Readings, deliveries: Sequence[Delivery], refusal: BadMessage | None
+    ) -> None:
+        """Decode them, unless they are refused, and give them to their lanes."""
+        works = [self._work(delivery, refusal) for delivery in deliveries]
+        await readings.first(works)
+        for work, delivery in zip(works, deliveries, strict=True):
+            readings.add(work, delivery)
+
+    def _work(self, delivery: Delivery, refusal: BadMessage | None) -> Work:
         handler, message, suspect = self._handler_of(delivery), delivery.message, delivery.suspect
         refusal = refusal or delivery.refusal
         leased = delivery.handle if isinstance(delivery.handle, LeasedSaga) else None
@@ -249,7 +269,7 @@ class Feed:
                 row, own_id = delivery.handle, pending.own_id
         elif leased.suspect and leased.attempt > handler.options.max_attempts:  # not decoded: its message may kill
             refusal = BadMessage("killed_worker", "no attempt is left")
-        work = Work.of(
+        return Work.of(
             handler,
             message,
             suspect=suspect,
@@ -261,8 +281,6 @@ class Feed:
             row=row,
             letter=letter,
         )
-        self._lanes.dispatch(work, delivery, session)
-        self._at(Point.DISPATCHED, self.name, ())
 
     async def _take_over(self, delivery: Delivery, session: Session, handler: BoundHandler) -> None:
         """Commit here first, then settle: a crash in between leaves a duplicate, which is recognised as one."""
@@ -311,17 +329,21 @@ class Feed:
         try:
             # What waits to be read is in nobody's hand yet, and was taken out of its queue.
             idle = self._session is not None and await self._session.idle()
-            return idle and not self._dispatching.locked() and not self._lines
+            reading = self._dispatching.locked() or self._lines or (self._readings is not None and self._readings.busy)
+            return idle and not reading
         except (SessionEnded, BrokerUnavailable):
             return False
 
     async def stop_fetching(self) -> None:
-        session, intake = self._session, self._intake
+        session, intake, readings = self._session, self._intake, self._readings
         if session is None:
             return
         late = await session.stop_fetching()
-        if late and intake is not None:
-            self._late = asyncio.create_task(self._dispatch_fetched(late, session, intake))
+        if intake is None or readings is None:
+            return
+        if late:
+            self._late = asyncio.create_task(self._dispatch_fetched(late, readings, intake))
+        await readings.give_up(counted=False)
 
     def _given_up(self, delivery: Delivery) -> bool:
         """Whether it is not to be read any more. What a return would cost a delivery has longer in a drain (D11)."""
@@ -332,7 +354,8 @@ class Feed:
     @property
     def reading(self) -> bool:
         """Whether something has no lane yet that would count as delivered if it was given back (D11)."""
-        return self._counted > 0 or (self._late is not None and not self._late.done())
+        late = self._late is not None and not self._late.done()
+        return self._counted > 0 or late or (self._readings is not None and self._readings.counted)
 
     async def quiet(self) -> None:
         """Wait until what was fetched has a lane or was given back. In a drain, once the lanes have finished."""
@@ -340,6 +363,8 @@ class Feed:
             await self._late
         async with self._dispatching:
             await asyncio.gather(*self._lines.values())
+        if self._readings is not None:
+            await self._readings.give_up()
 
     async def close(self) -> None:
         """For good. It may have a session, be about to open or to close one, or wait until it tries again."""

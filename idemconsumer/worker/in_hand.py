@@ -159,10 +159,10 @@ class InHand:
             _, count = self._places[key]
             self._places[key] = (place, count)
 
-    def read_again(self, held: Held, place: Place) -> None:
+    async def read_again(self, held: Held, place: Place) -> None:
         """Before it runs in `place`: what could not be read may be readable by now, and then it has a key."""
         known = held.work.key
-        held.work.read_again()
+        await self.engine.read(held.work)
         if not known and (key := held.work.key):
             where, count = self._places.get(key, (place, 0))
             self._places[key] = (where, count + 1)

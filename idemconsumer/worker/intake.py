@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import groupby, islice
@@ -27,7 +27,7 @@ from idemconsumer.ports.store import Claim, JoinedStore, Reading
 from idemconsumer.worker.in_hand import Outage
 
 T = TypeVar("T")
-Read = Callable[[Delivery, BadMessage | None], None]
+Read = Callable[[Sequence[Delivery], BadMessage | None], Awaitable[None]]
 _Begin = Callable[[int], AbstractAsyncContextManager[Reading]]  # by a reader with this number
 
 _TOGETHER: Final = 256  # deliveries on record at once
@@ -38,7 +38,7 @@ class _GivenUp(Exception):
 
 
 class Intake:
-    """The reading of one feed. `read` decodes a delivery and gives it to its lane, or refuses it."""
+    """The reading of one feed. `read` decodes deliveries and gives them to their lanes, or refuses them."""
 
     def __init__(
         self,
@@ -94,8 +94,7 @@ class Intake:
                 self._at(Point.READING, name, list(reading.ours))
                 new = next((i for i, claim in enumerate(claims) if claim.key not in reading.ours), len(part))
                 begun = new < len(part) and claims[new].key in reading.begun
-                for delivery in part[:new]:
-                    self._read(delivery, None)
+                await self._read(part[:new], None)
                 del waiting[:new]
                 await reading.end()
             self._at(Point.READ, name, [claim.key for claim in claims[:new]])
@@ -116,9 +115,9 @@ class Intake:
                     why = f"{killed} workers died while it was decoded, or its key, its tenant or its order derived"
                     # One that has a position stays on record: it may come again before its settlement is known there.
                     record = claim.key if delivery.anonymous else None
-                    self._read(delivery, BadMessage("killed_worker", why, attempts=killed, record=record))
+                    await self._read([delivery], BadMessage("killed_worker", why, attempts=killed, record=record))
                     return True
-                self._read(delivery, None)
+                await self._read([delivery], None)
                 await reading.end()
             self._at(Point.READ, handler.name, (claim.key,))
         return True

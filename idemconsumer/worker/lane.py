@@ -155,6 +155,11 @@ class Lane:
         self._running = len(group)
         self._spread.running += 1
         try:
+            for held in group:
+                if held.due and held.work.misread:
+                    await self._in_hand.read_again(held, self)
+                if self._on_probation(held):
+                    held.work.suspect()
             return group, await self._in_hand.run(group)
         except asyncio.CancelledError:
             self._queue.extendleft(reversed(group))  # rolled back, so given back like what never started
@@ -186,13 +191,7 @@ class Lane:
         """What is already waiting, up to `size`. Nothing waits for a group to fill."""
         own = bool(self._queue) and (self._own_next or not self._spread.ready)
         self._own_next = not own
-        group = self._take_own(size) if own else self._spread.take(self, size, self._turns.free)
-        for held in group:
-            if held.due:
-                self._in_hand.read_again(held, self)
-            if self._on_probation(held):
-                held.work.suspect()
-        return group
+        return self._take_own(size) if own else self._spread.take(self, size, self._turns.free)
 
     def _take_own(self, size: int) -> list[Held]:
         group: list[Held] = []

@@ -574,6 +574,17 @@ class Later:
         return Order("a")
 
 
+@pytest.mark.parametrize("decode", [Later(), functools.partial(Later.__call__, Later())], ids=["object", "partial"])
+async def test_an_async_decoder_makes_the_payload_once_it_is_awaited(decode: Any) -> None:
+    handler = bound(decode=decode)
+    message = Message("kafka:orders", b"x")
+    assert handler.waits_for(message)
+    assert (await handler.read(message)).payload == Order("a")
+    tombstone = Message("kafka:orders", b"", tombstone=True)
+    assert not handler.waits_for(tombstone)
+    assert not handler.waits_for(Message("postgres:~shop/reserve", b'{"order_id": "a"}', message_id="k"))
+
+
 def test_a_decoder_may_say_itself_what_is_bad() -> None:
     def decode(body: bytes, message: Message) -> Order:
         raise BadMessage("schema_unknown", "schema 7 is not in the registry")
@@ -600,10 +611,7 @@ def test_what_is_begun_from_code_is_in_no_envelope_and_is_json() -> None:
     ("option", "value", "says"),
     [
         ("envelope", "soap", '`envelope` is \'soap\'; write "sns" or "eventbridge" or "cloudevents"'),
-        ("decode", "avro", "`decode` is 'avro'; write a plain function of the body and the Message"),
-        ("decode", reserve, "`decode` is an async function"),
-        ("decode", Later(), "`decode` is an async function"),
-        ("decode", functools.partial(reserve, tx=cast(Any, None)), "`decode` is an async function"),
+        ("decode", "avro", "`decode` is 'avro'; write a function of the body and the Message, plain or async"),
         ("key", Later(), "`key` is an async function"),
         ("decode", lambda body: body, "`decode` is <lambda>, which cannot be called with two arguments"),
         ("tenant", lambda: "a", "`tenant` is function <lambda>, which cannot be called with one argument"),

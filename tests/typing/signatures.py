@@ -173,6 +173,16 @@ async def decoded(order: Transfer, tx: Tx) -> None: ...
 
 idempotent_handler("kafka:avro", key="id", fingerprint="raw bytes")
 idempotent_handler("kafka:avro", key="id", envelope="soap")  # type: ignore[arg-type]
+
+
+async def transfer_by_registry(body: bytes, message: Message) -> Transfer:
+    return transfer_of(body, message)
+
+
+@idempotent_handler("kafka:avro", key="id", decode=transfer_by_registry)
+async def decoded_by_registry(order: Transfer, tx: Tx) -> None: ...
+
+
 idempotent_handler("kafka:avro", key="id", decode=len)  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ import pytest
 from idemconsumer import App, Message, Retry, Saga, Step, StoreUnavailable, Tx
 from idemconsumer.admin.hints import hint
 from idemconsumer.engine.company import Company
+from idemconsumer.errors import BadMessage
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Delivery, Epoch
@@ -24,7 +25,7 @@ from idemconsumer.ports.store import Claim, JoinedStore
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.readings import PostgresReading
 from idemconsumer.worker.in_hand import Outage
-from idemconsumer.worker.intake import Intake
+from idemconsumer.worker.intake import Intake, Read
 from tests.support.inside import draining, lanes_if_any
 from tests.support.points import Killed
 from tests.support.workers import SCHEMA, Bench, Item, body, note
@@ -32,6 +33,13 @@ from tests.support.workers import SCHEMA, Bench, Item, body, note
 
 def id_of(message: Message) -> str:
     return str(json.loads(message.body)["id"])
+
+
+def reading_into(read: list[Delivery]) -> Read:
+    async def into(deliveries: Sequence[Delivery], refusal: BadMessage | None) -> None:
+        read.extend(deliveries)
+
+    return into
 
 
 def record_of(name: str, id: int) -> bytes:
@@ -206,7 +214,7 @@ async def test_one_that_was_begun_waits_for_those_inside_however_quick_the_datab
         company,
         Outage(),
         lambda delivery: bound,
-        lambda delivery, refusal: read.append(delivery),
+        reading_into(read),
         draining=asyncio.Event(),
         given_up=lambda delivery: False,
         observer=NullObserver(),
@@ -380,7 +388,7 @@ async def test_what_was_read_is_not_given_back_as_well(bench: Bench) -> None:
         Company(),
         Outage(),
         lambda delivery: bound,
-        lambda delivery, refusal: read.append(delivery),
+        reading_into(read),
         draining=draining,
         given_up=lambda delivery: draining.is_set(),
         observer=NullObserver(),
