@@ -18,7 +18,7 @@ from typing import Final
 from idemconsumer.rules.values import StepRow
 from idemconsumer.sagas.step import StepSpec
 
-_TURNS: Final = 10  # from the end of a step to who waits for the first of several tasks, two levels up
+TURNS: Final = 10  # from the end of a step to who waits for the first of several tasks, two levels up
 
 
 @dataclass(slots=True)
@@ -34,7 +34,8 @@ class Order:
 
     def __init__(self, rows: Iterable[StepRow], timeout: float) -> None:
         """`rows`: those recorded before this run, each of which the handler is to ask for. `timeout`: how long one of
-        them is waited for, in seconds."""
+        them is waited for, in seconds. `cutting_off`: whether steps that a refusal has cut off have not ended."""
+        self.cutting_off: Callable[[], bool] = lambda: False
         self._timeout = timeout
         self._left = {row.name: (row.position, row.overlapped) for row in rows if row.position is not None}
         self._heaps: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
@@ -47,7 +48,8 @@ class Order:
         self._behind: dict[str, int] = {}  # the last of the writes that may have an earlier position
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._queue: list[tuple[int, str]] = []  # of these, with some that wait no more
-        self._pausing = self._closed = False
+        self._pausing = self._resting = self._closed = False
+        self._turns = 0  # to go in this pause
         self.refusing = False  # what a refusal leads to is going on, such as the end of a TaskGroup
         self._loop = asyncio.get_running_loop()
 
@@ -117,15 +119,25 @@ class Order:
     def _given(self, name: str) -> None:
         _, overlapped = self._left.pop(name)
         self._behind.pop(name, None)
-        if overlapped and not self._pausing:
-            self._pausing = True
-            self._loop.call_soon(self._pause, _TURNS)
+        if (overlapped or self.refusing) and not self._pausing:
+            self._pausing, self._turns = True, TURNS
+            self._pause()
         elif self._waiting:
             self._give()
 
-    def _pause(self, turns: int) -> None:
-        if turns:
-            self._loop.call_soon(self._pause, turns - 1)
+    def cut_off(self) -> None:
+        """A step that was cancelled has ended: if a refusal cut it off, a TaskGroup ends now, or one around that."""
+        self._turns = TURNS
+        if self._resting:
+            self._resting = False
+            self._pause()
+
+    def _pause(self) -> None:
+        if self._turns:
+            self._turns -= 1
+            self._loop.call_soon(self._pause)
+        elif self.refusing and not self._closed and self.cutting_off():
+            self._resting = True
         else:
             self._pausing = self.refusing = False
             self._give()

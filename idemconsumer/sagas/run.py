@@ -29,6 +29,7 @@ from idemconsumer.sagas import outputs
 from idemconsumer.sagas.branches import Branches, Group, NotBegun, group_of
 from idemconsumer.sagas.children import Children, result
 from idemconsumer.sagas.limits import own_limits
+from idemconsumer.sagas.order import TURNS
 from idemconsumer.sagas.settling import Settling
 from idemconsumer.sagas.step import StepSpec, is_patch, patch
 from idemconsumer.sagas.steps import Steps
@@ -82,7 +83,9 @@ class SagaRun(Settling):
         self._main: asyncio.Task[Any] | None = None
         self._recovery_point = replay.recovery_point(rows)
         self._calls: dict[str, StepSpec] = {}  # asked for, begun or not
-        self._left_out: set[str] = set()  # recorded steps that a refusal beside them has cancelled
+        self._watches: dict[StepSpec, CancellationWatch] = {}  # of the steps that were requested and have not ended
+        self._left_out: set[StepSpec] = set()  # cut off by what a refusal beside them led to
+        self._order.cutting_off = self._cutting_off
         self.progressed = False  # a step has finished in this run
 
     # -------------------------------------------------------------------------------------------- what a handler sees
@@ -208,7 +211,7 @@ class SagaRun(Settling):
             refused = SagaInterrupted(f"step {name!r} is requested after the run has ended")
             await self.body.refuse(refused)
             raise refused from self.interruption
-        outside = CancellationWatch()
+        outside = self._watches[spec] = CancellationWatch()
         self.body.step_begins()
         if (task := asyncio.current_task()) is not self._main:
             self._waits.branch(task)
@@ -218,9 +221,9 @@ class SagaRun(Settling):
             try:
                 output = await self._replay_or_run(spec, spec.row(self._rows))
             except Reject:
-                await self._turn(spec.recorded_as, self._calls_in_flight)
+                await self._turn(spec, self._calls_in_flight)
                 raise
-            await self._turn(spec.recorded_as)
+            await self._turn(spec)
             self._unfinished.remove(name)
             spec.forget_arguments()
             return output
@@ -239,7 +242,7 @@ class SagaRun(Settling):
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             from_outside = cancelled and outside.requested
-            if from_outside and spec.recorded_as in self._left_out:  # its outcome is recorded, and is asked for (L75)
+            if cancelled and self._is_left_out(spec):
                 self._unfinished.remove(name)
                 raise
             cause = _cancellation(error, from_outside) if cancelled else error
@@ -248,8 +251,24 @@ class SagaRun(Settling):
                 raise
             raise SagaInterrupted(f"step {name!r}: {type(cause).__name__}") from error
         finally:
+            if outside.requested or spec in self._left_out:
+                self._order.cut_off()
+            del self._watches[spec]
             self.body.step_ends()
             self._waits.moves()
+
+    def _cutting_off(self) -> bool:
+        """What a refusal leads to has been going on: whether steps that it has cut off have not ended (L75)."""
+        cut_off = {spec for spec, outside in self._watches.items() if outside.requested}
+        self._left_out |= cut_off
+        return bool(cut_off)
+
+    def _is_left_out(self, spec: StepSpec) -> bool:
+        """Whether a refusal has cut it off, and each replay of it will: that interrupts no run (L75). A call of unknown
+        outcome does, so that it is waited for the next time."""
+        if self._order.refusing and self._watches[spec].requested:
+            self._left_out.add(spec)
+        return spec in self._left_out and spec.name not in self._open
 
     def _register_step(self, spec: StepSpec) -> None:
         spec.check_name()
@@ -290,19 +309,20 @@ class SagaRun(Settling):
             "a step's output, or write args_may_differ=True"
         )
 
-    async def _turn(self, name: str, last: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def _turn(self, spec: StepSpec, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Until all that finished before this step has been given out (L72)."""
-        try:
-            missing = await self._order.turn(name, last)
-        except asyncio.CancelledError:
-            if self._order.refusing:
-                self._left_out.add(name)
-            raise
+        name = spec.recorded_as
+        if self._is_left_out(spec):  # and its function, or asyncio, has swallowed that
+            raise asyncio.CancelledError(f"a refusal has cut off step {name!r}")
+        missing = await self._order.turn(name, last)
         if missing is not None and missing not in self.asked and self._saga.state is State.PROCESSING:
             raise SagaChanged(f"step {missing!r} finished before {name!r}, and the handler no longer requests it")
 
     async def _calls_in_flight(self) -> None:
         """A refusal is about to be raised, and a TaskGroup would cut off these calls, in each run again (L75)."""
+        for _ in range(TURNS):
+            if self._unasked.calls:  # of a task within a task, which has yet to begin
+                await asyncio.sleep(0)
         calls = [ended for name, (_, ended) in self._in_flight.items() if name in self._rows]
         if calls:
             await asyncio.wait(calls)

@@ -284,14 +284,14 @@ async def test_a_reject_in_a_task_group_beside_a_running_step_is_a_rejection(ben
     assert bench.effects == ["a", "undo:a:out:a"]
 
 
-async def test_a_cancelled_step_beside_a_reject_that_the_handler_swallows_is_no_completion(
+async def test_a_cancelled_call_beside_a_reject_that_the_handler_swallows_is_no_completion(
     bench: Bench, one: Station
 ) -> None:
     begun = asyncio.Event()
 
-    async def hung(tx: Tx) -> None:
+    async def hung(step: Step) -> None:
         begun.set()
-        await hang(tx)
+        await asyncio.Event().wait()
 
     async def refuse(step: Step) -> None:
         await begun.wait()
@@ -300,7 +300,7 @@ async def test_a_cancelled_step_beside_a_reject_that_the_handler_swallows_is_no_
     async def book(order: dict[str, Any], saga: Saga) -> str:
         with suppress(BaseException):
             async with asyncio.TaskGroup() as group:
-                group.create_task(saga.tx("hung", hung))
+                group.create_task(saga.call("hung", hung))
                 group.create_task(saga.call("refused", refuse))
         return "complete"
 
