@@ -93,6 +93,14 @@ class Order:
             del self._waiting[name]
             self._given(name)
 
+    def leave(self, name: str) -> None:
+        """Its turn is waited for no longer, and nobody waits for it."""
+        if (waiting := self._waiting.get(name)) is None:
+            if name in self._left:
+                self._given(name)
+        elif not waiting.done():
+            waiting.set_result(None)
+
     def close(self) -> None:
         """The run is interrupted: nobody waits any longer."""
         self._closed = True

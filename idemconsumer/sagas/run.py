@@ -142,7 +142,7 @@ class SagaRun(Settling):
         if not isinstance(given, int) or isinstance(given, bool) or limit < 1:
             raise SagaMisused(f"saga.all: `limit` is {limit!r}; write how many may run at a time, 1 at least")
         outer = group_of(self)
-        group = Group(self, outer, self._waits.moves)
+        group = Group(self, outer, self._stopped)
         running = Branches(branches, limit, group, lambda: bool(self._unasked), self._mark)
         complete = await running.run()
         if group.rejection is not None:
@@ -157,6 +157,13 @@ class SagaRun(Settling):
         ended = Replayed(group.end)
         self.interrupt(ended)
         raise SagaInterrupted("the replay has ended") from ended
+
+    def _stopped(self) -> None:
+        """A group of branches has: what rests or waits for its turn in it looks whether it goes on."""
+        self._waits.moves()
+        for spec in self._watches:
+            if isinstance(spec, WaitSpec) and spec.group is not None and spec.group.stopped:
+                self._order.leave(spec.recorded_as)
 
     def _mark(self, request: Coroutine[Any, Any, Any], begun: bool) -> None:
         """A step that was requested is not to be missed until it is `begun`."""
@@ -314,7 +321,13 @@ class SagaRun(Settling):
         name = spec.recorded_as
         if self._is_left_out(spec):  # and its function, or asyncio, has swallowed that
             raise asyncio.CancelledError(f"a refusal has cut off step {name!r}")
-        missing = await self._order.turn(name, last)
+        group = group_of(self) if isinstance(spec, WaitSpec) else None
+        if isinstance(spec, WaitSpec):
+            spec.group = group
+        missing = None if group is not None and group.stopped else await self._order.turn(name, last)
+        if group is not None and group.stopped:  # nobody has waited for it, so what came later may be recorded before
+            self._order.leave(name)
+            raise group.refuse(name, end=False)
         if missing is not None and missing not in self.asked and self._saga.state is State.PROCESSING:
             raise SagaChanged(f"step {missing!r} finished before {name!r}, and the handler no longer requests it")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -439,3 +440,31 @@ async def test_a_call_that_was_cut_off_beside_a_rejection_is_made_again_before_t
     assert bench.run("select state from idemconsumer.step where name = 'no'") == [(3,)]
     assert (await two.resume(saga(book))).kind is OutcomeKind.APPLIED
     assert (remote.effects, len(remote.calls), bench.effects) == (["a"], 2, ["instead"])
+
+
+async def test_a_wait_of_a_stopped_all_that_is_over_by_now_holds_up_nothing(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    """It came after what follows the `all`, which came after it: the saga was put aside as changed."""
+    fails = [ValueError("once"), ValueError("twice")]
+
+    async def refuse(tx: Tx) -> None:
+        raise Reject("no")
+
+    async def last(tx: Tx) -> str:
+        if fails:
+            raise fails.pop()
+        return await put(tx, "last")
+
+    async def book(order: dict[str, Any], saga: Saga) -> str:
+        with suppress(Reject):
+            await saga.all([saga.sleep("nap", "0.3s"), saga.tx("refused", refuse)])
+        await saga.tx("next", put, "next")
+        await asyncio.sleep(0.4 if len(fails) == 2 else 0)
+        return await saga.tx("last", last)
+
+    handler = saga(book, timeout=20)
+    async with asyncio.timeout(10):
+        outcomes = await two.to_the_end(handler, await one.deliver(handler))
+    assert [each.kind for each in outcomes] == [OutcomeKind.RETRYING, OutcomeKind.RETRYING, OutcomeKind.APPLIED]
+    assert bench.effects == ["next", "last"]
