@@ -141,10 +141,11 @@ class Order:
             self._pause()
 
     def _pause(self) -> None:
+        cutting_off = self.refusing and not self._closed and self.cutting_off()  # swallowing leaves no trace
         if self._turns:
             self._turns -= 1
             self._loop.call_soon(self._pause)
-        elif self.refusing and not self._closed and self.cutting_off():
+        elif cutting_off:
             self._resting = True
         else:
             self._pausing = self.refusing = False
