@@ -236,9 +236,10 @@ async def test_one_that_cannot_be_read_for_a_day_is_a_letter(bench: Bench, monke
 
 @pytest.mark.parametrize("delivered", [0, 1], ids=["new", "suspect"])
 async def test_a_drain_does_not_wait_for_a_decoder(bench: Bench, delivered: int) -> None:
-    app, registry, cut_off = App("shop"), Registry(), list[str]()
+    app, registry, cut_off, begun = App("shop"), Registry(), list[str](), asyncio.Event()
 
     async def hang() -> None:
+        begun.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -250,7 +251,7 @@ async def test_a_drain_does_not_wait_for_a_decoder(bench: Bench, delivered: int)
     bench.enqueue("q", *some(3))
     bench.do("update idemconsumer.queue set deliveries = %s", delivered)
     async with bench.running(app) as worker:
-        await worker.until(lambda: registry.asked.total() == 3)
+        await worker.until(lambda: registry.asked.total() == 3 and begun.is_set())
         async with asyncio.timeout(5):
             await worker.leave()
     assert cut_off == ["0"]
@@ -279,9 +280,10 @@ async def test_what_is_taken_back_is_no_longer_decoded_when_it_comes_again(
 ) -> None:
     """As after a rebalance of Kafka, in one session."""
     app, registry, epochs, in_memory = App("shop"), Registry(), [Epoch(), Epoch()], MemorySession.fetch
-    hangs = iter([True, False])
+    hangs, begun = iter([True, False]), asyncio.Event()
 
     async def hang() -> None:
+        begun.set()
         if next(hangs):
             await asyncio.Event().wait()
 
@@ -290,8 +292,7 @@ async def test_what_is_taken_back_is_no_longer_decoded_when_it_comes_again(
             return await in_memory(session)
         epoch = epochs.pop(0)
         if not epochs:
-            while not registry.asking["0"]:
-                await asyncio.sleep(0.01)
+            await begun.wait()
             first.end()
         return [Delivery(Message("memory:q", body(Item("0")), position="q#1"), epoch)]
 
