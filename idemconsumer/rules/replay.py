@@ -75,7 +75,7 @@ class Unasked:
 
     @property
     def calls(self) -> Collection[str]:
-        """Calls of unknown outcome. Nothing new may begin before they are asked for (L24)."""
+        """Calls of unknown outcome."""
         return self._calls
 
     @property

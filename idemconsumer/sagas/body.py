@@ -76,7 +76,8 @@ class Body:
         self.cancelled()
 
     def cancelled(self) -> None:
-        """The handler's task was cancelled."""
+        """The handler's task was cancelled, and its run with it: no step waits for its turn."""
+        self._interrupt(asyncio.CancelledError("the run was cancelled"))
         if self._grace is None and not self.left.done():
             self._grace = self._loop.call_later(GRACE, self._leave)
 

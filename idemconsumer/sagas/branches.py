@@ -52,7 +52,8 @@ class Group:
     def ends_before(self, row: StepRow | None, answer: Answer, *, ended: bool) -> bool:
         """Whether a branch that comes to this step ends there. `ended`: the handler has. A call of unknown outcome is
         run all the same, or nobody would learn how it ended (L4)."""
-        return answer is Answer.END or (answer is Answer.RUN and (ended or (self.stopped and row is None)))
+        begins = row is None or row.waits
+        return answer is Answer.END or (answer is Answer.RUN and (ended or (self.stopped and begins)))
 
     def refuse(self, name: str, *, end: bool) -> NotBegun:
         """`end`: the saga is undone, so this step ends its branch."""

@@ -8,8 +8,8 @@ A write whose answer is still out may have an earlier position, and is waited fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -34,10 +34,14 @@ class Order:
 
     def __init__(self, rows: Iterable[StepRow], timeout: float) -> None:
         """`rows`: those recorded before this run, each of which the handler is to ask for. `timeout`: how long one of
-        them is waited for, in seconds. `cutting_off`: whether steps that a refusal has cut off have not ended."""
-        self.cutting_off: Callable[[], bool] = lambda: False
+        them is waited for, in seconds. `ending`: whether steps that were cancelled have not ended. `replayed` is called
+        once all of `rows` have been given out."""
+        self.ending: Callable[[], bool] = lambda: False
+        self.replayed: Callable[[], None] = lambda: None
         self._timeout = timeout
         self._left = {row.name: (row.position, row.overlapped) for row in rows if row.position is not None}
+        self._recorded = set(self._left)
+        self.replaying = bool(self._recorded)  # something of `rows` has not been given out, with what it leads to
         self._heaps: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
         for name, (position, overlapped) in self._left.items():
             self._heaps[overlapped].append((position, name))
@@ -50,63 +54,73 @@ class Order:
         self._queue: list[tuple[int, str]] = []  # of these, with some that wait no more
         self._pausing = self._resting = self._closed = False
         self._turns = 0  # to go in this pause
-        self.refusing = False  # what a refusal leads to is going on, such as the end of a TaskGroup
         self._loop = asyncio.get_running_loop()
+        # What asyncio's loop runs next. If it is empty, what was given out has led as far as it goes without waiting.
+        # Other loops do not tell, and make all the turns.
+        self._ready: Sized = getattr(self._loop, "_ready", (None,))
+
+    def finished(self, name: str) -> bool:
+        """Whether it waits for its turn."""
+        return name in self._left
+
+    def unanswered(self, name: str) -> bool:
+        """Whether a write that may have finished it was cut off."""
+        return name in self._sent
 
     @contextmanager
     def sending(self, spec: StepSpec) -> Iterator[Sent]:
-        """Around a write that may finish this step; its answer is set inside."""
-        name, sent = spec.name, Sent()
-        self._sent[name] = next(self._numbers)
+        """Around a write that may finish this step; its answer is set inside. If it is cancelled, it is to be asked
+        for, by `found`."""
+        self._sent[spec.name] = next(self._numbers)
+        sent = Sent()
         try:
             yield sent
-        finally:
-            del self._sent[name]
-            if sent.position is not None:
-                self._left[name] = sent.position, spec.overlapped
-                heappush(self._heaps[spec.overlapped], (sent.position, name))
-                self._behind[name] = next(self._numbers)
-            self._give()
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self.found(spec, None)
+            raise
+        self.found(spec, sent.position)
+
+    def found(self, spec: StepSpec, position: int | None) -> None:
+        """The position of this step, or None, if it has not finished."""
+        name = spec.name
+        del self._sent[name]
+        if position is not None:
+            self._left[name] = position, spec.overlapped
+            heappush(self._heaps[spec.overlapped], (position, name))
+            self._behind[name] = next(self._numbers)
+        self._give()
 
     async def turn(self, name: str, last: Callable[[], Awaitable[None]] | None = None) -> str | None:
         """Return when all that finished before this step has been given out. The name of a recorded one that has not
         been in time, if there is one; the step is given out all the same. `last` is awaited when its turn has come:
-        what finishes meanwhile comes after it."""
+        what finishes meanwhile comes after it. If it is cancelled, the step has not been given out."""
         if name not in self._left:
             return None
         if self._closed or (last is None and not self._pausing and self._missing(name) is None):
             self._given(name)
             return None
-        self._waiting[name] = self._loop.create_future()
+        waiting = self._waiting[name] = self._loop.create_future()
         heappush(self._queue, (self._left[name][0], name))
         self._give()
+        timer = self._loop.call_later(self._timeout, _wake, waiting)
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._timeout):
-                    await self._waiting[name]
+            await waiting
             missing = self._missing(name)
             if last is not None:
                 await last()
-                self.refusing = True
-            return None if missing in self._sent or self._closed else missing
         finally:
+            timer.cancel()
             del self._waiting[name]
-            self._given(name)
-
-    def leave(self, name: str) -> None:
-        """Its turn is waited for no longer, and nobody waits for it."""
-        if (waiting := self._waiting.get(name)) is None:
-            if name in self._left:
-                self._given(name)
-        elif not waiting.done():
-            waiting.set_result(None)
+        self._given(name)
+        return None if missing in self._sent or self._closed else missing
 
     def close(self) -> None:
         """The run is interrupted: nobody waits any longer."""
         self._closed = True
         for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_result(None)
+            _wake(waiting)
 
     def _missing(self, name: str) -> str | None:
         """What has to be given out before this step."""
@@ -127,29 +141,37 @@ class Order:
     def _given(self, name: str) -> None:
         _, overlapped = self._left.pop(name)
         self._behind.pop(name, None)
-        if (overlapped or self.refusing) and not self._pausing:
+        self._recorded.discard(name)
+        if self._pausing:
+            return
+        if overlapped:
             self._pausing, self._turns = True, TURNS
-            self._pause()
-        elif self._waiting:
-            self._give()
+            self._loop.call_soon(self._pause)
+        else:
+            self._go_on()
 
-    def cut_off(self) -> None:
-        """A step that was cancelled has ended: if a refusal cut it off, a TaskGroup ends now, or one around that."""
+    def ended(self) -> None:
+        """A step that was cancelled has: what waited for it, such as a TaskGroup, goes on now."""
         self._turns = TURNS
         if self._resting:
             self._resting = False
-            self._pause()
+            self._loop.call_soon(self._pause)
 
     def _pause(self) -> None:
-        cutting_off = self.refusing and not self._closed and self.cutting_off()  # swallowing leaves no trace
-        if self._turns:
+        if self._turns and self._ready:
             self._turns -= 1
             self._loop.call_soon(self._pause)
-        elif cutting_off:
+        elif not self._closed and self.ending():
             self._resting = True
         else:
-            self._pausing = self.refusing = False
-            self._give()
+            self._pausing = False
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._give()
+        if self.replaying and not self._recorded:
+            self.replaying = False
+            self.replayed()
 
     def _give(self) -> None:
         """Give out the first of those that are waited for, if it is its turn."""
@@ -159,3 +181,8 @@ class Order:
             first = self._queue[0][1]
             if not self._waiting[first].done() and self._missing(first) is None:
                 self._waiting[first].set_result(None)
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)

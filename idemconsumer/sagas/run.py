@@ -3,14 +3,15 @@
 Steps are identified by their names. On a resume the handler runs from its start; a recorded step returns its stored
 output without running. An error inside a step, other than a Reject, *interrupts* the run: a flag is set that no
 `except`, `gather`, `wait` or `timeout` of user code can clear, each later operation raises again, and the engine
-completes nothing while the flag is set or a step is in flight (L4). Nothing new begins before the calls of unknown
-outcome are asked for (L24), nor once the handler has ended (L26).
+completes nothing while the flag is set or a step is in flight (L4). Nothing new begins before the replay is over (L24),
+nor once the handler has ended (L26).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, TypeVar, TypeVarTuple
@@ -34,10 +35,12 @@ from idemconsumer.sagas.settling import Settling
 from idemconsumer.sagas.step import StepSpec, is_patch, patch
 from idemconsumer.sagas.steps import Steps
 from idemconsumer.sagas.waits import WaitSpec, first, sleep, wait
-from idemconsumer.user_code.cancellation import CancellationWatch
+from idemconsumer.user_code.cancellation import CancellationWatch, LateCancellations
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
+
+_NOTHING: Final = object()
 
 # The run and the step whose function runs in this task, or in the one that created it.
 _inside: Final[ContextVar[tuple[object, str] | None]] = ContextVar("inside a step", default=None)
@@ -84,8 +87,10 @@ class SagaRun(Settling):
         self._recovery_point = replay.recovery_point(rows)
         self._calls: dict[str, StepSpec] = {}  # asked for, begun or not
         self._watches: dict[StepSpec, CancellationWatch] = {}  # of the steps that were requested and have not ended
-        self._left_out: set[StepSpec] = set()  # cut off by what a refusal beside them led to
-        self._order.cutting_off = self._cutting_off
+        self._late = LateCancellations()
+        self._refusals = False  # one has been given out
+        self._order.ending = self._ending
+        self._order.replayed = self._wake.set
         self.progressed = False  # a step has finished in this run
 
     # -------------------------------------------------------------------------------------------- what a handler sees
@@ -159,11 +164,9 @@ class SagaRun(Settling):
         raise SagaInterrupted("the replay has ended") from ended
 
     def _stopped(self) -> None:
-        """A group of branches has: what rests or waits for its turn in it looks whether it goes on."""
+        """A group of branches has: what rests in it, or has not begun, looks whether it goes on."""
         self._waits.moves()
-        for spec in self._watches:
-            if isinstance(spec, WaitSpec) and spec.group is not None and spec.group.stopped:
-                self._order.leave(spec.recorded_as)
+        self._wake.set()
 
     def _mark(self, request: Coroutine[Any, Any, Any], begun: bool) -> None:
         """A step that was requested is not to be missed until it is `begun`."""
@@ -218,24 +221,22 @@ class SagaRun(Settling):
             refused = SagaInterrupted(f"step {name!r} is requested after the run has ended")
             await self.body.refuse(refused)
             raise refused from self.interruption
-        outside = self._watches[spec] = CancellationWatch()
+        outside = self._watches[spec] = self._late.watch()
         self.body.step_begins()
         if (task := asyncio.current_task()) is not self._main:
             self._waits.branch(task)
         try:
             for each in spec.parts:
                 self._register_step(each)
-            try:
-                output = await self._replay_or_run(spec, spec.row(self._rows))
-            except Reject:
-                await self._turn(spec, self._calls_in_flight)
-                raise
-            await self._turn(spec)
+            output = await self._outcome(spec, outside)
             self._unfinished.remove(name)
             spec.forget_arguments()
+            self._late.defer(outside)
             return output
         except Reject:
+            self._refusals = True
             self._unfinished.remove(name)
+            self._late.defer(outside)
             raise
         except NotBegun:
             self._unfinished.remove(name)
@@ -249,7 +250,7 @@ class SagaRun(Settling):
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             from_outside = cancelled and outside.requested
-            if cancelled and self._is_left_out(spec):
+            if from_outside and self._refusals and name not in self._open:  # so it is in each replay (L75)
                 self._unfinished.remove(name)
                 raise
             cause = _cancellation(error, from_outside) if cancelled else error
@@ -258,24 +259,62 @@ class SagaRun(Settling):
                 raise
             raise SagaInterrupted(f"step {name!r}: {type(cause).__name__}") from error
         finally:
-            if outside.requested or spec in self._left_out:
-                self._order.cut_off()
             del self._watches[spec]
+            if outside.requested:
+                self._order.ended()
             self.body.step_ends()
             self._waits.moves()
 
-    def _cutting_off(self) -> bool:
-        """What a refusal leads to has been going on: whether steps that it has cut off have not ended (L75)."""
-        cut_off = {spec for spec, outside in self._watches.items() if outside.requested}
-        self._left_out |= cut_off
-        return bool(cut_off)
+    async def _outcome(self, spec: StepSpec, outside: CancellationWatch) -> Any:
+        """What a step gets, in its turn. Once it has finished, a cancellation waits for that: each run is given what is
+        recorded, whatever else it sees (L75)."""
+        row, output, refused = spec.row(self._rows), _NOTHING, None
+        if outside.requested and (row is None or row.position is None):
+            raise asyncio.CancelledError(f"step {spec.name!r} has not begun")
+        while True:
+            try:
+                if output is _NOTHING:
+                    try:
+                        output = await self._replay_or_run(spec, row)
+                    except Reject as error:
+                        output = refused = error
+                await self._turn(spec, None if refused is None else self._calls_in_flight)
+                break
+            except asyncio.CancelledError:
+                if not outside.requested or self.interruption is not None:
+                    raise
+                if output is _NOTHING and (row := await self._finished_row(spec, row)) is None:
+                    raise
+        if refused is not None:
+            raise refused
+        return output
 
-    def _is_left_out(self, spec: StepSpec) -> bool:
-        """Whether a refusal has cut it off, and each replay of it will: that interrupts no run (L75). A call of unknown
-        outcome does, so that it is waited for the next time."""
-        if self._order.refusing and self._watches[spec].requested:
-            self._left_out.add(spec)
-        return spec in self._left_out and spec.name not in self._open
+    async def _finished_row(self, spec: StepSpec, row: StepRow | None) -> StepRow | None:
+        """What is recorded of a step that was cancelled, if it has finished all the same."""
+        if row is not None and row.position is not None:
+            return row
+        unanswered = [each for each in spec.parts if self._order.unanswered(each.name)]
+        if not unanswered and not self._order.finished(spec.recorded_as):
+            return None
+        reading = asyncio.create_task(self._steps.rows())
+        while not reading.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([reading])
+        rows = {each.name: each for each in reading.result() if each.position is not None}
+        for each in unanswered:
+            self._order.found(each, rows[each.name].position if each.name in rows else None)
+        row = spec.row(rows)
+        if row is not None and not spec.finished:
+            spec.finished = True
+            self._open.discard(spec.name)
+            self._finish(row.name)
+        return row
+
+    def _ending(self) -> bool:
+        """Whether a step that was cancelled has not come to its end, and none waits for its turn."""
+        return any(
+            outside.requested and not self._order.finished(spec.recorded_as) for spec, outside in self._watches.items()
+        )
 
     def _register_step(self, spec: StepSpec) -> None:
         spec.check_name()
@@ -319,15 +358,7 @@ class SagaRun(Settling):
     async def _turn(self, spec: StepSpec, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Until all that finished before this step has been given out (L72)."""
         name = spec.recorded_as
-        if self._is_left_out(spec):  # and its function, or asyncio, has swallowed that
-            raise asyncio.CancelledError(f"a refusal has cut off step {name!r}")
-        group = group_of(self) if isinstance(spec, WaitSpec) else None
-        if isinstance(spec, WaitSpec):
-            spec.group = group
-        missing = None if group is not None and group.stopped else await self._order.turn(name, last)
-        if group is not None and group.stopped:  # nobody has waited for it, so what came later may be recorded before
-            self._order.leave(name)
-            raise group.refuse(name, end=False)
+        missing = await self._order.turn(name, last)
         if missing is not None and missing not in self.asked and self._saga.state is State.PROCESSING:
             raise SagaChanged(f"step {missing!r} finished before {name!r}, and the handler no longer requests it")
 
@@ -350,8 +381,10 @@ class SagaRun(Settling):
         if answer is Answer.RUN:
             if asyncio.current_task() is self._main:  # a branch's steps have no fixed place
                 self._check_nothing_passed_over(at_end=False)
-            if row is None:
-                await self._await_open_calls(spec.name)
+            if row is None or row.waits:
+                await self._end_of_replay(spec.name, group)
+            if group is not None and group.ends_before(row, answer, ended=self._ended):
+                raise group.refuse(spec.name, end=False)
             if self._ended:
                 raise _TooLate(f"step {spec.name!r} is requested after the handler has ended")
             spec.check_functions()
@@ -379,19 +412,28 @@ class SagaRun(Settling):
             await self._steps.decide(spec, new)
         return new
 
-    async def _await_open_calls(self, name: str) -> None:
-        """L24. A new step could be a call of unknown outcome under another name, and so under another key. Calls that
-        ran beside others are asked for by branches, which may not have got that far."""
-        if self._accepted or not self._unasked.calls:
+    async def _end_of_replay(self, name: str, group: Group | None) -> None:
+        """Nothing new begins before all that is recorded was requested, and given out: nothing of that depends on it,
+        and what cut it off in an earlier run does so again (L24)."""
+
+        def replaying() -> bool:
+            return bool(self._unasked) or self._order.replaying
+
+        def going() -> bool:
+            stopped = group is not None and group.stopped
+            return replaying() and not (stopped or self._ended or self.interruption is not None)
+
+        if self._accepted or not replaying():
             return
-        await self._until(lambda: not self._unasked.calls or self._ended or self.interruption is not None)
+        await self._until(lambda: not going())
         if self.interruption is not None:
             raise SagaInterrupted(f"step {name!r} has not begun") from self.interruption
-        if self._unasked.calls and not self._ended:
+        if going() and (calls := self._unasked.calls):
             raise SagaChanged(
-                f"the outcome of step {min(self._unasked.calls)!r} is unknown, and the handler requests {name!r} "
-                "without it"
+                f"the outcome of step {min(calls)!r} is unknown, and the handler requests {name!r} without it"
             )
+        if going():
+            self._check_nothing_passed_over(at_end=True)
 
     async def _await_other_branches(self, row: StepRow | None) -> None:
         """The step of `row` ends the replay. By then every step to undo must be asked for, but other branches may not

@@ -57,6 +57,10 @@ class Steps:
         """What the app gives to handlers, and handlers to steps: a replay has others."""
         return self._functions.resources.values()
 
+    async def rows(self) -> list[StepRow]:
+        """What is recorded now."""
+        return await self._store.steps(self._saga.key)
+
     async def run(self, spec: StepSpec, row: StepRow | None) -> Any:
         """Run a step that has no recorded outcome. `row` is its open intent, if there is one. Marks it as finished.
         Raises Held."""
@@ -119,7 +123,7 @@ class Steps:
                     await spec.begin(opened)
                 running = functions.begin(spec.fn, opened.tx(functions.habits), *spec.args, gets="tx")
                 limit = functions.limit_in_transaction(spec.limits.timeout)
-                output, value = await call_in_transaction(opened, running, limit, accept)
+                output, value = await call_in_transaction(opened, running, limit, accept, forget=False)
             except Exception as error:
                 refused = refusal(error, self._fail_on)
                 if refused is None:
@@ -156,7 +160,7 @@ class Steps:
         limit = functions.limit(spec.limits.timeout)
         try:
             running = functions.begin(spec.fn, functions.call(key, attempt), *spec.args, gets="step")
-            value = await call_user_code(running, limit)
+            value = await call_user_code(running, limit, forget=False)
         except Exception as error:
             refused = None if limit.caused(error) else refusal(error, self._fail_on)
             if refused is None:

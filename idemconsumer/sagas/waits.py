@@ -14,7 +14,6 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Duration, First
 from idemconsumer.rules.signals import wrong_name
 from idemconsumer.rules.values import StepKind, StepRow
-from idemconsumer.sagas.branches import Group
 from idemconsumer.sagas.step import StepSpec
 
 _NULL: Final = StoredResult(b"null", "application/json")
@@ -32,12 +31,11 @@ class Paused(OfTheEngine):
 @dataclass(slots=True, eq=False)
 class WaitSpec(StepSpec):
     """A step that lasts until its end, `seconds` after it was first requested, or until a `signal` of this name, or
-    until the `child` under this stored key has ended. `group`: the branches of `all` in which it waits for its turn."""
+    until the `child` under this stored key has ended."""
 
     seconds: float = 0.0
     signal: str | None = None
     child: bytes | None = None
-    group: Group | None = None
 
     @property
     def parts(self) -> Sequence[WaitSpec]:

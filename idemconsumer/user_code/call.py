@@ -45,9 +45,11 @@ class _Question:
             self._asking.cancel()
 
 
-async def call_user_code(run: Awaitable[T], limit: TimeLimit, opened: OpenTransaction | None = None) -> T:
+async def call_user_code(
+    run: Awaitable[T], limit: TimeLimit, opened: OpenTransaction | None = None, *, forget: bool = True
+) -> T:
     """Await a user's function within `limit`. A late result is returned too: `limit.check` finds it (J14). `opened` is
-    the transaction that it runs in.
+    the transaction that it runs in. `forget`: a cancellation that it has swallowed is requested no longer.
 
     Raises what the function raises, except:
     * CancelledError if this task was cancelled from outside, also if the function made another error of that (J13);
@@ -90,7 +92,8 @@ async def call_user_code(run: Awaitable[T], limit: TimeLimit, opened: OpenTransa
         raise mark(exit_refused(error)) from error
     finally:
         limit.cut_off = timer.expired()
-    outside.withdraw()
+    if forget:
+        outside.withdraw()
     return value
 
 
@@ -102,7 +105,7 @@ def _of_the_engine(error: BaseException) -> OfTheEngine | None:
 
 
 async def call_in_transaction(
-    opened: OpenTransaction, run: Awaitable[Any], limit: TimeLimit, accept: Callable[[Any], R]
+    opened: OpenTransaction, run: Awaitable[Any], limit: TimeLimit, accept: Callable[[Any], R], *, forget: bool = True
 ) -> R:
     """`call_user_code`, inside a transaction of the store: returns what `accept` makes of the function's value.
 
@@ -111,7 +114,7 @@ async def call_in_transaction(
     (J21), by the engine: a server that does not answer that is not the function's (B5).
     """
     try:
-        value = await call_user_code(run, limit, opened)
+        value = await call_user_code(run, limit, opened, forget=forget)
         limit.check()
         accepted = accept(value)
     except Exception as error:

@@ -39,6 +39,36 @@ class CancellationWatch:
             task.uncancel()
 
 
+class LateCancellations:
+    """Those that came when what a task awaited had its outcome already. They are raised at what it awaits next."""
+
+    def __init__(self) -> None:
+        self._pending: dict[asyncio.Task[Any], tuple[CancellationWatch, asyncio.Handle]] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def watch(self) -> CancellationWatch:
+        """From now on. If one is pending in this task, it is raised by nobody else, and counts as requested."""
+        task = asyncio.current_task()
+        if task is not None and (pending := self._pending.pop(task, None)) is not None:
+            watch, handle = pending
+            handle.cancel()
+            if watch.requested:
+                return watch
+        return CancellationWatch()
+
+    def defer(self, watch: CancellationWatch) -> None:
+        """What `watch` has seen is raised later, unless it is withdrawn, as by the end of a TaskGroup."""
+        task = asyncio.current_task()
+        if task is not None and watch.requested:
+            self._pending[task] = watch, self._loop.call_soon(self._raise, task)
+
+    def _raise(self, task: asyncio.Task[Any]) -> None:
+        watch, _ = self._pending.pop(task)
+        if watch.requested and not task.done():
+            task.uncancel()
+            task.cancel()
+
+
 def being_cancelled() -> bool:
     """Whether this task's cancellation was requested. True outside of a task, where nothing can be awaited."""
     task = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""A call that a refusal or the handler's end would cut off comes to its end, so that its outcome is known (L75)."""
+"""What a refusal or the handler's end would cut off is known: each run goes on as the one before (L24, L75)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
+from idemconsumer.stores.leases import PostgresLeases, PostgresStep
+from tests.support.logs import LogCapture
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
 from tests.support.ways import in_a_group
 
@@ -158,10 +160,10 @@ async def test_what_has_no_effect_yet_may_be_cut_off(
     assert (outcomes[0].error, bench.effects) == ("ValueError", ["last"])
 
 
-async def test_a_call_that_goes_on_though_it_is_cancelled_is_left_out(
+async def test_what_has_finished_though_it_was_cancelled_is_given_to_its_branch_in_each_run(
     bench: Bench, one: Station, two: Station, remote: Remote
 ) -> None:
-    """The run waited for it to end, and it for the run to go on. Its branch does not go on in one run alone."""
+    """It was left out for as long as the cancellation of a replay came within ten turns of the loop."""
     begun, fails, given = asyncio.Event(), [ValueError("once")], list[str]()
 
     async def stubborn(step: Step, name: str) -> str:
@@ -177,6 +179,8 @@ async def test_a_call_that_goes_on_though_it_is_cancelled_is_left_out(
 
     async def charge(saga: Saga) -> None:
         given.append(await saga.call("charged", stubborn, "card"))
+        await asyncio.sleep(0)
+        given.append("never")
 
     async def last(tx: Tx) -> None:
         if fails:
@@ -192,13 +196,201 @@ async def test_a_call_that_goes_on_though_it_is_cancelled_is_left_out(
     handler = saga(book, max_attempts=2)
     outcomes = await two.to_the_end(handler, await one.deliver(handler))
     assert [each.kind for each in outcomes] == [OutcomeKind.RETRYING, OutcomeKind.APPLIED]
-    assert (outcomes[0].error, remote.effects, given) == ("ValueError", ["card"], [])
+    assert (outcomes[0].error, remote.effects, given) == ("ValueError", ["card"], ["charged:card"] * 2)
 
 
-async def test_a_step_cut_off_by_a_time_limit_is_not_one_that_a_refusal_cuts_off(
+async def test_what_was_cut_off_does_not_begin_again_in_a_replay(bench: Bench, one: Station, two: Station) -> None:
+    """It took effect in the replay, though the handler had gone on without it long ago."""
+    fails, begun = [ValueError("once")], list[str]()
+
+    async def slow(tx: Tx) -> None:
+        begun.append("slow")
+        if len(begun) == 1:
+            await asyncio.Event().wait()
+        await put(tx, "slow")
+
+    async def last(tx: Tx) -> None:
+        if fails:
+            raise fails.pop()
+
+    async def refuses(saga: Saga) -> None:
+        await asyncio.sleep(0.1)
+        await saga.tx("refused", refused)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        with suppress(BaseExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(saga.tx("slow", slow))
+                group.create_task(refuses(saga))
+        await saga.tx("fallback", put, "fallback")
+        await saga.tx("last", last)
+
+    handler = saga(book, max_attempts=2)
+    outcomes = await two.to_the_end(handler, await one.deliver(handler))
+    assert outcomes[-1].kind is OutcomeKind.APPLIED
+    assert (begun, bench.effects) == (["slow"], ["fallback"])
+
+
+@pytest.mark.parametrize("kind", ["tx", "call", "sleep", "first"])
+async def test_a_step_that_is_cancelled_while_it_is_recorded_is_given_to_its_branch_in_each_run(
+    bench: Bench, one: Station, two: Station, remote: Remote, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It was left out, and in a replay it was given out if the cancellation took some turns more of the loop."""
+    fails, refusal, seen = [ValueError("once")], asyncio.Event(), list[list[str]]()
+
+    def answers_late(name: str) -> None:
+        write = getattr(PostgresLeases, name)
+
+        async def late(self: PostgresLeases, key: Any, step: str, *args: Any, **more: Any) -> Any:
+            answer = await write(self, key, step, *args, **more)
+            if step == "other" and fails and not isinstance(answer, float):
+                await asyncio.Event().wait()
+            return answer
+
+        monkeypatch.setattr(PostgresLeases, name, late)
+
+    async def finish_late(step: PostgresStep, *args: Any, **more: Any) -> int:
+        answer = await finish(step, *args, **more)
+        if refusal.is_set() and not seen[1:]:
+            await asyncio.Event().wait()
+        return answer
+
+    finish = PostgresStep.finish
+    answers_late("record")
+    answers_late("wait")
+    monkeypatch.setattr(PostgresStep, "finish", finish_late)
+
+    async def in_time(tx: Tx) -> None:
+        await refusal.wait()
+        await put(tx, "other")
+
+    async def called(step: Step) -> None:
+        await refusal.wait()
+
+    async def last(tx: Tx) -> None:
+        if fails:
+            raise fails.pop()
+
+    async def refuses(saga: Saga) -> None:
+        try:
+            await saga.tx("refused", refused)
+        finally:
+            refusal.set()
+            for _ in range(5):  # the other one commits first
+                await asyncio.sleep(0.01)
+
+    others: dict[str, Callable[[Saga], Any]] = {
+        "tx": lambda saga: saga.tx("other", in_time),
+        "call": lambda saga: saga.call("other", called),
+        "sleep": lambda saga: saga.sleep("other", "40ms"),
+        "first": lambda saga: saga.first(a=saga.sleep("other", "40ms"), b=saga.wait("another")),
+    }
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        given: list[str] = []
+        seen.append(given)
+
+        async def other() -> None:
+            await others[kind](saga)
+            given.append("other")
+
+        with suppress(BaseExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(other())
+                group.create_task(refuses(saga))
+        await saga.tx("last", last)
+
+    handler = saga(book, max_attempts=2)
+    outcomes = await two.to_the_end(handler, await one.deliver(handler))
+    assert [each.kind for each in outcomes] == [OutcomeKind.RETRYING, OutcomeKind.APPLIED]
+    assert seen == [["other"], ["other"]]
+
+
+async def test_a_drain_waits_for_no_turn(bench: Bench, one: Station, two: Station, logged: LogCapture) -> None:
+    """The branch whose step comes first has not requested it yet."""
+    fails, waits = [ValueError("once")], asyncio.Event()
+
+    async def last(tx: Tx) -> None:
+        if fails:
+            raise fails.pop()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        async def late() -> None:
+            if not fails:
+                waits.set()
+                await asyncio.Event().wait()
+            await saga.tx("first", put, "first")
+
+        early = asyncio.create_task(late())
+        if fails:
+            await early
+        await asyncio.create_task(saga.tx("second", put, "second"))
+        await saga.tx("last", last)
+
+    handler = saga(book)
+    assert (await one.deliver(handler)).kind is OutcomeKind.RETRYING
+    running = asyncio.create_task(two.resume(handler))
+    await waits.wait()
+    await asyncio.sleep(0.05)
+    two.engine.drain()
+    assert (await running).kind is OutcomeKind.CANCELLED
+    assert not [each for each in logged.entries if "left behind" in each["event"]]
+
+
+async def test_a_late_cancellation_is_raised_at_the_next_step(
+    bench: Bench, one: Station, two: Station, remote: Remote
+) -> None:
+    """The next step began, and was taken for one that had cancelled itself."""
+    begun, fails = asyncio.Event(), [ValueError("once")]
+
+    async def stubborn(step: Step, name: str) -> str:
+        begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return await remote.charge(step, name)
+
+    async def refuse(tx: Tx) -> None:
+        await begun.wait()
+        raise Reject("no")
+
+    async def charge(saga: Saga) -> None:
+        await saga.call("charged", stubborn, "card")
+        await saga.tx("booked", put, "booked")
+
+    async def last(tx: Tx) -> None:
+        if fails:
+            raise fails.pop()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        with suppress(BaseExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(charge(saga))
+                group.create_task(saga.tx("refused", refuse))
+        await saga.tx("last", last)
+
+    handler = saga(book, max_attempts=2)
+    outcomes = await two.to_the_end(handler, await one.deliver(handler))
+    assert [each.kind for each in outcomes] == [OutcomeKind.RETRYING, OutcomeKind.APPLIED]
+    assert (outcomes[0].error, remote.effects, bench.effects) == ("ValueError", ["card"], [])
+
+
+async def test_a_time_limit_without_a_refusal_interrupts_the_run(bench: Bench, one: Station) -> None:
+    """In a replay it would come later, or not at all."""
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await saga.tx("hung", hang)
+        await saga.tx("last", put, "last")
+
+    outcome = await one.deliver(saga(book))
+    assert (outcome.kind, bench.effects) == (OutcomeKind.RETRYING, [])
+
+
+async def test_a_time_limit_of_a_replay_cuts_off_nothing_that_is_recorded(
     bench: Bench, one: Station, two: Station
 ) -> None:
-    """The refusal was over, and the handler went another way than in the run before."""
+    """The handler went another way than in the run before."""
     fails, over = [ValueError("once")], asyncio.Event()
 
     async def last(tx: Tx) -> None:
@@ -229,4 +421,4 @@ async def test_a_step_cut_off_by_a_time_limit_is_not_one_that_a_refusal_cuts_off
 
     assert (await one.deliver(saga(book))).kind is OutcomeKind.RETRYING
     outcome = await two.resume(saga(book))
-    assert (outcome.kind, bench.effects) == (OutcomeKind.RETRYING, ["first", "second"])
+    assert (outcome.kind, bench.effects) == (OutcomeKind.APPLIED, ["first", "second"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -142,6 +143,57 @@ async def test_a_refusal_has_its_turn_too(bench: Bench, one: Station, two: Stati
     await one.deliver(saga(book))
     assert (await two.resume(saga(book))).kind is OutcomeKind.APPLIED
     assert said == [["out:fast", "slow"]] * 2
+
+
+async def test_what_a_refusal_leads_to_comes_first_though_it_takes_long(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    """A transaction that it had cut off was not rolled back yet, and does not begin in a replay."""
+    fails, refusal, seen = [ValueError("once")], asyncio.Event(), list[list[str]]()
+
+    async def hang(tx: Tx) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.2)
+
+    async def refused(tx: Tx) -> None:
+        await asyncio.sleep(0.03)
+        raise Reject("no")
+
+    async def other(tx: Tx) -> None:
+        await refusal.wait()
+
+    async def last(tx: Tx) -> None:
+        if fails:
+            raise fails.pop()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        done: list[str] = []
+        seen.append(done)
+
+        async def refuses() -> None:
+            try:
+                await saga.tx("refused", refused)
+            finally:
+                refusal.set()
+
+        async def caught() -> None:
+            with suppress(BaseExceptionGroup):
+                await in_a_group(refuses(), saga.tx("hung", hang))
+            done.append("caught")
+
+        async def beside() -> None:
+            await saga.tx("other", other)
+            done.append("other")
+
+        await asyncio.gather(caught(), beside())
+        await saga.tx("last", last)
+
+    handler = saga(book, max_attempts=2)
+    outcomes = await two.to_the_end(handler, await one.deliver(handler))
+    assert [each.kind for each in outcomes] == [OutcomeKind.RETRYING, OutcomeKind.APPLIED]
+    assert seen == [["caught", "other"]] * 2
 
 
 async def test_a_branch_without_its_recorded_step_is_seen_before_anything_new(

@@ -180,11 +180,11 @@ async def test_a_refusal_of_a_run_that_was_cut_off_leaves_its_undo_to_a_replay(
 ) -> None:
     """A branch had not asked again for what has to be undone: it was put aside as changed, or if a deployment has
     `added` the undo (L25), passed over."""
-    runs, ended = 0, asyncio.Event()
+    runs, ended, called = 0, asyncio.Event(), asyncio.Event()
 
     async def charge(step: Step, name: str) -> str:
-        if runs == 2 and not remote.calls:
-            remote.calls.append((name, step.key))
+        called.set()
+        if runs < 3:
             await asyncio.Event().wait()
         return await remote.charge(step, name)
 
@@ -200,14 +200,14 @@ async def test_a_refusal_of_a_run_that_was_cut_off_leaves_its_undo_to_a_replay(
             booked.set()
 
         async def cut() -> None:
-            if runs > 1:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(0.05):
-                        await saga.call("charged", charge, "card", undo=remote.refund)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.05 if runs == 2 else None):
+                    await saga.call("charged", charge, "card", undo=remote.refund)
             cut_off.set()
 
         async def refuses() -> None:
             await (cut_off if runs == 2 else booked).wait()
+            await called.wait()
             raise Retry if runs == 1 else Reject("no")
 
         await asyncio.gather(late(), cut(), refuses())
