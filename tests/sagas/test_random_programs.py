@@ -34,6 +34,25 @@ FOUND: Final = {
         ["loop", "l6", "tx", true]]""",
     "a wait in a stopped all": """[["all", [[["refuse", "r1", "call", false]], [["wait", "w2", false]]], true, 4],
         ["loop", "l3", "call", true], ["flaky", "f4", "call", "error"], ["tx", "t5", true]]""",
+    "a first that is recorded while a refusal cuts it off": """
+        [["sleep", "s1"], ["patched", "p2"], ["as_completed", [[["call", "c3", false]], [["gather", [[["turns", 3],
+        ["refuse", "r5", "tx", true], ["call", "c6", true]], [["first", "f7", ""], ["flaky", "f8", "call",
+        "retry"]], [["refuse", "r9", "call", true], ["call", "c10", true], ["refuse", "r11", "tx", true]], [["tx",
+        "t12", true], ["turns", 3]]], true, 2]], [["refuse", "r14", "call", true]], []], true, 1], ["loop", "l15",
+        "call", true]]""",
+    "waits in a gather within a gather that is refused": """
+        [["wait", "w1", false], ["gather", [[["gather", [[["sleep", "s2"]], [["wait", "w3", false]], [["call",
+        "c4", true], ["tx", "t5", false]], [["first", "f6", ""]]], false, 4], ["call", "c7", true]], [["refuse",
+        "r8", "tx", true]]], true, 1], ["group", [[["tx", "t9", true]], [["turns", 1], ["turns", 2]]], true, 1],
+        ["group", [[["call", "c12", false]], [["tx", "t13", false], ["tx", "t14", true]], [], []], true, 2],
+        ["loop", "l15", "tx", true], ["reject"]]""",
+    "a refusal in one of four branches of an all": """
+        [["flaky", "f1", "call", "error"], ["all", [[["refuse", "r2", "call", false]], [["wait", "w3", false],
+        ["turns", 2]], [["refuse", "r5", "call", true]], [["wait", "w6", false], ["as_completed", [[["items", "i7",
+        ["h", "b", "c"]], ["tx", "t8", true]], [["first", "f9", ""]]], true, 4], ["child", "c10", true, true]]],
+        true, 4], ["loop", "l11", "call", true], ["gather", [[["first_completed", [[["tx", "t12", true], ["refuse",
+        "r13", "tx", false], ["call", "c14", false]], [["flaky", "f15", "tx", "error"]]], true, 1]], [], []], true,
+        3], ["loop", "l16", "call", false], ["reject"]]""",
 }
 
 

@@ -28,7 +28,7 @@ from tests.sagas.programs.source import Program, open_ended, signals
 from tests.support.sagas import Bench, Station
 
 ID: Final = "k"
-_SECONDS: Final = 30.0
+_SECONDS: Final = 120.0  # it only ends a program that hangs
 
 
 class Memory:

@@ -237,6 +237,20 @@ class Run:
 
         await self._ways(way, branches, caught)
 
+    async def limited(self, branches: list[Program], caught: bool, limit: int) -> None:
+        """Two or more at a time, by a semaphore of the handler's."""
+
+        async def way(each: list[Branch]) -> None:
+            places = asyncio.Semaphore(max(2, limit))
+
+            async def one(branch: Branch) -> None:
+                async with places:
+                    await branch
+
+            _raise_first(await asyncio.gather(*map(one, each), return_exceptions=True))
+
+        await self._ways(way, branches, caught)
+
     async def beside(self, branches: list[Program], caught: bool, limit: int) -> None:
         """One branch beside the handler's own steps."""
 

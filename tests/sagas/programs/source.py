@@ -18,7 +18,7 @@ LEAVES: Final = {
     "tx": 6, "call": 6, "refuse": 2, "flaky": 2, "sleep": 1, "wait": 2, "first": 2, "child": 1, "items": 1, "turns": 2,
     "patched": 1,
 }  # fmt: skip
-WAYS: Final = ("all", "gather", "group", "as_completed", "first_completed", "beside")
+WAYS: Final = ("all", "gather", "group", "as_completed", "first_completed", "beside", "limited")
 CUTTING: Final = ("all", "group")  # a refusal ends the other branches, wherever they are
 _MOST: Final = 14  # nodes
 
