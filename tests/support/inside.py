@@ -146,6 +146,12 @@ def stand_for(engine: LeasedEngine, seconds: float) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ Postgres
+def connections_of(app: App) -> Any:
+    """The pool of psycopg's of an app whose process runs without a worker."""
+    assert app._inline is not None
+    return own_pool(app._inline._store)
+
+
 def own_pool(store: PostgresStore) -> Any:
     """The pool of psycopg's that a store's pool is made of."""
     return store.pool._pool
@@ -230,6 +236,13 @@ def beats(heartbeat: Heartbeat) -> bool:
 def register(heartbeat: Heartbeat) -> None:
     """Take a lease, in this thread."""
     heartbeat._register()
+
+
+def heartbeat_of(app: App) -> Heartbeat:
+    """Of an app whose process runs sagas without a worker."""
+    assert app._inline is not None
+    assert app._inline._saga_lease is not None
+    return app._inline._saga_lease._heartbeat
 
 
 def renewed_at(heartbeat: Heartbeat) -> float:
