@@ -47,6 +47,7 @@ class Lane:
                     outcomes = await self.engine.run(left[: self.engine.group_size(left[0].handler)])
                 except StoreUnavailable:
                     self.outages += 1
+                    assert self.outages < 100, "it is tried for ever"
                     continue
                 # Busy: the server has not noticed yet that the connection of the last run is closed.
                 undecided = (OutcomeKind.RETRYING, OutcomeKind.BUSY)

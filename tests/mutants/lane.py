@@ -155,7 +155,7 @@ class Lane:
             for (name,) in admin.execute(
                 "select datname from pg_database where datname ~ '^(test|migrated)_'"
             ).fetchall():
-                admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+                admin.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
             for (name,) in admin.execute("select rolname from pg_roles where oid >= 16384").fetchall():
                 admin.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
 

@@ -10,8 +10,10 @@ from contextlib import AsyncExitStack
 import pytest
 
 from idemconsumer import App, Tx
+from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.errors import Contention
 from idemconsumer.message.keys import digest
+from idemconsumer.ports.broker import Delivery
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.store import Claim, DeadLetter
 from idemconsumer.rules.values import Record
@@ -48,8 +50,15 @@ async def test_a_busy_message_that_waits_stops_its_lane_until_its_rival_ends(ben
     assert bench.effects() == ["first", "busy", "behind"]
 
 
-async def test_a_busy_message_that_is_deferred_lets_its_lane_go_on(bench: Bench) -> None:
-    app = App(APP)
+async def test_a_busy_message_that_is_deferred_lets_its_lane_go_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, given_back = App(APP), list[Delivery]()
+
+    async def noted(session: MemorySession, deliveries: Sequence[Delivery]) -> None:
+        given_back.extend(deliveries)
+
+    monkeypatch.setattr(MemorySession, "release", noted)
 
     @app.idempotent_handler("memory:q", key="id", order_by="entity", wait="0s", group_size=4)
     async def handle(item: Item, tx: Tx) -> None:
@@ -65,6 +74,7 @@ async def test_a_busy_message_that_is_deferred_lets_its_lane_go_on(bench: Bench)
         await let_go()
         await running.until_count(applied=4, duplicate=1)
     assert bench.effects() == ["first", "behind", "later", "busy"]
+    assert given_back == []
 
 
 async def test_a_wait_that_runs_out_goes_to_the_room_and_is_not_lost(bench: Bench) -> None:
@@ -100,6 +110,7 @@ async def test_no_connection_is_held_while_a_message_waits_for_its_rival(bench: 
             pinned = (
                 "select count(*) from pg_stat_activity where application_name like '%% worker 0' and xact_start < %s"
             )
+            await running.until(lambda: running.points.count(Point.CLAIMED) >= 16)
             begun = bench.do("select clock_timestamp()")[0][0]
             claims = running.points.count(Point.CLAIMED)
             await running.until(lambda: running.points.count(Point.CLAIMED) >= claims + 16)
