@@ -59,7 +59,7 @@ class Rides:
             await tx.execute("insert into ride values (%s)", (rider,))
             return rider
 
-        @self.app.idempotent_handler("memory:rides", key="rider", lease="1s", backoff="20ms, 20ms", wait="5s")
+        @self.app.idempotent_handler("memory:rides", key="rider", lease="30s", backoff="20ms, 20ms", wait="45s")
         async def book(ride: Ride, saga: Saga, message: Message) -> str:
             self.runs += 1
             self.begun.set()
@@ -364,7 +364,7 @@ async def test_a_duplicate_of_a_running_saga_waits_for_its_result(rides: Rides) 
 
 
 async def test_a_saga_that_a_worker_runs_is_waited_for_so_long_and_no_longer(rides: Rides) -> None:
-    @rides.app.idempotent_handler("memory:hasty", key="rider", name="hasty", lease="1s", wait="100ms")
+    @rides.app.idempotent_handler("memory:hasty", key="rider", name="hasty", wait="100ms")
     async def hasty(ride: Ride, saga: Saga) -> str:
         rides.begun.set()
         await rides.go.wait()
@@ -393,7 +393,7 @@ async def test_the_lease_of_the_process_suits_all_of_its_sagas_whichever_comes_f
     async def waits(ride: Ride, tx: Tx) -> None: ...
 
     await rides.app.process(Message("memory:slow", msgspec.json.encode(Ride("ann"))))
-    assert await rides.sql("select lease from idemconsumer.worker") == [(timedelta(seconds=1),)]
+    assert await rides.sql("select lease from idemconsumer.worker") == [(timedelta(seconds=30),)]
     assert rides.app._inline is not None
     assert rides.app._inline._saga_lease is not None
     assert rides.app._inline._saga_lease._heartbeat._patience == 50

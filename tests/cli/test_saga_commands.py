@@ -69,7 +69,6 @@ class Travel:
             version=version,
             max_attempts=1,
             backoff="20ms, 20ms",
-            lease="1s",
             **more,
         )
         async def book(trip: dict[str, str], saga: Saga) -> str:

@@ -60,7 +60,7 @@ async def test_records_move_as_the_docs_say(ledger: Ledger, monkeypatch: pytest.
     async def pay(order: dict[str, Any], tx: Tx) -> None:
         await end(order["id"])
 
-    @app.idempotent_handler("memory:rides", key="id", max_attempts=1, lease="5s")
+    @app.idempotent_handler("memory:rides", key="id", max_attempts=1)
     async def book(order: dict[str, Any], saga: Saga) -> None:
         if order["id"] in ("undone", "stuck"):
             await saga.tx("written", write, order["id"], undo=unwrite)

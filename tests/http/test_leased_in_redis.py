@@ -10,6 +10,7 @@ from starlette.responses import Response
 from idemconsumer.http import Route
 from idemconsumer.stores.redis.requests import RedisRequests
 from tests.http.site import MakeDoor, client, problem, replayed, service
+from tests.support.leases import STEADY
 from tests.support.servers.made import PrivateRedis
 from tests.support.servers.redis import RedisServer
 from tests.support.waiting import PATIENCE, eventually
@@ -60,7 +61,7 @@ async def test_of_an_endpoint_that_blocks_the_loop_no_second_one_runs(
         assert int(redis_server.ask("HGET", key, "u")) > milliseconds(), "it is free"
         return Response("done", 201)
 
-    store = RedisRequests(redis_server.address, lease=1.5)
+    store = RedisRequests(redis_server.address, lease=STEADY)
     async with client(service(make_door(store=store), endpoint)) as shop:
         first, again = await shop.post(), await shop.post()
     assert [(each.status_code, replayed(each)) for each in (first, again)] == [(201, False), (201, True)]

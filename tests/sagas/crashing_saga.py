@@ -58,7 +58,7 @@ async def stumble(tx: Tx, id: str) -> None:
         raise ValueError("once")
 
 
-@app.idempotent_handler(f"postgres:{QUEUE}", key="id", lease="1s", backoff="10ms, 10ms", max_attempts=20)
+@app.idempotent_handler(f"postgres:{QUEUE}", key="id", backoff="10ms, 10ms", max_attempts=20)
 async def ride(order: dict[str, str], saga: Saga) -> str:
     """What it does is told by the order's name."""
     await saga.tx("created", write, "created", undo=erase)

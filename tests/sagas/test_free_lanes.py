@@ -57,7 +57,7 @@ class Crowd:
         self.running = 0
         self.go = asyncio.Event()
 
-        @self.app.idempotent_handler("memory:orders", key="id", order_by="id", name="book", lease="5s", **options)
+        @self.app.idempotent_handler("memory:orders", key="id", order_by="id", name="book", lease="1m", **options)
         async def book(order: dict[str, Any], saga: Saga) -> None:
             self.running += 1
             await self.go.wait()
@@ -404,7 +404,7 @@ async def test_a_stream_of_new_messages_does_not_keep_a_due_saga_waiting(
     """All lanes are busy, and each of them always has a next message. So the next one that is free is kept."""
     app, begun = App("shop"), list[str]()
 
-    @app.idempotent_handler("memory:orders", key="id", name="book", lease="5s", concurrency=2)
+    @app.idempotent_handler("memory:orders", key="id", name="book", lease="1m", concurrency=2)
     async def book(order: dict[str, Any], saga: Saga) -> None:
         begun.append(order["id"])
         await asyncio.sleep(0.05)

@@ -41,12 +41,12 @@ from tests.support.inside import (
     stand_for,
     worker_of,
 )
+from tests.support.leases import STEADY
 from tests.support.sagas import SCHEMA, Bench, Remote, Station, hog, order, put, saga
 from tests.support.servers.proxy import Proxy
 from tests.support.waiting import PATIENCE, until
 
 LEASE = 1.0
-STEADY = 6.0  # seconds; a lease that must not be lost, whatever else the machine has to do
 
 
 @asynccontextmanager

@@ -46,9 +46,21 @@ async def halted_worker(deployment: Deployment, order: Order) -> tuple[Process, 
 
 
 # -------------------------------------------------------------------------------------------------------------- frozen
+async def frozen_worker(deployment: Deployment, order: Order) -> tuple[Process, Process]:
+    """As `halted_worker`. Neither loses its saga because the machine stands still: the one is at its halt before its
+    lease could be over, and the other one has a long lease."""
+    frozen = deployment.start(SAGA_LEASE="3")
+    await frozen.ready()
+    deployment.publish(order)
+    assert await deployment.halted(order.id) == frozen.pid
+    other = deployment.start(SAGA_LEASE="60")
+    await other.ready()
+    return frozen, other
+
+
 @pytest.mark.parametrize("place", ["in tx", "in call", "between", "in the last tx"])
 async def test_a_worker_frozen_past_its_lease_and_woken_writes_nothing(deployment: Deployment, place: Place) -> None:
-    frozen, other = await halted_worker(deployment, Order("r", halt=place, how="freeze"))
+    frozen, other = await frozen_worker(deployment, Order("r", halt=place, how="freeze"))
     await deployment.ended()
     before = deployment.contents()
 
@@ -69,7 +81,7 @@ async def test_a_worker_woken_while_another_one_is_at_its_saga_does_not_disturb_
     deployment: Deployment, place: Place
 ) -> None:
     bench = deployment.bench
-    frozen, other = await halted_worker(deployment, Order("r", halt=place, how="freeze", pause=0.7))
+    frozen, other = await frozen_worker(deployment, Order("r", halt=place, how="freeze", pause=0.7))
     taken_over = "select token from owner_change where old_worker <> worker"
     await until(lambda: bool(bench.run(taken_over)), "the saga is taken over")
     ((token,),) = bench.run(taken_over)

@@ -186,7 +186,7 @@ async def test_the_broker_is_told_once_and_when_the_handler_asks_for_it(
         name, address = queue.name, queue.environment["IDEMCONSUMER_RABBITMQ"]
     app = App("settling")
 
-    @app.idempotent_handler(name, key="id", lease="5s", settle=settle)
+    @app.idempotent_handler(name, key="id", lease="1m", settle=settle)
     async def ride(order: dict[str, Any], saga: Saga) -> None:
         await saga.tx("first", write, "first")
 
@@ -214,7 +214,7 @@ async def test_a_message_is_kept_by_its_broker_between_two_attempts(
 
     monkeypatch.setattr(MemorySession, "settle", noted)
 
-    @app.idempotent_handler("memory:rides", key="id", lease="5s", settle="finished", backoff="10ms, 10ms")
+    @app.idempotent_handler("memory:rides", key="id", lease="1m", settle="finished", backoff="10ms, 10ms")
     async def ride(order: dict[str, Any], saga: Saga) -> None:
         nonlocal tries
         await saga.tx("first", write, "first")
@@ -236,7 +236,7 @@ async def test_a_message_whose_worker_left_in_the_middle_comes_again_and_is_sett
 ) -> None:
     app, begun, go = App("settling"), asyncio.Event(), asyncio.Event()
 
-    @app.idempotent_handler("memory:rides", key="id", lease="5s", settle="finished")
+    @app.idempotent_handler("memory:rides", key="id", lease="1m", settle="finished")
     async def ride(order: dict[str, Any], saga: Saga) -> None:
         await saga.tx("first", write, "first")
         begun.set()

@@ -23,6 +23,7 @@ from idemconsumer.stores.redis.requests import RedisRequests
 from idemconsumer.stores.redis.scripts import NotReplicated, name_of
 from idemconsumer.testing import RequestHarness, RequestProcess, RequestStoreContract
 from tests.support.inside import ask_redis, keeper_of, kept
+from tests.support.leases import STEADY
 from tests.support.servers.made import PrivateRedis
 from tests.support.servers.proxy import Proxy
 from tests.support.servers.redis import RedisCluster, RedisSentinels, RedisServer
@@ -119,7 +120,7 @@ async def test_a_response_is_kept_so_long_as_its_claim_says_and_what_runs_longer
 
 async def test_what_was_closed_and_claims_again_renews_again(server: RedisServer, opened: Open) -> None:
     """H26."""
-    store = opened(server.address, lease=3.0)
+    store = opened(server.address, lease=STEADY)
     await store.release(await hold(store, A))
     await store.close()
     await hold(store, A)
@@ -132,7 +133,8 @@ async def test_what_runs_is_renewed_and_a_killed_process_is_over_with_its_lease(
 ) -> None:
     """H26."""
     rival = opened(server.address)
-    with subprocess.Popen([sys.executable, "-c", _OWNER, server.address], stdout=subprocess.PIPE, text=True) as owner:
+    command = [sys.executable, "-c", _OWNER, server.address, str(STEADY)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         try:
             token = int(await asyncio.to_thread(owner.stdout.readline))
@@ -151,13 +153,13 @@ import asyncio, sys
 from idemconsumer.stores.redis.requests import RedisRequests
 from idemconsumer.testing.store_contract import A
 
-async def main(address):
-    store = RedisRequests(address, lease=1.0)
+async def main(address, lease):
+    store = RedisRequests(address, lease=float(lease))
     held = await store.claim(A, lambda: None)
     print(held.token, flush=True)
     await asyncio.sleep(1000)
 
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main(*sys.argv[1:]))
 """
 
 
@@ -248,7 +250,7 @@ async def test_a_loop_that_is_blocked_for_longer_than_the_lease_keeps_its_keys(
 ) -> None:
     """H34."""
     lost = asyncio.Event()
-    store = opened(server.address, lease=1.5)
+    store = opened(server.address, lease=STEADY)
     held = await store.claim(A, lost.set)
     assert isinstance(held, Held)
     block_until_the_lease_is_over(server)
@@ -502,7 +504,7 @@ async def test_the_keys_of_a_cluster_are_each_in_one_slot(private_redis: Private
         assert await one.complete(held, CREATED)
         assert await two.claim(claim, never) == Record(State.COMPLETED, A.fingerprint, CREATED)
     assert all(node.ask("DBSIZE") for node in cluster.nodes)
-    await until_renewed(opened(cluster.address, lease=1.5))
+    await until_renewed(opened(cluster.address, lease=STEADY))
     left = [replace_claim(A, key=bytes([number]) * 32) for number in range(40, 46)]
     for claim in left:
         await hold(one, claim)

@@ -26,7 +26,7 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.requests import PostgresRequests
 from idemconsumer.testing import RequestHarness, RequestProcess, RequestStoreContract
 from idemconsumer.worker.retention import prune_once
-from tests.support.leases import UnkeptLease
+from tests.support.leases import STEADY, UnkeptLease
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
 from tests.support.servers.proxy import Proxy
 from tests.support.waiting import until
@@ -370,14 +370,14 @@ from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.requests import PostgresRequests
 from idemconsumer.testing.store_contract import A
 
-async def main(dsn):
+async def main(dsn, lease):
     store = await PostgresStore.open(dsn, "idemconsumer", connections=2, longest_run=30.0)
-    requests = PostgresRequests.on(store.pool, dsn, "idemconsumer", lease=1.0)
+    requests = PostgresRequests.on(store.pool, dsn, "idemconsumer", lease=float(lease))
     held = await requests.claim(A, lambda: None)
     print(held.token, flush=True)
     await asyncio.sleep(1000)
 
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main(*sys.argv[1:]))
 """
 
 
@@ -390,7 +390,8 @@ async def test_the_claim_of_a_killed_process_is_over_with_its_lease_and_not_befo
 ) -> None:
     """H22."""
     rival = PostgresRequests.on((await open_store(book.dsn)).pool, book.dsn, SCHEMA, lease=30.0)
-    with subprocess.Popen([sys.executable, "-c", _OWNER, book.dsn], stdout=subprocess.PIPE, text=True) as owner:
+    command = [sys.executable, "-c", _OWNER, book.dsn, str(STEADY)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         try:
             token = int(await asyncio.to_thread(owner.stdout.readline))
@@ -409,9 +410,9 @@ async def test_the_claim_of_a_killed_process_is_over_with_its_lease_and_not_befo
 async def test_a_loop_that_is_blocked_for_longer_than_the_lease_keeps_its_keys(
     book: Ledger, open_store: OpenStore
 ) -> None:
-    """H22: an endpoint that computes. It takes as long as a lease that no busy machine loses."""
+    """H22: an endpoint that computes."""
     lost: list[str] = []
-    requests = PostgresRequests.on((await open_store(book.dsn)).pool, book.dsn, SCHEMA, lease=3.0)
+    requests = PostgresRequests.on((await open_store(book.dsn)).pool, book.dsn, SCHEMA, lease=STEADY)
     held = await requests.claim(A, lambda: lost.append("a"))
     assert isinstance(held, Held)
     ((first,),) = book.run(_LEASE)

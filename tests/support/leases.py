@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from tests.support.ledger import Ledger
+
+STEADY: Final = 6.0  # seconds; a lease that is not lost though the machine stands still for two
 
 
 class UnkeptLease:
