@@ -104,7 +104,7 @@ def source(request: pytest.FixtureRequest, _deployment_database: Bench) -> Sourc
 
 @pytest.fixture
 def deployment(_deployment_database: Bench, source: Source, tmp_path: Path) -> Iterator[Deployment]:
-    environment = {"SAGA_SOURCE": source.name, "SAGA_SETTLE": "finished", **source.environment}
+    environment = {"SAGA_SOURCE": source.name, "SAGA_SETTLE": "finished", "SAGA_LEASE": "60", **source.environment}
     with closing(Deployment(_deployment_database, tmp_path, environment)) as deployment:
         yield deployment
 
@@ -133,6 +133,7 @@ async def test_the_message_of_a_killed_worker_is_redelivered_and_settled_when_th
 ) -> None:
     killed = await begin(deployment, source)
     killed.kill()
+    deployment.bench.run("update idemconsumer.worker set until = clock_timestamp() - interval '1 second'")
     other = await deployment.started()
     await deployment.ended()
     await until_counts(source, ready=0, held=0)
