@@ -97,11 +97,11 @@ async def test_a_duplicate_stays_one_whatever_the_process_tells_psycopg(book: Le
 @pytest.mark.parametrize(
     "answer",
     [
-        "select 'other'::bytea, null, null, null, null, null",
-        "select 'other'::bytea, 3, null, null, null, null",
-        "select null, 3, null, null, null, null",
-        "select 'key'::bytea, 'done', null, null, null, null",
-        "select 'key'::bytea, 99, null, null, null, null",
+        "select 'other'::bytea, null, null, null, null, null, null, null",
+        "select 'other'::bytea, 3, null, null, null, null, null, null",
+        "select null, 3, null, null, null, null, null, null",
+        "select 'key'::bytea, 'done', null, null, null, null, null, null",
+        "select 'key'::bytea, 99, null, null, null, null, null, null",
         "select 'key'::bytea",
         "select where false",
         "set local lock_timeout = 0",
@@ -117,13 +117,13 @@ async def test_what_is_no_answer_to_a_claim_is_an_error(store: PostgresStore, an
 @pytest.mark.parametrize(
     "answer",
     [
-        "select 'other'::bytea, null, null, null, null, null, 1",
-        "select 'key'::bytea, null, null, null, null, null, 'none'",
-        "select null, null, null, null, null, null, 1",
-        "select 'key'::bytea, 99, null, null, null, null, null",
-        "select 'key'::bytea, null, null, null, null, null",
-        "select 'key'::bytea, null, null, null, null, null, 1 from generate_series(1, 2)",
-        "select 'key'::bytea, null, null, null, null, null, 1 where false",
+        "select 'other'::bytea, null, null, null, null, null, null, null, 1",
+        "select 'key'::bytea, null, null, null, null, null, null, null, 'none'",
+        "select null, null, null, null, null, null, null, null, 1",
+        "select 'key'::bytea, 99, null, null, null, null, null, null, null",
+        "select 'key'::bytea, null, null, null, null, null, null, null",
+        "select 'key'::bytea, null, null, null, null, null, null, null, 1 from generate_series(1, 2)",
+        "select 'key'::bytea, null, null, null, null, null, null, null, 1 where false",
         "set local lock_timeout = 0",
     ],
 )
@@ -137,6 +137,6 @@ async def test_what_is_no_answer_to_the_claim_of_a_saga_is_an_error(
 
 
 async def test_a_record_that_was_not_asked_for_is_no_answer(store: PostgresStore) -> None:
-    store.pool.queries = store.pool.queries | {"read": b"select 'other'::bytea, 3, null, null, null, null"}
+    store.pool.queries = store.pool.queries | {"read": b"select 'other'::bytea, 3, null, null, null, null, null, null"}
     with pytest.raises(StoreUnavailable, match="answer to a claim"):
         await store.peek([b"key"])

@@ -34,13 +34,13 @@ async def shared(book: Ledger) -> AsyncIterator[PostgresStore]:
     await store.close()
 
 
-def later(ledger: Ledger, *claims: Claim) -> None:
-    """As if two hours had gone by for these records. No trigger is to think that they have changed."""
+def later(ledger: Ledger, *claims: Claim, hours: int = 2) -> None:
+    """As if so many hours had gone by for these records. No trigger is to think that they have changed."""
     ledger.run("select set_config('session_replication_role', 'replica', false)")
     ledger.run(
-        "update idemconsumer.record set changed_at = changed_at - interval '2 hours',"
-        " expires_at = expires_at - interval '2 hours' where key = any(%s)",
-        [[claim.key for claim in claims]],
+        "update idemconsumer.record set changed_at = changed_at - make_interval(hours => %s),"
+        " expires_at = expires_at - make_interval(hours => %s) where key = any(%s)",
+        [hours, hours, [claim.key for claim in claims]],
     )
     ledger.run("select set_config('session_replication_role', 'origin', false)")
 
@@ -130,6 +130,19 @@ async def test_one_that_is_claimed_anew_between_two_statements_of_a_claim_is_fou
             await rival.complete([(A.key, ANEW)], [])
         await stranger.rollback()
         assert await claiming == [Mark.CLAIMED, Record(State.COMPLETED, A.fingerprint, ANEW)]
+
+
+async def test_one_that_is_claimed_anew_before_it_is_deleted_stays(book: Ledger, shared: PostgresStore) -> None:
+    """The claim has found that it had expired, and waits for a stranger before it deletes it."""
+    await complete(shared, [A], [(A.key, JSON)])
+    later(book, A)
+    async with await psycopg.AsyncConnection.connect(book.dsn) as stranger:
+        await stranger.execute("lock table idemconsumer.history in access exclusive mode")
+        claiming = asyncio.create_task(found(shared, A))
+        await until(lambda: book.run("select 1 from pg_locks where not granted"))
+        later(book, A, hours=-2)
+        await stranger.rollback()
+        assert await claiming == [Record(State.COMPLETED, A.fingerprint, JSON)]
 
 
 @pytest.mark.parametrize("state", [State.PENDING, State.PROCESSING, State.UNDOING, State.DEAD])

@@ -14,6 +14,7 @@ from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
+from idemconsumer.stores.signals import Signal
 from idemconsumer.worker.retention import prune_once
 from tests.support.ledger import SCHEMA, Ledger
 from tests.support.sagas import Lease, order
@@ -74,8 +75,13 @@ async def test_nothing_goes_before_each_range_was_looked_at(ledger: Ledger, stor
     assert scopes(ledger) == [("kept", True)]
 
 
-async def test_what_else_refers_to_a_scope_keeps_it(ledger: Ledger, store: PostgresStore) -> None:
-    await store.count_attempt(claim_of("tried"), "boom")
+@pytest.mark.parametrize("what", ["an attempt", "a signal"])
+async def test_what_else_refers_to_a_scope_keeps_it(ledger: Ledger, store: PostgresStore, what: str) -> None:
+    claim = claim_of("tried")
+    if what == "an attempt":
+        await store.count_attempt(claim, "boom")
+    else:
+        await store.pool.alone("send_signal", Signal(claim.key, claim.scope, "go", None).params)
     later(ledger, 3)
     await prune_once(ledger.dsn, SCHEMA)
     later(ledger, 31)
