@@ -18,7 +18,7 @@ from tests.support.ledger import SOURCE, Ledger, OpenStore, kinds, works
 from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE
 
-SOON = 1.0
+SOON = 3.0  # longer than a machine stands still
 INSERT = "insert into witness (id) values (%s) returning id"
 
 
@@ -58,7 +58,7 @@ async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, p
 
 @pytest.fixture
 async def store(ledger: Ledger, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PostgresStore]:
-    """In which an answer has a second."""
+    """In which an answer has three seconds."""
     tuned(monkeypatch, runs_before_ahead=0, lookout_pause=0.05, cancel_patience=SOON / 2, claim_patience=SOON)
     async with Narrow(ledger.dsn) as narrow:
         store = await open_store(make_conninfo(ledger.dsn, host="127.0.0.1", port=narrow.port))
@@ -74,7 +74,7 @@ async def run(engine: Engine, handler: Any, *ids: object) -> list[str]:
 async def test_statements_that_take_long_together_are_waited_for(engine: Engine, ledger: Ledger) -> None:
     @idempotent_handler(SOURCE, key="id", group_size=8)
     async def sleeps(order: dict[str, Any], tx: Tx) -> None:
-        await tx.send("select pg_sleep(0.4)")
+        await tx.send("select pg_sleep(0.9)")
         await asyncio.sleep(0)  # it is on its way
 
     assert await run(engine, sleeps, *range(4)) == ["applied"] * 4
@@ -88,7 +88,7 @@ async def test_a_task_that_waits_until_another_has_read_them_waits_too(engine: E
         runs.append(order["id"])
         rows = [await tx.execute(INSERT, (name,)) for name in ("a", "b")]
         for _ in range(4):
-            await tx.send("select pg_sleep(0.4)")
+            await tx.send("select pg_sleep(0.9)")
             await asyncio.sleep(0)
         assert await asyncio.gather(*(each.one() for each in rows)) == [("a",), ("b",)]
 
@@ -99,7 +99,7 @@ async def test_a_task_that_waits_until_another_has_read_them_waits_too(engine: E
 async def test_a_statement_that_the_server_takes_in_parts_is_waited_for(engine: Engine) -> None:
     @idempotent_handler(SOURCE, key="id")
     async def sends(order: dict[str, Any], tx: Tx) -> None:
-        await tx.send("select length(%s)", ("x" * 25_000_000,))
+        await tx.send("select length(%s)", ("x" * 65_000_000,))
 
     began = asyncio.get_running_loop().time()
     assert await run(engine, sends, 1) == ["applied"]

@@ -370,19 +370,19 @@ async def test_the_wait_at_the_gate_is_bounded_by_neither_the_handlers_time_nor_
 ) -> None:
     ahead = await open_store(ledger.dsn)
     tuned(monkeypatch, session_lock_patience=0.1, claim_lock_patience=0.1)
-    hasty = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=-4.8)  # 0.2 s for a statement
+    hasty = await PostgresStore.open(ledger.dsn, SCHEMA, connections=1, longest_run=-2.0)  # 3 s for a statement
 
     async def second() -> None:
         async with hasty.transaction(group=1, gate="shop") as claims:
             assert await claims.claim([B]) == [Mark.CLAIMED]
             bounds = "select current_setting('statement_timeout'), current_setting('lock_timeout')"
-            assert await (await claims.tx().execute(bounds)).one() == ("200ms", "100ms")
+            assert await (await claims.tx().execute(bounds)).one() == ("3s", "100ms")
             await claims.complete([], [])
 
     async with asyncio.timeout(PATIENCE), ahead.transaction(group=1, gate="shop") as claims:
         await claims.claim([A])
         waiting = asyncio.create_task(second())
-        while not waits_at_a_gate(ledger, 0.3):
+        while not waits_at_a_gate(ledger, 3.1):
             assert not waiting.done(), waiting.exception()
             await asyncio.sleep(0.01)
         await claims.complete([], [])

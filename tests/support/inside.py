@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from idemconsumer.stores.heartbeat import Heartbeat
     from idemconsumer.stores.joined import PostgresStore
     from idemconsumer.stores.leases import PostgresLeases
+    from idemconsumer.stores.pool import Pool
     from idemconsumer.stores.redis.keeping import Keeper
     from idemconsumer.stores.redis.requests import RedisRequests
     from idemconsumer.stores.sharing import Sharing
@@ -236,6 +237,12 @@ def beats(heartbeat: Heartbeat) -> bool:
 def register(heartbeat: Heartbeat) -> None:
     """Take a lease, in this thread."""
     heartbeat._register()
+
+
+def commits_go_on(pool: Pool, seconds: float) -> None:
+    """As if so much more time had gone by since the server was last heard of by those that wait for a standby."""
+    for connection in pool.slow_commits._slow:
+        connection._since -= seconds
 
 
 def heartbeat_of(app: App) -> Heartbeat:
