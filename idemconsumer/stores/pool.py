@@ -193,12 +193,16 @@ class Pool:
         self.forget_scopes()  # it may lead to a standby or a backup, which lacks the last of them
 
     async def _answering(self, outside: CancellationWatch) -> Session:
-        """One that was made since another fell silent: those that rested meanwhile go the same way (R20). So do those
-        on which something was prepared for a schema that has changed (J28)."""
-        while (connection := await self._given(outside)).made < max(self._silent_at, self._changed_at):
+        """One whose server has not ended it while it rested (R21), and that was made since another fell silent: those
+        that rested meanwhile go the same way (R20). So do those on which something was prepared for a schema that has
+        changed (J28)."""
+        while True:
+            connection = await self._given(outside)
+            connection.look()
+            if not connection.closed and connection.made >= max(self._silent_at, self._changed_at):
+                return connection
             await connection.close()
             await self._pool.putconn(connection)
-        return connection
 
     async def _given(self, outside: CancellationWatch) -> Session:
         """The pool tries to connect once for who asks, and says nothing when that fails: so ask again (R8)."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import psycopg
@@ -84,6 +85,21 @@ async def test_a_connection_that_reported_an_outage_is_not_used_again(store: Pos
         except StoreUnavailable:
             pass
     assert pids[0] != pids[1]
+
+
+async def test_a_connection_that_ended_while_it_rested_is_given_to_nobody(store: PostgresStore, proxy: Proxy) -> None:
+    """After a cut each of them would be an outage of its own, for whoever gets it."""
+    dsn = make_conninfo(store.pool._dsn, host="127.0.0.1", port=proxy.port)
+    pool = Pool(dsn, SCHEMA, connections=4, longest_run=30.0)
+    await pool.open()
+    async with AsyncExitStack() as stack:
+        for _ in range(4):
+            await stack.enter_async_context(pool.connection())
+    proxy.cut()
+    await proxy.restore()
+    for _ in range(4):
+        assert await pool.alone("waiting", {"names": ["q"]}) == [(0, 0)]
+    await pool.close()
 
 
 @pytest.mark.kill
