@@ -32,6 +32,7 @@ from idemconsumer.sql.queries import load
 from idemconsumer.user_code.place import place
 
 _Connection = BlockingConnection[Any]
+_AGAIN: Final = 1.0  # seconds after a renewal that failed
 _STATEMENTS: Final = 60.0  # seconds that a step's statements may take beside its function, and what follows it (R20)
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
@@ -153,7 +154,9 @@ class Heartbeat:
     # ------------------------------------------------------------------------------------------------------ the thread
     def _beat(self) -> None:
         connection: _Connection | None = None
-        while not self._stops_within(max(0.0, min(self._lease / 3, self._left()))):
+        pause = self._lease / 3
+        while not self._stops_within(max(0.0, min(pause, self._left()))):
+            pause = self._lease / 3
             still = _now() - self._ticked
             patience = max(self._patience, self._longer())
             if still > patience:
@@ -169,7 +172,7 @@ class Heartbeat:
                 except psycopg.Error as error:
                     log.debug("lease not renewed", error=error_text(error))
                     _close(connection)
-                    connection = None
+                    connection, pause = None, min(_AGAIN, pause)  # the next one is new, and may be renewed by at once
             if self._left() <= 0 or self.over:
                 _close(connection)
                 connection = None

@@ -33,6 +33,7 @@ from tests.support.inside import (
     beats,
     queries_of,
     register,
+    renew_now,
     renewal_of,
     renewed_at,
     renewed_earlier,
@@ -636,3 +637,14 @@ def _claim(handler: BoundHandler) -> Claim:
 
 async def _nothing(order: dict[str, Any], saga: Saga) -> None:
     return
+
+
+async def test_a_renewal_that_met_a_cut_connection_is_made_again_at_once(proxy: Proxy, proxied: str) -> None:
+    """Not only a third of the lease later, when the next cut may come."""
+    heartbeat = Heartbeat(proxied, SCHEMA, lease=60.0, patience=30.0)
+    await heartbeat.start(lambda: None)
+    await renew_now(heartbeat, PATIENCE)
+    proxy.cut()
+    await proxy.restore()
+    await renew_now(heartbeat, 15.0)
+    await heartbeat.stop()
