@@ -20,6 +20,7 @@ import psycopg
 from idemconsumer.brokers.listening import Listening
 from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.brokers.publishers import Publishers
+from idemconsumer.brokers.rows_in_hand import Row, RowsInHand, handles
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, Subscription, Whole
@@ -79,6 +80,7 @@ class PostgresBroker:
         self._schema = settings.schema
         self._publishers = Publishers(lambda: self._connect(self._dsn))
         self._sessions: set[PostgresSession] = set()
+        self._lost: list[PostgresSession] = []  # they owe the database something (P8)
         self._wake: Callable[[], None] = _nobody
         self._told: Callable[[], None] = _nobody
         self._relay: Callable[[str], None] | None = None
@@ -141,12 +143,15 @@ class PostgresBroker:
         connection = await self._connect(self._dsn)
         names = [each.name for each in subscriptions]
         tell = {_SAGA: self._wake, _CONTROL: self._told}
-        session = PostgresSession(names, connection, self._schema, bounds, tell, self._sessions.discard, self._relay)
+        session = PostgresSession(names, connection, self._schema, bounds, tell, self._closed, self._relay)
         try:
             pooled = await is_pooled(connection)
             listens = self._listen_dsn is not None or not pooled
             await session.start(self._listener if listens else None, pooled=pooled)
-        except psycopg.Error as error:
+            while self._lost:
+                await session.pay(self._lost[-1].owed)
+                self._lost.pop()
+        except (psycopg.Error, SessionEnded) as error:
             await session.close()
             raise BrokerUnavailable(f"{_sources(names)}: {error_text(error)}") from error
         except BaseException:
@@ -154,6 +159,11 @@ class PostgresBroker:
             raise
         self._sessions.add(session)
         return session
+
+    def _closed(self, session: PostgresSession) -> None:
+        self._sessions.discard(session)
+        if session.owed:
+            self._lost.append(session)
 
     async def _listener(self) -> _Answering:
         """Never of a pooler: the session that it gives to a LISTEN may be another's a moment later (R18)."""
@@ -241,7 +251,7 @@ class PostgresSession:
         self._statements = load(schema)
         self._most_of_body = min(bounds.max_message_bytes, _LARGEST)
         self._queues = {name: _Queue(Outstanding(bounds, f"postgres:{name}")) for name in names}
-        self._held: dict[int, tuple[str, int]] = {}  # what is outstanding: queue and delivery token by id
+        self._in_hand = RowsInHand()
         self._ready = set(names)
         self._falling: dict[str, float] = {}  # when something of a queue falls due
         self._fallen = set(names)  # of these something may be due that is in no queue yet
@@ -307,7 +317,7 @@ class PostgresSession:
         if rows:
             self._ready |= rooms.keys()
         if rows and self._stopped:  # a drain began meanwhile
-            await self._do("give_back", _handles((row[0], row[2]) for row in rows))
+            await self._do("give_back", handles((row[0], row[2]) for row in rows))
             return []
         return rows
 
@@ -376,7 +386,7 @@ class PostgresSession:
         size: int,
         sha256: bytes | None,
     ) -> Delivery:
-        self._held[number] = name, delivery_token
+        self._in_hand.took((number, delivery_token), name)
         queue = self._queues[name]
         message = Message(
             source=f"postgres:{name}",
@@ -396,21 +406,31 @@ class PostgresSession:
         await self._dismiss("give_back", deliveries)
 
     async def _dismiss(self, query: str, deliveries: Sequence[Delivery]) -> None:
-        handles = [delivery.handle for delivery in deliveries if not delivery.epoch.ended]
-        for number, delivery_token in handles:
-            name, held = self._held.get(number, ("", None))
-            if held == delivery_token:
-                del self._held[number]
-                self._queues[name].outstanding.left((number,))
-        self._woken.set()
-        if handles:
+        if rows := [delivery.handle for delivery in deliveries if not delivery.epoch.ended]:
             with contextlib.suppress(SessionEnded):
-                await self._do(query, _handles(handles))
+                await self._end_rows(query, rows)
+
+    async def _end_rows(self, query: str, rows: Sequence[Row]) -> None:
+        for number, name in self._in_hand.ends(query, rows):
+            self._queues[name].outstanding.left((number,))
+        self._woken.set()
+        await self._do(query, handles(rows))
+        self._in_hand.said(query, rows)
+
+    @property
+    def owed(self) -> dict[str, set[Row]]:
+        """What it could not say any more of what it had taken, once it is over."""
+        return self._in_hand.owed(lambda queue: self._queues[queue].epoch.at_rest)
+
+    async def pay(self, owed: Mapping[str, Iterable[Row]]) -> None:
+        """What a lost session owed: others have it at once (P8). Raises SessionEnded."""
+        for query, rows in owed.items():
+            await self._do(query, handles(rows))
 
     async def idle(self) -> bool:
         """What is not due yet is not waited for."""
         rows = await self._do("waiting", {"names": list(self._queues)})
-        return bool(rows[0][0] <= len(self._held))
+        return bool(rows[0][0] <= len(self._in_hand))
 
     async def stop_fetching(self) -> Sequence[Delivery]:
         self._stopped = True
@@ -422,8 +442,8 @@ class PostgresSession:
         # What a take under way still brings would otherwise stay invisible until its deadline.
         with contextlib.suppress(TimeoutError, SessionEnded):
             async with asyncio.timeout(2), self._taking:
-                if self._held and self._lost is None:
-                    await self._do("let_go", self._in_hand())
+                if self._in_hand and self._lost is None:
+                    await self._end_rows("let_go", self._in_hand.rows)
         self._end("closed")
         self._closed(self)
         if self._visible is not None:
@@ -479,11 +499,8 @@ class PostgresSession:
         with contextlib.suppress(SessionEnded):
             while True:
                 await asyncio.sleep(VISIBILITY / 3)
-                if self._held:
-                    await self._do("extend", self._in_hand() | {"visibility": VISIBILITY})
-
-    def _in_hand(self) -> dict[str, Any]:
-        return _handles((number, delivery_token) for number, (_, delivery_token) in self._held.items())
+                if self._in_hand:
+                    await self._do("extend", handles(self._in_hand.rows) | {"visibility": VISIBILITY})
 
 
 def _nobody() -> None:
@@ -492,8 +509,3 @@ def _nobody() -> None:
 
 def _sources(names: Iterable[str]) -> str:
     return ", ".join(f"postgres:{name}" for name in names)
-
-
-def _handles(handles: Iterable[tuple[int, int]]) -> dict[str, Any]:
-    ids, delivery_tokens = zip(*handles, strict=True)
-    return {"ids": list(ids), "delivery_tokens": list(delivery_tokens)}

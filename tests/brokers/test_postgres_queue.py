@@ -326,6 +326,80 @@ async def test_what_was_begun_and_has_not_ended_comes_again_at_once_when_its_ses
     assert (again.suspect, again.count) == (True, 2)
 
 
+@pytest.fixture
+async def proxy(ledger: Ledger) -> AsyncIterator[Proxy]:
+    async with Proxy(int(str(conninfo_to_dict(ledger.dsn)["port"]))) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def cut_off(ledger: Ledger, proxy: Proxy) -> PostgresBroker:
+    """It reaches the database through the proxy."""
+    return PostgresBroker(Settings(dsn=make_conninfo(ledger.dsn, host="127.0.0.1", port=proxy.port)))
+
+
+async def lost(session: PostgresSession, proxy: Proxy) -> None:
+    proxy.cut()
+    with pytest.raises(SessionEnded):
+        await taken(session)
+    await session.close()
+    await proxy.restore()
+
+
+async def emails_of(broker: PostgresBroker) -> PostgresSession:
+    return await broker.open([Subscription("postgres:emails", "send", "shop")], Bounds(lanes=1, group=1, room=10))
+
+
+@pytest.mark.parametrize(("runs", "count"), [(False, 1), (True, 2)])
+async def test_what_a_lost_session_had_is_there_as_soon_as_there_is_another(
+    broker: PostgresBroker, cut_off: PostgresBroker, opened: Opens, proxy: Proxy, runs: bool, count: int
+) -> None:
+    """For others too, and not only when its time is over. What runs still may yet kill this process."""
+    await publish(broker, b"1")
+    session = await emails_of(cut_off)
+    (delivery,) = await taken(session)
+    if runs:
+        delivery.epoch.start(1)
+    await lost(session, proxy)
+    next_one = await emails_of(cut_off)
+    (again,) = await taken(next_one if runs else await opened())
+    assert (again.suspect, again.count) == (runs, count)
+    await next_one.close()
+
+
+async def test_a_settlement_that_was_lost_with_its_session_is_made_by_the_next_one(
+    broker: PostgresBroker, cut_off: PostgresBroker, ledger: Ledger, proxy: Proxy
+) -> None:
+    await publish(broker, b"1", b"2")
+    session = await emails_of(cut_off)
+    one, two = await taken(session)
+    proxy.cut()
+    await session.settle([one])
+    await session.release([two])
+    await lost(session, proxy)
+    rows = "select convert_from(body, 'UTF8'), deliveries, visible_at <= clock_timestamp() from idemconsumer.queue"
+    assert ledger.run(rows) == [("1", 1, False), ("2", 1, False)]
+    for _ in range(2):  # it is said once
+        await (await emails_of(cut_off)).close()
+    assert ledger.run(rows) == [("2", 0, True)]
+
+
+async def test_what_cannot_be_given_back_either_is_given_back_later(
+    broker: PostgresBroker, cut_off: PostgresBroker, opened: Opens, proxy: Proxy
+) -> None:
+    await publish(broker, b"1")
+    session = await emails_of(cut_off)
+    await taken(session)
+    await lost(session, proxy)
+    proxy.cut_at(b"set visible_at = clock_timestamp()", mode="before")
+    with pytest.raises(BrokerUnavailable):
+        await emails_of(cut_off)
+    next_one = await emails_of(cut_off)
+    (again,) = await taken(await opened())
+    assert again.count == 1
+    await next_one.close()
+
+
 async def test_a_message_that_nothing_announced_is_found_within_seconds(ledger: Ledger, opened: Opens) -> None:
     session = await opened()
     assert not await session.fetch()
