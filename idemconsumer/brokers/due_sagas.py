@@ -111,6 +111,8 @@ class DueSagasSession:
     none, so that others can (L23); but a stream of those keeps it from taking any for half a minute only.
     """
 
+    losses_count = False
+
     def __init__(
         self,
         leases: LeaseStore,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import Any, Final
 
 import psycopg
@@ -12,14 +14,13 @@ import psycopg
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
+from idemconsumer.rules.session_pause import session_pause
 from idemconsumer.user_code.cancellation import end
 
 Connection = psycopg.AsyncConnection[Any]
 
 PROBE: Final = 30.0  # seconds without a notice after which the connection has to answer
 _CHANNEL: Final = "idemconsumer_queue"
-_SOONEST: Final = 0.2  # seconds between two tries to replace a lost connection, doubling
-_LATEST: Final = 5.0
 
 
 class Listening:
@@ -39,44 +40,52 @@ class Listening:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises what the first connecting raises."""
-        self._connection = await self._begin()
-        self._task = asyncio.create_task(self._run(self._connection))
+        """Raises ConfigurationError. An outage is no reason not to begin: what arrives is looked for meanwhile."""
+        with contextlib.suppress(BrokerUnavailable, psycopg.Error):
+            await self._begin()
+        self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
         if self._task is not None:
             await end(self._task)
         await self._leave()
 
-    async def _begin(self) -> Connection:
-        connection = self._connection = await self._connect()
-        await connection.execute(f"listen {_CHANNEL}".encode())
-        return connection
+    async def _begin(self) -> None:
+        connection = await self._connect()
+        try:
+            await connection.execute(f"listen {_CHANNEL}".encode())
+        except BaseException:
+            await _closed(connection)
+            raise
+        self._connection = connection
 
-    async def _run(self, connection: Connection) -> None:
-        pause = _SOONEST
+    async def _run(self) -> None:
         while True:
             try:
+                if self._connection is None:
+                    raise psycopg.OperationalError("no connection to listen on")
                 while True:
-                    async for notice in connection.notifies(timeout=PROBE):
+                    async for notice in self._connection.notifies(timeout=PROBE):
                         self._heard(notice.payload)
-                    await connection.execute(b"select 1")
+                    await self._connection.execute(b"select 1")
             except psycopg.Error as error:
                 log.info("postgres: no longer told of what arrives, looking for it instead", error=error_text(error))
-            while True:
-                await self._leave()
-                await asyncio.sleep(pause)
+            await self._leave()
+            for failures in count(1):
+                await asyncio.sleep(session_pause(failures, counted=False, jitter=random.random()))
                 with contextlib.suppress(BrokerUnavailable, ConfigurationError, psycopg.Error):
-                    connection = await self._begin()
+                    await self._begin()
                     break
-                pause = min(2 * pause, _LATEST)
-            pause = _SOONEST
             log.info("postgres: told of what arrives again")
             self._missed()
 
     async def _leave(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(psycopg.Error, TimeoutError):
-                async with asyncio.timeout(2):
-                    await connection.close()
+            await _closed(connection)
+
+
+async def _closed(connection: Connection) -> None:
+    with contextlib.suppress(psycopg.Error, TimeoutError):
+        async with asyncio.timeout(2):
+            await connection.close()

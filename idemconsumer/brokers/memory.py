@@ -69,6 +69,8 @@ class MemoryBroker:
 
 
 class MemorySession:
+    losses_count = False
+
     def __init__(self, name: str, queue: _Queue, bounds: Bounds) -> None:
         self._name = name
         self._queue = queue

@@ -231,6 +231,8 @@ class PostgresSession:
     take.
     """
 
+    losses_count = False
+
     def __init__(
         self,
         names: Sequence[str],

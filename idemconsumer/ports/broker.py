@@ -219,6 +219,11 @@ class Finding:
 class Session(Protocol):
     """One connection with its epochs. It ends at the first sign of loss (D6), and a new one is opened."""
 
+    @property
+    def losses_count(self) -> bool:
+        """Whether its broker counts what is lost with it as delivered, and drops what was delivered too often."""
+        ...
+
     async def fetch(self) -> Sequence[Delivery]:
         """The next deliveries; waits a short time (about a second at most) and may be empty.
 

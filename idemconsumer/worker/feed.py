@@ -22,9 +22,11 @@ from idemconsumer.ports.broker import Bounds, Broker, Delivery, KnowsLag, Lag, S
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.ports.store import JoinedStore
+from idemconsumer.rules.session_pause import LONGEST, session_pause
 from idemconsumer.user_code.cancellation import end, uninterrupted
 from idemconsumer.worker.intake import Intake
 from idemconsumer.worker.lanes import Lanes
+from idemconsumer.worker.outage import within
 from idemconsumer.worker.readings import Readings
 from idemconsumer.worker.sources import warn_of_sources
 
@@ -103,9 +105,9 @@ class Feed:
                     news = news or "consuming again"
                     log.error("broker unavailable, waiting", feed=self.name, error=str(error))
                 failures += 1
-                await pause(self._draining, failures)
+                await self._pause(failures, counted=False)
                 continue
-            self._session = session
+            self._session, opened = session, time.monotonic()
             if self._draining.is_set():  # the drain began while the session was being opened
                 await self._close_session()
                 return
@@ -118,14 +120,17 @@ class Feed:
             except SessionEnded as error:
                 if self._draining.is_set():
                     continue
-                # A session that ends before anything of it was settled is a failure like one that never began: each
-                # costs every message in it a delivery, and a quorum queue deletes what was delivered too often.
-                failures = 0 if self._in_hand.settled(session) else failures + 1
+                # One that ends before anything of it was settled, and soon, is a failure like one that never began.
+                lasted = time.monotonic() - opened > LONGEST
+                failures = 0 if self._in_hand.settled(session) or lasted else failures + 1
                 if failures <= 1:
                     news = "consuming again"
                     log.warning("broker session lost, reconnecting", feed=self.name, error=str(error))
                 await self._close_session()  # a drain has nothing to close then, and must end the reconnecting instead
-                await pause(self._draining, max(1, failures), longest=60.0)
+                await self._pause(failures, counted=session.losses_count)
+
+    async def _pause(self, failures: int, *, counted: bool) -> None:
+        await within(session_pause(failures, counted=counted, jitter=random.random()), self._draining)
 
     async def _open(self) -> Session:
         """One that is cut off has the time to undo what it has begun, and is closed if it opens all the same (D24)."""
@@ -388,12 +393,3 @@ async def _behind(before: asyncio.Task[None] | None, dispatch: Callable[[], Awai
     if before is not None:
         await before
     await dispatch()
-
-
-async def pause(ended: asyncio.Event, failures: int, longest: float = 5.0) -> None:
-    """Backoff of every reconnect: 0.2 s doubling to `longest`, with jitter; `ended` cuts it short."""
-    try:
-        async with asyncio.timeout(min(longest, 0.1 * 2 ** min(failures, 10)) * random.uniform(0.75, 1.0)):
-            await ended.wait()
-    except TimeoutError:
-        return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections import defaultdict
@@ -13,7 +12,6 @@ from typing import Protocol
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.logs import log
 from idemconsumer.observe.counts import Counts
 from idemconsumer.ports.broker import Delivery, Session
 from idemconsumer.ports.observer import Observer, Point
@@ -21,6 +19,7 @@ from idemconsumer.rules.replies import pause_after
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.sagas.engine import LeasedEngine
+from idemconsumer.worker.outage import Outage
 from idemconsumer.worker.replies import Replies
 
 
@@ -83,28 +82,6 @@ class Home(Place, Protocol):
     def take_back(self, line: Sequence[Held]) -> None:
         """These had stepped aside, and come before all that arrived later."""
         ...
-
-
-class Outage:
-    """The database is down (R8): logged once, and waited for with backoff by all that need it."""
-
-    def __init__(self) -> None:
-        self._failures = 0
-
-    async def wait(self, error: Exception) -> None:
-        self._failures += 1
-        if self._failures == 1:
-            log.error("store unreachable, waiting", error=str(error))
-        await asyncio.sleep(min(3.0, 0.1 * 2 ** min(self._failures, 6)) * random.uniform(0.75, 1.0))
-
-    @property
-    def lasts(self) -> bool:
-        return self._failures > 0
-
-    def over(self) -> None:
-        if self._failures:
-            self._failures = 0
-            log.info("store reachable again")
 
 
 def _nobody() -> None:

@@ -24,7 +24,7 @@ from idemconsumer.message import keys
 from idemconsumer.ports.broker import Delivery
 from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.ports.store import Claim, JoinedStore, Reading
-from idemconsumer.worker.in_hand import Outage
+from idemconsumer.worker.outage import Outage
 
 T = TypeVar("T")
 Read = Callable[[Sequence[Delivery], BadMessage | None], Awaitable[None]]

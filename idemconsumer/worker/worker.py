@@ -35,11 +35,12 @@ from idemconsumer.user_code.cancellation import end, run_on
 from idemconsumer.user_code.resources import Resources
 from idemconsumer.worker import capacity
 from idemconsumer.worker.deadlines import Deadlines
-from idemconsumer.worker.feed import Feed, pause
+from idemconsumer.worker.feed import Feed
 from idemconsumer.worker.forwarding import Forwarder
 from idemconsumer.worker.in_hand import InHand
 from idemconsumer.worker.lanes import Lanes
 from idemconsumer.worker.orphans import warn_of_orphans
+from idemconsumer.worker.outage import Outage
 from idemconsumer.worker.relay import Relay, reachable
 from idemconsumer.worker.replies import Replies
 from idemconsumer.worker.reporting import Reporting
@@ -188,15 +189,12 @@ class Worker:
 
     async def _reached(self, opening: Callable[[], Awaitable[T]]) -> T | None:
         """Open something in the database once it can be reached. None when a drain came first."""
-        failures = 0
+        outage = Outage()
         while not self._drain.is_set():
             try:
                 return await opening()
             except StoreUnavailable as error:
-                if failures == 0:
-                    log.error("store unreachable, waiting", error=str(error))
-                failures += 1
-                await pause(self._drain, failures)
+                await outage.wait(error, self._drain)
         return None
 
     async def _open_store(self, dsn: str) -> PostgresStore:

@@ -182,6 +182,18 @@ def numbered(count: int) -> list[Outgoing]:
 
 # ------------------------------------------------------------------------------------------------- acknowledgements
 @pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+async def test_whether_a_loss_counts_is_seen_by_what_comes_again(
+    node: Node, broker: RabbitmqBroker, queue_type: str
+) -> None:
+    name = await node.queue(type=queue_type)
+    await broker.publish(name, numbered(1))
+    for comes_again in (False, True):
+        async with consuming(broker, name) as session:
+            await arriving(session, 1)
+            assert session.losses_count == (comes_again and queue_type == "quorum")
+
+
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
 async def test_only_what_was_settled_is_acked(node: Node, broker: RabbitmqBroker, queue_type: str) -> None:
     name = await node.queue(type=queue_type)
     await broker.publish(name, numbered(6))

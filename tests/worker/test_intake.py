@@ -24,8 +24,8 @@ from idemconsumer.ports.observer import NullObserver, Point
 from idemconsumer.ports.store import Claim, JoinedStore
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.readings import PostgresReading
-from idemconsumer.worker.in_hand import Outage
 from idemconsumer.worker.intake import Intake, Read
+from idemconsumer.worker.outage import Outage
 from tests.support.inside import draining, lanes_if_any
 from tests.support.points import Killed
 from tests.support.workers import SCHEMA, Bench, Item, body, note

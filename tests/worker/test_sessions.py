@@ -37,14 +37,14 @@ class ShortLived(Lasting):
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The failures that each pause is made for. The pauses themselves take no time."""
+    """The failures that each pause is made for, negative where its session counts. They take no time."""
     made: list[int] = []
 
-    async def none(ended: asyncio.Event, failures: int, longest: float = 0) -> None:
-        made.append(failures)
-        await asyncio.sleep(0)
+    def none(failures: int, *, counted: bool, jitter: float) -> float:
+        made.append(-failures if counted else failures)
+        return 0.0
 
-    monkeypatch.setattr(feed, "pause", none)
+    monkeypatch.setattr(feed, "session_pause", none)
     return made
 
 
@@ -98,8 +98,29 @@ async def test_a_session_that_got_something_done_is_followed_soon(
     async with bench.running(app()) as running:
         await running.until(lambda: len(pauses) >= 5)
     assert bench.effects() == ["one"]
-    assert pauses[:5] == [1, 2, 3, 1, 1]
+    assert pauses[:5] == [1, 2, 3, 0, 1]
     assert times(logged, "broker session lost, reconnecting") >= 2, "after one that worked it is news again"
+
+
+async def test_a_session_that_has_stood_for_long_is_followed_soon(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, pauses: list[int]
+) -> None:
+    """As that of a queue in which nothing arrives, whose connection is lost once a day."""
+    monkeypatch.setattr(feed, "LONGEST", 0.0)
+    connected(bench, monkeypatch, memory=ShortLived())
+    async with bench.running(app()) as running:
+        await running.until(lambda: len(pauses) >= 5)
+    assert pauses[:5] == [0, 0, 0, 0, 0]
+
+
+async def test_sessions_whose_ends_count_are_opened_more_rarely_still(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, pauses: list[int]
+) -> None:
+    monkeypatch.setattr(Short, "losses_count", True)
+    connected(bench, monkeypatch, memory=ShortLived())
+    async with bench.running(app()) as running:
+        await running.until(lambda: len(pauses) >= 3)
+    assert pauses[:3] == [-1, -2, -3]
 
 
 async def test_what_was_revoked_is_not_decoded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,29 +178,14 @@ async def test_what_is_held_for_its_next_attempt_is_given_up_with_its_session(
     assert runs == ["first", "first", "behind"]
 
 
-async def test_pauses_double_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed: list[float] = []
-
-    def over_at_once(seconds: float) -> asyncio.Timeout:
-        allowed.append(seconds)
-        return asyncio.Timeout(0)
-
-    monkeypatch.setattr(asyncio, "timeout", over_at_once)
-    monkeypatch.setattr("random.uniform", lambda low, high: high)
-    for failures in (1, 2, 3, 50):
-        await feed.pause(asyncio.Event(), failures, longest=7.0)
-    assert allowed == [0.2, 0.4, 0.8, 7.0]
-
-
 async def test_a_drain_does_not_wait_for_the_next_session(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    broker, pausing, real = ShortLived(), asyncio.Event(), feed.pause
+    broker, pausing = ShortLived(), asyncio.Event()
 
-    async def endless(ended: asyncio.Event, failures: int, longest: float = 0) -> None:
-        monkeypatch.setattr("random.uniform", lambda low, high: 10.0 * PATIENCE)
+    def endless(failures: int, *, counted: bool, jitter: float) -> float:
         pausing.set()
-        await real(ended, 10, 10.0 * PATIENCE)
+        return 10.0 * PATIENCE
 
-    monkeypatch.setattr(feed, "pause", endless)
+    monkeypatch.setattr(feed, "session_pause", endless)
     connected(bench, monkeypatch, memory=broker)
     async with bench.running(app()) as running:
         await pausing.wait()

@@ -76,6 +76,8 @@ class KafkaSession:
     duplicate.
     """
 
+    losses_count = False
+
     def __init__(
         self,
         consumer: AIOKafkaConsumer,

@@ -59,6 +59,7 @@ class RabbitmqSession:
         self._outstanding = Outstanding(bounds, f"rabbitmq:{queue}")
         self._backlog = Backlog()
         self._epoch = Epoch(returns_count=True)
+        self.losses_count = False  # until a delivery says how often it was delivered before: a quorum queue counts
         self._tags = AckTags()
         self._arrived: deque[Delivery] = deque()
         self._wake = asyncio.Event()
@@ -204,6 +205,7 @@ class RabbitmqSession:
         if self._ended is None and (self._epoch.returns_count or not self._stopped):
             self._consumers.serves(arrival.consumer_tag)
             delivery = delivery_of(arrival, self._queue, self._epoch)
+            self.losses_count |= arrival.redelivered and _counted(arrival) > 0
             self._outstanding.arrived(delivery.handle, delivery.message)
             self._backlog.newest = delivery.message.timestamp
             self._arrived.append(delivery)
@@ -248,8 +250,7 @@ def delivery_of(arrival: Arrival, queue: str, epoch: Epoch) -> Delivery:
     """
     carried = arrival.properties
     raw = carried.get("headers") or {}
-    returned = raw.get("x-delivery-count")
-    returned = returned if isinstance(returned, int) else 0
+    returned = _counted(arrival)
     count = 1 + max(returned, 1) if arrival.redelivered else 1
     message_id = carried.get("message_id")
     properties: dict[str, str | int] = {"routing_key": arrival.routing_key, "exchange": arrival.exchange}
@@ -274,6 +275,12 @@ def delivery_of(arrival: Arrival, queue: str, epoch: Epoch) -> Delivery:
         take_over=count > TAKE_OVER_AFTER,
         anonymous=True,
     )
+
+
+def _counted(arrival: Arrival) -> int:
+    """How many deliveries of it a queue has counted."""
+    returned = (arrival.properties.get("headers") or {}).get("x-delivery-count")
+    return returned if isinstance(returned, int) else 0
 
 
 def _text(value: object) -> str | bytes:

@@ -46,6 +46,8 @@ class SqsSession:
     a deletion that stays throttled.
     """
 
+    losses_count = False  # what was received comes again when its time is over, however soon somebody asks
+
     def __init__(self, link: Link, client: Client, queue: Queue, bounds: Bounds) -> None:
         self._link = link
         self._client = client

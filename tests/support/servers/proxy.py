@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import struct
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class Proxy:
     def __init__(self, target_port: int, host: str = "127.0.0.1") -> None:
         self.port = free_port()
         self._host = host
-        self._target_port = target_port
+        self.lead_to(target_port)
         self._server: asyncio.Server | None = None
         self._pairs: set[_Pair] = set()
         self._trap: Trap | None = None
@@ -81,9 +82,9 @@ class Proxy:
         if self._server is None:
             self._server = await asyncio.start_server(self._accept, self._host, self.port)
 
-    def lead_to(self, target_port: int) -> None:
-        """Where new connections go; the others stay where they are."""
-        self._target_port = target_port
+    def lead_to(self, *target_ports: int) -> None:
+        """Where new connections go, in turn; the others stay where they are."""
+        self._targets = itertools.cycle(target_ports)
 
     def freeze(self, *, answers_only: bool = False) -> None:
         """Freeze all connections; new ones are accepted and as silent until `thaw()`. `answers_only`: the server still
@@ -121,7 +122,7 @@ class Proxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            upstream = await asyncio.open_connection("127.0.0.1", self._target_port)
+            upstream = await asyncio.open_connection("127.0.0.1", next(self._targets))
         except OSError:
             _reset(writer)
             return

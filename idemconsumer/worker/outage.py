@@ -1,0 +1,49 @@
+"""What a worker needs is away: it is tried again until it works."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+
+from idemconsumer.logs import log
+from idemconsumer.rules.session_pause import session_pause
+
+
+class Outage:
+    """The database is down (R8): logged once, and waited for by all that need it. They try again together, within two
+    seconds at most, and at once when one of them has reached it."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._until = 0.0
+        self._over = asyncio.Event()
+
+    async def wait(self, error: Exception, ended: asyncio.Event | None = None) -> None:
+        """`ended` cuts it short, too."""
+        now = asyncio.get_running_loop().time()
+        if not self._failures:
+            log.error("store unreachable, waiting", error=str(error))
+        if now >= self._until:  # else somebody has failed just before, for the same reason
+            self._failures += 1
+            self._over.clear()
+            self._until = now + session_pause(self._failures, counted=False, jitter=random.random())
+        await within(self._until - now, ended or self._over)
+
+    @property
+    def lasts(self) -> bool:
+        return self._failures > 0
+
+    def over(self) -> None:
+        if self._failures:
+            self._failures, self._until = 0, 0.0
+            self._over.set()
+            log.info("store reachable again")
+
+
+async def within(seconds: float, event: asyncio.Event) -> bool:
+    """Wait for so long at most. Whether it was set by then."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
