@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from idemconsumer.message.replies import MESSAGE_ID
 from idemconsumer.ports.broker import Broker, Outgoing
 from idemconsumer.ports.observer import Point
 from idemconsumer.redaction import error_text
+from idemconsumer.rules.session_pause import SOON
 from idemconsumer.rules.verdicts import backoff
 from idemconsumer.stores.pool import Pool
 
@@ -114,25 +116,26 @@ class Forwarder:
         """Until it is stopped or cancelled. An outage, of the destination too, only delays it."""
         while not (self._stopped and self._failures):
             self._woken.clear()
-            last = self._stopped
+            last, longest = self._stopped, math.inf
             try:
                 while (sent := await self._some()) > 0:
                     self._worked()
                     if sent < _TOGETHER:
                         break
             except StoreUnavailable:
-                pass  # said by the lanes
+                longest = SOON  # said by the lanes
             except Exception as error:  # noqa: BLE001 - nobody would notice letters that are forwarded no more
                 self._failed(error)
             if last:
                 return
-            await self._pause()
+            await self._pause(longest)
 
-    async def _pause(self) -> None:
+    async def _pause(self, longest: float) -> None:
         """Until this process has written a letter, or others may have left one. While nothing can be sent a new letter
         is no reason to try sooner."""
         failures = self._failures
         seconds = backoff(failures, first=1.0, factor=2.0, cap=_LONGEST, jitter=0.0) if failures else _SWEEP
+        seconds = min(longest, seconds)
         try:
             async with asyncio.timeout(seconds * random.uniform(0.75, 1.0)):
                 await self._woken.wait()

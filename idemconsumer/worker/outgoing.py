@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,9 +18,11 @@ from idemconsumer.ports.broker import BEHIND, Outgoing, Relaying, Unsent
 from idemconsumer.ports.observer import Point
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.outbox import holdable, next_look, next_try, together
+from idemconsumer.rules.session_pause import SOON
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import Queries
 from idemconsumer.stores.literals import clean
+from idemconsumer.worker.outage import within
 from idemconsumer.worker.relay_connections import Connection, Connections
 
 MOST: Final = 2_000  # messages in one transaction
@@ -90,16 +92,17 @@ class Lane:
     async def run(self) -> None:
         """Until nothing has come for a while, or it is stopped or cancelled. An outage only delays it (X6)."""
         while True:
+            longest = math.inf
             try:
                 await self._drain()
                 await self._connections.close_idle()
                 return
             except StoreUnavailable:
-                pass  # said by the lanes of handlers
+                longest = SOON  # said by the lanes of handlers
             except Exception as error:  # noqa: BLE001 - nobody would notice what is relayed no more
                 self._say(error)
             self._failures += 1
-            if await _within(next_look(self._failures, random.random()), self._leaving):
+            if await within(min(longest, next_look(self._failures, random.random())), self._leaving):
                 return
 
     async def _drain(self) -> None:
@@ -112,8 +115,8 @@ class Lane:
             if self._leaving.is_set():
                 return
             if sent is None:  # who relays hears of what comes, too
-                await _within(_ELSEWHERE, self._leaving)
-            if not await _within(_LINGER, self._woken):
+                await within(_ELSEWHERE, self._leaving)
+            if not await within(_LINGER, self._woken):
                 return
 
     async def _round(self, connection: Connection) -> int | None:
@@ -219,11 +222,3 @@ class Lane:
 
 def _of_an_outage(answer: Unsent | None) -> bool:
     return answer is not None and answer is not BEHIND and not answer.final
-
-
-async def _within(seconds: float, event: asyncio.Event) -> bool:
-    """Whether it was set by then."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    return event.is_set()

@@ -1,0 +1,74 @@
+"""What leaves for other brokers goes on within two seconds of the database's return, however long it was away (D27)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.observe.counts import Counts
+from idemconsumer.rules.session_pause import SOON
+from idemconsumer.sql.queries import load
+from idemconsumer.worker import outgoing
+from idemconsumer.worker.forwarding import Forwarder
+from idemconsumer.worker.outgoing import Lane
+
+FAILURES = 12  # in a row
+
+
+class Away:
+    """The database: as connections that a relay asks for, and as a pool."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[Any]:
+        raise self.error
+        yield
+
+    async def alone(self, *_: Any) -> list[tuple[Any, ...]]:
+        raise self.error
+
+
+@pytest.fixture(params=[StoreUnavailable, ValueError])
+def error(request: pytest.FixtureRequest) -> Exception:
+    made: Exception = request.param("it is away")
+    return made
+
+
+async def test_a_relay_looks_again_soon_unless_it_is_its_broker_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    pauses: list[float] = []
+
+    async def within(seconds: float, event: asyncio.Event) -> bool:
+        pauses.append(seconds)
+        return len(pauses) == FAILURES
+
+    monkeypatch.setattr(outgoing, "within", within)
+    gone: Any = Away(error)
+    await Lane("kafka:t", gone, gone, load("idemconsumer"), Counts(), lambda *_: None).run()
+    assert (max(pauses) <= SOON) == isinstance(error, StoreUnavailable)
+
+
+async def test_a_forwarder_looks_again_soon_unless_it_is_its_destination_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    pauses: list[float] = []
+
+    def timeout(seconds: float) -> asyncio.Timeout:
+        pauses.append(seconds)
+        if len(pauses) == FAILURES:
+            forwarder.stop()
+        return asyncio.Timeout(0)
+
+    monkeypatch.setattr("asyncio.timeout", timeout)
+    gone: Any = Away(error)
+    forwarder = Forwarder(gone, "app", ["handle"], "kafka:t", gone, lambda *_: None)
+    await forwarder.run()
+    assert (max(pauses) <= SOON) == isinstance(error, StoreUnavailable)
