@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -45,6 +46,8 @@ _SAGA: Final = "saga:"  # the payload of who has made a saga due that waited (L4
 _OUTBOX: Final = "outbox:"  # before a destination (X8); by itself, as if it were a queue, in looks
 _CONTROL: Final = "control:"  # and of who has decided about handlers or workers (O13)
 _LARGEST: Final = 1 << 30  # bytes of a value in Postgres
+_TOKENS: Final = 1 << 42  # of one taker: at 10,000 messages a second, in fourteen years
+_FRONT: Final = 10_000  # messages of a queue, among which all are that somebody has in hand
 _DUE_AT_ONCE: Final = 200  # messages of a queue that one statement moves over
 
 
@@ -254,6 +257,8 @@ class PostgresSession:
         self._most_of_body = min(bounds.max_message_bytes, _LARGEST)
         self._queues = {name: _Queue(Outstanding(bounds, f"postgres:{name}")) for name in names}
         self._in_hand = RowsInHand()
+        self._taker = secrets.randbits(21) * _TOKENS  # where its tokens begin
+        self._asked: list[str] = []  # the queues of a take whose answer has not come
         self._ready = set(names)
         self._falling: dict[str, float] = {}  # when something of a queue falls due
         self._fallen = set(names)  # of these something may be due that is in no queue yet
@@ -315,7 +320,9 @@ class PostgresSession:
         self._ready -= rooms.keys()  # before the statement: what is announced from now on may not be seen by it
         room = max(1, min(self._queues[name].outstanding.bytes_left for name in rooms))
         limits = {"names": list(rooms), "limits": list(rooms.values()), "bytes": room, "most": self._most_of_body}
-        rows = await self._do("take", {**limits, "visibility": VISIBILITY})
+        self._asked = list(rooms)
+        rows = await self._do("take", {**limits, "visibility": VISIBILITY, "taker": self._taker})
+        self._asked = []
         if rows:
             self._ready |= rooms.keys()
         if rows and self._stopped:  # a drain began meanwhile
@@ -420,14 +427,17 @@ class PostgresSession:
         self._in_hand.said(query, rows)
 
     @property
-    def owed(self) -> dict[str, set[Row]]:
-        """What it could not say any more of what it had taken, once it is over."""
-        return self._in_hand.owed(lambda queue: self._queues[queue].epoch.at_rest)
+    def owed(self) -> list[tuple[str, dict[str, Any]]]:
+        """What it could not say any more of what it had taken, once it is over: queries, and their parameters."""
+        seen = self._in_hand.owed(lambda queue: self._queues[queue].epoch.at_rest)
+        unseen = {"names": self._asked, "taker": self._taker, "tokens": _TOKENS - 1, "front": _FRONT}
+        owed = [(query, handles(rows)) for query, rows in seen.items()]
+        return [*owed, ("give_back_unseen", unseen)] if self._asked else owed
 
-    async def pay(self, owed: Mapping[str, Iterable[Row]]) -> None:
+    async def pay(self, owed: Sequence[tuple[str, dict[str, Any]]]) -> None:
         """What a lost session owed: others have it at once (P8). Raises SessionEnded."""
-        for query, rows in owed.items():
-            await self._do(query, handles(rows))
+        for query, params in owed:
+            await self._do(query, params)
 
     async def idle(self) -> bool:
         """What is not due yet is not waited for."""

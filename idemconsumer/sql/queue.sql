@@ -67,7 +67,7 @@ with {messages} select name, seconds from messages
 
 -- name: take
 -- The next visible messages; those that others are taking are passed over (P2). Each delivery has a token of its own,
--- so that settling an expired delivery has no effect (P1).
+-- so that settling an expired delivery has no effect (P1), and which begins with the number of its taker (P8).
 -- The first one in any case, and as many as begin within so many bytes (D8). Of each queue up to its limit. Of a body that
 -- nobody will take, only the beginning (`most`), and what the whole is.
 with visible as materialized (
@@ -81,7 +81,7 @@ with visible as materialized (
     where before < %(bytes)s
 )
 update {schema}.queue as q
-set deliveries = q.deliveries + 1, token = nextval('{schema}.queue_token'),
+set deliveries = q.deliveries + 1, token = %(taker)s::bigint + nextval('{schema}.queue_token'),
     visible_at = clock_timestamp() + make_interval(secs => %(visibility)s)
 from next where q.id = next.id
 returning q.id, q.name, q.token, q.deliveries, q.message_id,
@@ -100,6 +100,15 @@ delete from {schema}.queue where id = any(%(ids)s) and token = any(%(delivery_to
 -- Never started: visible again at once, as if it had not been delivered (P4).
 update {schema}.queue set visible_at = clock_timestamp(), deliveries = greatest(deliveries - 1, 0), token = null
 where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
+
+-- name: give_back_unseen
+-- What a taker took whose answer it has not got (P8). It was at the front of its queue, among what others have in hand.
+update {schema}.queue set visible_at = clock_timestamp(), deliveries = greatest(deliveries - 1, 0), token = null
+where token between %(taker)s::bigint and %(taker)s::bigint + %(tokens)s::bigint and id = any(array(
+    select q.id from unnest(%(names)s::text[]) as w (name) cross join lateral (
+        select id from {schema}.queue where name = w.name order by id limit %(front)s
+    ) as q
+))
 
 -- name: let_go
 -- Begun, perhaps, and not ended: visible again at once, and delivered once more (P8).

@@ -384,6 +384,26 @@ async def test_a_settlement_that_was_lost_with_its_session_is_made_by_the_next_o
     assert ledger.run(rows) == [("2", 0, True)]
 
 
+async def test_what_a_session_took_without_hearing_of_it_is_there_too(
+    broker: PostgresBroker, cut_off: PostgresBroker, opened: Opens, proxy: Proxy, ledger: Ledger
+) -> None:
+    """And what others have in hand stays theirs."""
+    await publish(broker, b"1", b"2")
+    other = await opened()
+    async with asyncio.timeout(PATIENCE):
+        assert len(await taken(other)) == 2
+    await publish(broker, b"3")
+    session = await emails_of(cut_off)
+    proxy.cut_at(b"queue_token", mode="after", answer=b"")
+    with pytest.raises(SessionEnded):
+        await taken(session)
+    await session.close()
+    rows = "select convert_from(body, 'UTF8'), deliveries, visible_at <= clock_timestamp() from idemconsumer.queue"
+    assert sorted(ledger.run(rows)) == [("1", 1, False), ("2", 1, False), ("3", 1, False)]
+    await (await emails_of(cut_off)).close()
+    assert sorted(ledger.run(rows)) == [("1", 1, False), ("2", 1, False), ("3", 0, True)]
+
+
 async def test_what_cannot_be_given_back_either_is_given_back_later(
     broker: PostgresBroker, cut_off: PostgresBroker, opened: Opens, proxy: Proxy
 ) -> None:

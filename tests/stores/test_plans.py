@@ -52,12 +52,13 @@ def params(name: str) -> Mapping[str, Any]:
         "claim": {**many, **claims, "state": 3},
         "store_results": {**many, **results},
         "forget_attempts": many,
-        "take": {"names": ["q"], "limits": [10], "bytes": 1_000_000, "most": 1_000_000, "visibility": 10.0},
+        "take": {"names": ["q"], "limits": [10], "bytes": 1_000_000, "most": 1_000_000, "visibility": 10.0, "taker": 1},
         "fall_due": {"names": ["q", "~a/h"], "limit": 200},
         "waiting": {"names": ["q", "~a/h"]},
         "extend": {**deliveries, "visibility": 10.0},
         "finish": deliveries,
         "give_back": deliveries,
+        "give_back_unseen": {"names": ["q"], "taker": 1, "tokens": 10, "front": 100},
         "own_sagas": saga,
         "look_for_sagas": {**taking, "ahead": 5.0, "queues": ["q", "~a/h"]},
         "look_for_sagas_alone": {**taking, "ahead": 5.0},
@@ -136,7 +137,8 @@ select idemconsumer.seal('t');
 
 EXPLAINED = [
     *HOT, "open", "seal", "claim", "store_results", "forget_attempts", "take", "fall_due", "waiting", "extend",
-    "look_for_messages", "finish", "give_back", "own_sagas", "look_for_sagas", "look_for_sagas_alone", "take_sagas",
+    "look_for_messages", "finish", "give_back", "give_back_unseen",
+    "own_sagas", "look_for_sagas", "look_for_sagas_alone", "take_sagas",
     "take_saga", "left_to_others", "leave_saga", "await_saga", "retake_saga", "steps", "begin_step", "finish_step",
     "fence", "fence_whole", "open_intents",
 ]  # fmt: skip
