@@ -181,6 +181,21 @@ async def test_a_lost_listener_is_replaced_and_what_it_missed_is_looked_for(
     assert [delivery.message.body for delivery in await fetching] == [b"announced"]
 
 
+async def test_a_listener_that_cannot_be_had_yet_keeps_no_session_from_opening(ledger: Ledger) -> None:
+    """After a cut the two connections may reach two servers."""
+    async with Proxy(int(str(conninfo_to_dict(ledger.dsn)["port"]))) as proxy:
+        proxy.cut()
+        listened = make_conninfo(ledger.dsn, host="127.0.0.1", port=proxy.port)
+        broker = PostgresBroker(Settings(dsn=ledger.dsn, listen_dsn=listened))
+        session = await emails_of(broker)
+        await publish(broker, b"1")
+        assert len(await taken(session)) == 1
+        assert listening_connection(session) is None
+        await proxy.restore()
+        await until(lambda: listening_connection(session) is not None)
+        await session.close()
+
+
 async def test_a_listener_that_is_silent_is_replaced(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, looks_once: None
 ) -> None:
