@@ -88,12 +88,12 @@ create table {schema}.delivery_log (
     outcomes   text not null,
     attempts   integer[] not null,
     ended      integer[] not null,
-    arrived    integer[] not null
+    arrived    integer[] not null,
+    id         bigint generated always as identity,
+    primary key (until, id)
 ) with (toast_tuple_target = 8160);
 
 alter table {schema}.delivery_log alter column keys set storage plain;
-
-create index delivery_log_until on {schema}.delivery_log (until);
 
 comment on table {schema}.delivery_log is
     'What became of deliveries, for people who ask about a key (O22). One row for those of a handler that were written '

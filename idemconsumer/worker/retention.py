@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -28,11 +28,11 @@ from idemconsumer.sql.queries import Queries, load
 # About 4,000 records, near 0.05 s if all have results to delete. A new claim of such a key may have to wait that long.
 _BLOCKS = 64
 _REST = 2.0  # times as long as each range took: a third of a connection, so that workers keep their rate
-# What goes in one transaction: letters of a handler, rows of the delivery log.
+# How many go in one transaction: letters of a handler, rows of the delivery log.
 _LIMITS = {"empty_letters": 500, "prune_letters": 500, "prune_deliveries": 5_000}
 _AFTERWARDS = (
     "prune_attempts", "prune_signals", "prune_requests", "prune_schedules", "prune_processes",
-    "retire_scopes", "prune_scopes", "end_pass",
+    "retire_scopes", "prune_scopes",
 )  # fmt: skip
 _LEASE = 20.0  # seconds: above what one transaction takes, which waits 10 s for a lock
 _PATIENCE = 600.0  # seconds: one statement reads a whole table, and nothing waits for this but the next pass
@@ -57,25 +57,38 @@ async def prune_once(
     schema, or no pass is due. Each range of blocks is one short transaction, so a cancellation leaves whole ranges
     done; a crash of the server may undo the last ones (R29). `progress` is called with the number of ranges done and
     of all.
-    Raises psycopg.Error.
+    Raises psycopg.Error; if that is of one statement, once all others are done (R42).
     """
-    async with await _connect(dsn) as connection:
-        connection.patience = _PATIENCE
-        this = _Pass(connection, load(schema), every)
-        if dry_run:
+    if dry_run:
+        async with await _connect(dsn) as connection:
+            connection.patience = _PATIENCE
+            this = _Pass(connection, load(schema), every)
             async for low in this.ranges(progress):
                 this.records += await this.number("prunable", **_between(low))
             return this.records
+    pruned, failed = await _prune(dsn, schema, every, progress)
+    if failed is not None:
+        raise failed
+    return pruned
+
+
+async def _prune(
+    dsn: str, schema: str, every: float | None, progress: Progress | None = None
+) -> tuple[int | None, psycopg.Error | None]:
+    """As `prune_once`, and the first error of a statement that failed beside others."""
+    async with await _connect(dsn) as connection:
+        connection.patience = _PATIENCE
+        this = _Pass(connection, load(schema), every)
         try:
             if not await this.begin():
-                return None
+                return None, None
             await this.run(progress)
         except _TakenOver:
             log.warning("pruning was taken over by another process", records=this.records)
         except BaseException:
             await this.leave()
             raise
-        return this.records
+        return this.records, this.failed
 
 
 class _Pass:
@@ -83,6 +96,7 @@ class _Pass:
 
     def __init__(self, connection: AnsweringConnection[Any], queries: Queries, every: float | None) -> None:
         self.records = 0
+        self.failed: psycopg.Error | None = None
         self._connection = connection
         self._queries = queries
         self._every = every
@@ -98,18 +112,22 @@ class _Pass:
         """Raises _TakenOver, with whole ranges done."""
         async for low in self.ranges(progress):
             began = time.monotonic()
-            async with self._turn():
+            async with self._part():
                 await self._connection.execute(self._queries["in_a_range"])
                 self.records += await self.number("prune_range", low=low, **_between(low))
             if self._every is not None:
                 await asyncio.sleep(_REST * (time.monotonic() - began))
-        more = True
-        while more:
-            async with self._turn():
-                more = any([await self.number(each, limit=limit) >= limit for each, limit in _LIMITS.items()])
+        for each, limit in _LIMITS.items():
+            more = True
+            while more:
+                more = False
+                async with self._part():
+                    more = await self.number(each, limit=limit) >= limit
+        for each in _AFTERWARDS:
+            async with self._part():
+                await self._changed(each)
         async with self._turn():
-            for statement in _AFTERWARDS:
-                await self._changed(statement)
+            await self._changed("end_pass")
 
     async def leave(self) -> None:
         """A pass that is cut off is nobody's, if the server still hears it; else it ends with its lease."""
@@ -138,6 +156,19 @@ class _Pass:
         return await self._connection.execute(self._queries[statement], self._params | params)
 
     @asynccontextmanager
+    async def _part(self) -> AsyncIterator[None]:
+        """A transaction of its own: that it fails keeps nothing else from being pruned (R42)."""
+        held = False
+        try:
+            async with self._turn():
+                held = True
+                yield
+        except psycopg.Error as error:
+            if self._connection.closed or not held:
+                raise
+            self.failed = self.failed or error
+
+    @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         async with self._connection.transaction():
             if not await self._changed("hold_pass"):
@@ -163,29 +194,41 @@ class Retention:
         self._every = every
         self._handlers = handlers
         self.pruned = 0
+        self._kept = not handlers
 
     async def run(self) -> None:
         """Run until cancelled. Raises nothing but the cancellation."""
-        failing, said = False, not self._handlers
+        failing = False
         while True:
-            started = time.monotonic()
-            try:
-                if not said:
-                    await keep_letters(self._dsn, self._schema, self._handlers)
-                    said = True
-                pruned = await prune_once(self._dsn, self._schema, every=self._every)
-            except (psycopg.Error, OSError) as error:
-                if not failing:
-                    log.warning("pruning failed, will retry", error=error_text(error), every=self._every)
-                failing = True
-            else:
-                if failing:
-                    log.info("pruning works again")
-                failing = False
-                if pruned:
-                    self.pruned += pruned
-                    log.info("pruned", records=pruned, seconds=round(time.monotonic() - started, 3))
+            errors = [error for act in (self._keep, self._prune) if (error := await _error_of(act())) is not None]
+            if errors and not failing:
+                log.warning("pruning failed, will retry", error=error_text(errors[0]), every=self._every)
+            if failing and not errors:
+                log.info("pruning works again")
+            failing = bool(errors)
             await asyncio.sleep(self._every)
+
+    async def _keep(self) -> None:
+        if not self._kept:
+            await keep_letters(self._dsn, self._schema, self._handlers)
+            self._kept = True
+
+    async def _prune(self) -> None:
+        started = time.monotonic()
+        pruned, failed = await _prune(self._dsn, self._schema, self._every)
+        if pruned:
+            self.pruned += pruned
+            log.info("pruned", records=pruned, seconds=round(time.monotonic() - started, 3))
+        if failed is not None:
+            raise failed
+
+
+async def _error_of(act: Awaitable[None]) -> Exception | None:
+    try:
+        await act
+    except (psycopg.Error, OSError) as error:
+        return error
+    return None
 
 
 async def keep_letters(dsn: str, schema: str, handlers: Sequence[BoundHandler]) -> None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 import psycopg
 import pytest
 
+from idemconsumer.handlers.decorator import idempotent_handler
 from idemconsumer.sql.queries import load
 from idemconsumer.worker import retention as upkeep
 from idemconsumer.worker.retention import Retention, prune_once
@@ -308,14 +309,14 @@ async def test_upkeep_says_once_that_it_fails_and_goes_on_when_it_can(
     runs = 0
     working = asyncio.Event()
 
-    async def prune(dsn: str, schema: str, *, every: float) -> int:
+    async def prune(dsn: str, schema: str, every: float) -> tuple[int, None]:
         nonlocal runs
         runs += 1
         if runs < 4:
             raise psycopg.OperationalError("server closed the connection")
         if runs > 5:
             working.set()
-        return 0
+        return 0, None
 
     class Log:
         def warning(self, event: str, **fields: object) -> None:
@@ -323,7 +324,7 @@ async def test_upkeep_says_once_that_it_fails_and_goes_on_when_it_can(
 
         info = warning
 
-    monkeypatch.setattr(upkeep, "prune_once", prune)
+    monkeypatch.setattr(upkeep, "_prune", prune)
     monkeypatch.setattr(upkeep, "log", Log())
     task = asyncio.create_task(Retention(store, SCHEMA, 0.001).run())
     async with asyncio.timeout(PATIENCE):
@@ -333,3 +334,17 @@ async def test_upkeep_says_once_that_it_fails_and_goes_on_when_it_can(
         await task
 
     assert said == ["pruning failed, will retry", "pruning works again"]
+
+
+async def test_records_are_pruned_though_nothing_can_be_noted_of_letters(store: str) -> None:
+    """R42"""
+
+    @idempotent_handler("memory:q", key="id", retain_dead="1d")
+    async def take(item: dict[str, str]) -> None: ...
+
+    insert(store, "completed")
+    do(store, "alter table idemconsumer.dead_retention rename to away")
+    task = asyncio.create_task(Retention(store, SCHEMA, 60.0, [take.plan.bind("shop")]).run())
+    await until(lambda: left(store) == [])
+    task.cancel()
+    await asyncio.wait([task])
