@@ -186,9 +186,10 @@ class PostgresBroker:
                 await _insert(connection, self._schema, name, messages)
                 await OwnCursor(connection).execute("COMMIT")
         except psycopg.Error as error:
-            if (cause := misconfigured(error, self._schema)) is not None:
+            cause = misconfigured(error, self._schema)
+            if isinstance(cause, ConfigurationError):
                 raise cause from error
-            raise BrokerUnavailable(f"postgres:{name}: could not publish: {error_text(error)}") from error
+            raise BrokerUnavailable(f"postgres:{name}: could not publish: {error_text(cause or error)}") from error
 
     async def check_destination(self, name: str) -> None:
         """Any name can be published to."""

@@ -13,18 +13,19 @@ values (%(app)s, %(host)s, %(pid)s, %(place)s, %(version)s, %(state)s, %(handler
 returning id, false, {decided}
 
 -- name: refresh_process
--- O13. One that was away for long is put on record again.
+-- O13. One that was away for long is put on record again, under a new number: a database that was set back is about to give the
+-- old one to another worker (R43).
 with seen as (
     update {schema}.process set seen_at = clock_timestamp(), state = %(state)s, handlers = %(handlers)s::jsonb
-    where id = %(id)s returning drain_at
+    where id = %(id)s returning id, drain_at
 ), again as (
-    insert into {schema}.process (id, app, host, pid, place, version, state, handlers, started_at, seen_at)
-    select %(id)s, %(app)s, %(host)s, %(pid)s, %(place)s, %(version)s, %(state)s, %(handlers)s::jsonb, statement_timestamp(),
+    insert into {schema}.process (app, host, pid, place, version, state, handlers, started_at, seen_at)
+    select %(app)s, %(host)s, %(pid)s, %(place)s, %(version)s, %(state)s, %(handlers)s::jsonb, statement_timestamp(),
         statement_timestamp()
     where not exists (select from seen)
-    on conflict (id) do nothing
+    returning id
 )
-select %(id)s::bigint, exists (select from seen where drain_at is not null), {decided}
+select coalesce((select id from seen), (select id from again)), exists (select from seen where drain_at is not null), {decided}
 
 -- name: forget_process
 delete from {schema}.process where id = %(id)s

@@ -33,7 +33,13 @@ _SECTION: Final = re.compile(r"^-- (name|fragment): (\w+)$", re.MULTILINE)
 _COMMENT: Final = re.compile(r"^--.*\n?", re.MULTILINE)
 _ARRAYS: Final = re.compile(rb"\bunnest\((.*?)\)(?=\s+as w \()", re.DOTALL)
 
+# Tables of ours whose numbers a sequence gives, and which a row may have had before.
+NUMBERED: Final = (
+    *("scope", "queue", "delayed", "dead_letter", "redrive", "outbox", "worker", "history", "signal", "process"),
+    *("audit", "delivery_log"),
+)
 _CHECKS_READ_WRITE: Final = "call_bool_check_hook"  # in the server; its text may be in any language
+_UNIQUE: Final = "23505"
 _MAX_IDENTIFIER_BYTES = 63  # NAMEDATALEN - 1: Postgres cuts longer names silently
 
 Queries = dict[str, bytes]
@@ -82,9 +88,12 @@ def _state(name: str, number: int) -> sql.SQL:
     return sql.SQL(f"{number} /* {name.lower().replace('_', ' ')} */")
 
 
-def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | None:
-    """What to raise when a statement of ours finds no table, column or function of ours, or this role may not use them;
-    None for any other error. The server does not say whether the schema is missing, or is that of an older version."""
+def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | StoreUnavailable | None:
+    """What to raise when a statement of ours finds no table, column or function of ours, this role may not use them, or
+    a sequence is `behind`; None for any other error. The server does not say whether the schema is missing, or is that
+    of an older version."""
+    if (cause := behind(error, schema)) is not None:
+        return cause
     if isinstance(
         error,
         psycopg.errors.UndefinedTable
@@ -102,6 +111,28 @@ def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | Non
             "`idemconsumer check` lists"
         )
     return None
+
+
+def behind(error: psycopg.Error, schema: str) -> StoreUnavailable | None:
+    """What to raise when a row of ours was given a number that another one has: whoever has sent it, that is the
+    fault of the sequence (R43). None for any other error."""
+    diag = error.diag
+    if error.sqlstate != _UNIQUE or diag.schema_name != schema or diag.constraint_name != f"{diag.table_name}_pkey":
+        return None
+    if (table := diag.table_name) not in NUMBERED:
+        return None
+    return StoreUnavailable(
+        f"the sequence of table {table} gives numbers that rows have already, as after logical replication or a "
+        f"restore of the rows alone; `idemconsumer check` finds all that are behind; run as the schema's owner: "
+        f"{catching_up(schema, str(table))}"
+    )
+
+
+def catching_up(schema: str, table: str) -> str:
+    """The statement after which the table's next row has a number of its own."""
+    name = sql.Identifier(schema, table)
+    of = sql.SQL("SELECT setval(pg_get_serial_sequence({}, 'id'), (SELECT max(id) FROM {}))")
+    return of.format(sql.Literal(name.as_string(None)), name).as_string(None)
 
 
 def takes_no_writes(error: psycopg.Error) -> StoreUnavailable | None:

@@ -69,6 +69,7 @@ _TRIGGERS: Final[dict[str, LiteralString]] = {
     "step": "CREATE CONSTRAINT TRIGGER sealed AFTER INSERT OR UPDATE ON {} DEFERRABLE INITIALLY DEFERRED "
     "FOR EACH ROW EXECUTE FUNCTION {}()",
 }
+_BEHIND: Final = "select of_table, remedy from {}.sequences_behind()"
 _NEEDED: Final = "14 or newer is needed"
 _NAMED: Final = 4  # lacking rights that are named; the statements grant them all
 
@@ -80,11 +81,11 @@ async def check_database(
 ) -> int:
     """Refuse a database that would break the promise (R7); returns how many locks are ours to take.
 
-    It looks at a session that is made as those of a Pool with this `longest_run` and `lease`. Raises StoreUnavailable,
-    or ConfigurationError with what to do: no address, settings that do not hold, too old, a standby, synchronous_commit
-    off, fsync or full_page_writes off, not in UTF-8, not migrated or not wholly, rights that are lacking, tables that
-    are not logged, the guard's trigger missing or disabled; with `require_standby` a COMMIT that waits for no
-    synchronous standby (R22).
+    It looks at a session that is made as those of a Pool with this `longest_run` and `lease`. Raises
+    StoreUnavailable, or ConfigurationError with what to do: no address, settings that do not hold, too old, a
+    standby, synchronous_commit off, fsync or full_page_writes off, not in UTF-8, not migrated or not wholly, rights
+    that are lacking, sequences behind their tables (R43), tables that are not logged, the guard's trigger missing
+    or disabled; with `require_standby` a COMMIT that waits for no synchronous standby (R22).
     """
     check_dsn(dsn)
     check_schema(schema)
@@ -161,6 +162,7 @@ async def _check(connection: Connection, schema: str) -> int:
             f"database: schema {schema!r} takes only versions of idemconsumer that know migration {oldest:04}, and "
             f"this one ends with {newest}; run a newer one"
         )
+    await _refuse_behind(connection, schema)
     for (table,) in await (await connection.execute(_UNLOGGED, places)).fetchall():
         remedy = sql.SQL("ALTER TABLE {} SET LOGGED").format(sql.Identifier(schema, table)).as_string(None)
         raise ConfigurationError(f"database: table {table} is unlogged, so a crash would empty it; run: {remedy}")
@@ -172,3 +174,15 @@ async def _check(connection: Connection, schema: str) -> int:
             f"could commit by itself; run: {sql.SQL(template).format(*identifiers).as_string(None)}"
         )
     return int(locks) // 10
+
+
+async def _refuse_behind(connection: Connection, schema: str) -> None:
+    """R43."""
+    asked = sql.SQL(_BEHIND).format(sql.Identifier(schema))
+    if found := await (await connection.execute(asked)).fetchall():
+        tables = ", ".join(dict.fromkeys(table for table, _ in found))
+        raise ConfigurationError(
+            f"database: sequences are behind the rows of {tables}, as after logical replication or a restore of the "
+            f"rows alone, so new rows would get numbers that others have; run as the schema's owner: "
+            f"{'; '.join(remedy for _, remedy in found)}"
+        )

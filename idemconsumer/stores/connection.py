@@ -43,6 +43,7 @@ class Connection(AnsweringConnection[Any]):
     registered would shadow the next one with its number."""
 
     made = 0.0  # time.monotonic()
+    schema = ""  # ours
     barred = False  # nothing more is sent
     _crashed_beside = False  # the server said that it ends this session because another one has crashed
     changed = False  # a handler may have changed the session: it is reset before anybody else has it (J21)

@@ -74,6 +74,7 @@ class Pool:
         parties: Iterable[str] = (),
     ) -> None:
         self.queries = load(schema)
+        self._schema = schema
         self.require_standby = require_standby
         self.slow_commits = SlowCommits(dsn)
         self.unlogged = Unlogged()
@@ -189,7 +190,7 @@ class Pool:
         except ConfigurationError as error:
             self._refused = error
             raise
-        connection.made = time.monotonic()
+        connection.made, connection.schema = time.monotonic(), self._schema
         self.forget_scopes()  # it may lead to a standby or a backup, which lacks the last of them
 
     async def _answering(self, outside: CancellationWatch) -> Session:

@@ -19,6 +19,7 @@ from idemconsumer.errors import (
     TransactionEnded,
 )
 from idemconsumer.redaction import error_text
+from idemconsumer.sql.queries import behind
 from idemconsumer.stores.connection import Connection
 
 GUARD: Final = "IC001"  # raised by the guard and the seal (migrations/0001)
@@ -34,8 +35,9 @@ _WAITED_FOR_ROW: Final = re.compile(r'[^"\n]*\(\d+,\d+\)')  # the innermost cont
 _PLPGSQL_RAISE: Final = "exec_stmt_raise"  # made by the function (B12); one that a RAISE passes on keeps its source
 # On any statement: the disk is full, or broken. With more, a handler's own mistakes would count as an outage.
 _SERVER_TROUBLE: Final = ("53100", "58030")
-# On our own statements also: resources exhausted, cancelled, read-only or in recovery after a failover, broken.
-_OUR_TROUBLE: Final = ("53", "57", "58", "0A000", "25006")
+# On our own statements also: resources exhausted, cancelled, read-only or in recovery after a failover, broken; what a
+# constraint or trigger of somebody else's says about our tables (R43).
+_OUR_TROUBLE: Final = ("53", "57", "58", "0A000", "25006", "23", "P0001")
 
 # What statements of ours fail with as another role, or with another search_path or statement_timeout.
 _NOT_OURS: Final = ("42", _CANCELLED)
@@ -51,6 +53,8 @@ def translate(connection: Connection, error: psycopg.Error, *, ours: bool = Fals
     if connection.closed:
         return StoreUnavailable(f"the connection to the database broke: {error_text(error)}")
     state = error.sqlstate or ""
+    if (cause := behind(error, connection.schema)) is not None:
+        return cause
     if ours and state == PRUNED:
         return Contention(f"{state}: {error.diag.message_primary}")
     if state in _CONTENTION and error.diag.source_function != _PLPGSQL_RAISE:

@@ -1,19 +1,27 @@
-"""R42: a database that other tools replicate, or that was filled by one."""
+"""R42, R43: a database that other tools replicate, or that was filled by one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from typing import LiteralString
+from typing import Any, LiteralString
 
 import psycopg
 import pytest
 
+from idemconsumer.engine.engine import Engine
+from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.handlers.decorator import Handler, idempotent_handler
+from idemconsumer.ports.handler import Tx
+from idemconsumer.sql.queries import NUMBERED
+from idemconsumer.stores.checks import check_database
+from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.worker.retention import prune_once
-from tests.support.ledger import SCHEMA, Ledger
+from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, works
 from tests.support.servers.made import PrivatePostgres
 from tests.support.servers.postgres import fresh_database
 from tests.support.tuning import tuned
+from tests.support.waiting import until
 
 UNIDENTIFIED: LiteralString = """
 select c.relname from pg_class as c
@@ -101,3 +109,139 @@ async def test_a_range_that_cannot_be_pruned_keeps_no_other(published: Ledger, m
         assert published.run(LEFT) == []
     finally:
         published.run("drop function refuse cascade")
+
+
+# ------------------------------------------------------------------------------------------------------ sequences (R43)
+IDENTITIES: LiteralString = """
+select c.relname from pg_class as c join pg_attribute as a on a.attrelid = c.oid
+where c.relnamespace = 'idemconsumer'::regnamespace and a.attidentity <> '' order by 1
+"""
+COLUMNS: LiteralString = """
+select column_name, data_type from information_schema.columns where table_schema = 'idemconsumer' and table_name = %s
+    and is_nullable = 'NO' and is_identity = 'NO'
+"""
+VALUES = {
+    "text": "'x'",
+    "uuid": "gen_random_uuid()",
+    "bytea": "''",
+    "jsonb": "'[]'",
+    "ARRAY": "'{}'",
+    "interval": "'1 day'",
+    "boolean": "true",
+}
+
+
+def filled(ledger: Ledger, table: str) -> None:
+    """One row, with whatever its columns take."""
+    columns = ledger.run(COLUMNS, [table])
+    names = "".join(f"{name}, " for name, _ in columns)
+    values = "".join(VALUES.get(kind, "now()" if kind.startswith("timestamp") else "1") + ", " for _, kind in columns)
+    ledger.run(f"insert into idemconsumer.{table} ({names} id) overriding system value values ({values} 700)")
+
+
+def remedy_of(refusal: Exception) -> str:
+    return str(refusal).partition("run as the schema's owner: ")[2]
+
+
+def test_each_table_whose_rows_are_numbered_is_known(shared_ledger: Ledger) -> None:
+    assert [table for (table,) in shared_ledger.run(IDENTITIES)] == sorted(NUMBERED)
+
+
+async def test_a_sequence_behind_its_table_is_refused_until_its_remedy_was_run(shared_ledger: Ledger) -> None:
+    for table in NUMBERED:
+        filled(shared_ledger, table)
+    shared_ledger.run(  # numbered from a sequence that stands by itself
+        "begin; select set_config('idemconsumer.open', 't', true); insert into idemconsumer.step"
+        " (key, name, kind, state, has_undo, position, token, started_at)"
+        " values ('k', 's', 1, 2, false, 700, 1, now());"
+        " select idemconsumer.seal('t'); commit"
+    )
+    tables = ", ".join(sorted([*NUMBERED, "step"]))
+    with pytest.raises(ConfigurationError, match=f"sequences are behind the rows of {tables}, as after") as refused:
+        await check_database(shared_ledger.dsn, SCHEMA)
+    shared_ledger.run(remedy_of(refused.value))
+    await check_database(shared_ledger.dsn, SCHEMA)
+
+
+async def test_a_table_that_somebody_has_locked_is_not_waited_for(book: Ledger) -> None:
+    filled(book, "audit")
+    with psycopg.connect(book.dsn) as other:
+        other.execute("lock table idemconsumer.audit, idemconsumer.scope in access exclusive mode")
+        await check_database(book.dsn, SCHEMA)
+
+
+async def test_after_logical_replication_what_is_behind_is_said(published: Ledger) -> None:
+    """As a subscription leaves them: the rows are there, and the sequences stand where they began."""
+    for table in ("scope", "dead_letter", "queue", "audit"):
+        filled(published, table)
+    with fresh_database(published.dsn) as dsn, closing(Ledger(dsn)) as copy:
+        copy.run("truncate idemconsumer.upkeep, idemconsumer.migration")
+        published.run("select pg_create_logical_replication_slot('copy', 'pgoutput')")
+        copy.run(
+            f"create subscription copy connection '{published.dsn}' publication everything"
+            " with (create_slot = false, slot_name = copy)"
+        )
+        try:
+            await until(lambda: copy.run("select 1 from pg_subscription_rel where srsubstate <> 'r'") == [])
+            with pytest.raises(ConfigurationError, match="are behind the rows of audit, dead_letter, queue, scope, as"):
+                await check_database(copy.dsn, SCHEMA)
+        finally:
+            copy.run("alter subscription copy disable")
+            copy.run("alter subscription copy set (slot_name = none)")
+            copy.run("drop subscription copy")
+            published.run(
+                "select pg_terminate_backend(active_pid, 10000) from pg_replication_slots where active_pid is not null"
+            )
+            published.run("select pg_drop_replication_slot('copy')")
+
+
+@idempotent_handler(SOURCE, key="id", max_attempts=1)
+async def _fails(item: dict[str, str]) -> None:
+    raise ValueError
+
+
+@idempotent_handler(SOURCE, key="id")
+async def _publishes(item: dict[str, str], tx: Tx) -> None:
+    await tx.execute("select idemconsumer.publish('q', '{}')")
+
+
+@idempotent_handler(SOURCE, key="id", max_attempts=2, backoff="1d, 1d")
+async def _put_off(item: dict[str, str]) -> None:
+    raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("table", "handler", "kind"),
+    [
+        ("dead_letter", _fails, "dead"),
+        ("scope", _publishes, "applied"),
+        ("queue", _publishes, "applied"),
+        ("delayed", _put_off, "retrying"),
+    ],
+)
+async def test_a_number_that_is_taken_is_nobodys_fault(
+    ledger: Ledger, store: PostgresStore, table: LiteralString, handler: Handler[..., Any], kind: str
+) -> None:
+    """Neither the handler's nor fatal: it is waited for until what is said was run."""
+    engine = Engine(store, watched=True)
+    ledger.run(f"select nextval('idemconsumer.{table}_id_seq')")
+    filled(ledger, table)
+    behind: LiteralString = f"select setval('idemconsumer.{table}_id_seq', 699)"
+    ledger.run(behind)
+    with pytest.raises(StoreUnavailable, match=f"the sequence of table {table} gives numbers") as said:
+        await engine.run(works(handler, "a"))
+    assert ledger.attempts == ([1] if handler is _fails else []), "of a failure of its own alone"
+    ledger.run(behind)
+    ledger.run(remedy_of(said.value))
+    assert kinds(await engine.run(works(handler, "a"))) == [kind]
+
+
+async def test_what_somebody_elses_trigger_says_about_our_tables_is_nobodys_fault(
+    ledger: Ledger, store: PostgresStore
+) -> None:
+    ledger.run("create function refuse() returns trigger language plpgsql as $$ begin raise 'not now'; end $$")
+    ledger.run("create trigger refuse before insert on idemconsumer.dead_letter execute function refuse()")
+    with pytest.raises(StoreUnavailable, match="P0001: not now"):
+        await Engine(store).run(works(_fails, "a"))
+    ledger.run("drop function refuse cascade")
+    assert kinds(await Engine(store).run(works(_fails, "a"))) == ["dead"]

@@ -54,8 +54,9 @@ async def test_it_says_what_it_has_done_and_comes_back_if_its_row_was_pruned(
     async with bench.running(app) as running:
         bench.enqueue("mails", Item("a"))
         await running.until(lambda: bench.do(outcomes) == [("1",)])
-        bench.do("delete from idemconsumer.process")
+        bench.do("delete from idemconsumer.process; select setval('idemconsumer.process_id_seq', 1, false)")
         await running.until(lambda: bench.do(outcomes) == [("1",)])
+        assert bench.do("select * from idemconsumer.sequences_behind()") == [], "as after a restore (R43)"
 
 
 async def test_one_that_was_killed_is_lost_for_an_hour(bench: Bench, app: App) -> None:
