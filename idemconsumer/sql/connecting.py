@@ -44,7 +44,8 @@ def _defaults() -> AdaptersMap:
 
 
 ADAPTERS: Final = _defaults()
-READ_COMMITTED: Final = {"default_transaction_isolation": "read committed"}  # R15
+EXACT: Final = {"default_transaction_isolation": "read committed", "array_nulls": "on"}  # R15, R44
+RESTING: Final = {"idle_session_timeout": "0"}  # R44: a connection that waits for work, or for a notice, is not idle
 _ISO: Final = "set datestyle to iso"  # the order of day and month stays, which a person's SQL may rely on
 NAME: Final = "idemconsumer"  # of our connections, where nobody has given them another
 _MOST_OF_APP: Final = 27  # characters, so that place and purpose still fit
@@ -153,13 +154,15 @@ def _own(
     dsn: str, settings: Mapping[str, str] | None, purpose: str, more: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any], dict[str, str]]:
     """The address, the arguments, and what to read back."""
-    wanted = READ_COMMITTED | {"default_transaction_read_only": "off"} | dict(settings or {})
+    # row_security: where a policy would hide rows of ours, an error instead of too few rows (R44).
+    ours = {"default_transaction_read_only": "off", "row_security": "off"}
+    wanted = EXACT | RESTING | ours | dict(settings or {})
     name = f"{conninfo_to_dict(dsn).get('fallback_application_name', NAME)} {purpose}"
-    ours = {
+    arguments = {
         "autocommit": True, "context": ADAPTERS, "prepare_threshold": None, "fallback_application_name": name
     }  # fmt: skip
     conninfo = make_conninfo(with_settings(dsn, wanted), client_encoding="UTF8")
-    return conninfo, ours | dict(more), asked_for(dsn, wanted)
+    return conninfo, arguments | dict(more), asked_for(dsn, wanted)
 
 
 def takes_no_settings(error: psycopg.OperationalError) -> bool:

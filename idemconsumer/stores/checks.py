@@ -62,6 +62,14 @@ union all
 select 'EXECUTE on ' || f.proname from ours join pg_proc f on f.pronamespace = ours.oid
 where f.proname = any(%(functions)s) and not has_function_privilege(f.oid, 'execute')
 """
+# R44. Where it is forced, functions with the rights of the owner see no rows either.
+_HIDDEN: Final = """
+select c.relname from pg_class c join pg_namespace n on n.oid = c.relnamespace join pg_roles o on o.oid = c.relowner
+where n.nspname = %(schema)s and c.relname = any(%(tables)s::text[] || array['migration'])
+    and (row_security_active(c.oid)
+         or c.relrowsecurity and c.relforcerowsecurity and not o.rolsuper and not o.rolbypassrls)
+order by c.relname
+"""
 # As migrations/0001 and 0005 make them.
 _TRIGGERS: Final[dict[str, LiteralString]] = {
     "record": "CREATE CONSTRAINT TRIGGER sealed AFTER INSERT OR UPDATE ON {} DEFERRABLE INITIALLY DEFERRED "
@@ -77,15 +85,21 @@ Connection = psycopg.AsyncConnection[Any]
 
 
 async def check_database(
-    dsn: str, schema: str, *, longest_run: float = 30.0, lease: float | None = None, require_standby: bool = False
+    dsn: str,
+    schema: str,
+    *,
+    longest_run: float = 30.0,
+    lease: float | None = None,
+    require_standby: bool = False,
 ) -> int:
     """Refuse a database that would break the promise (R7); returns how many locks are ours to take.
 
     It looks at a session that is made as those of a Pool with this `longest_run` and `lease`. Raises
     StoreUnavailable, or ConfigurationError with what to do: no address, settings that do not hold, too old, a
     standby, synchronous_commit off, fsync or full_page_writes off, not in UTF-8, not migrated or not wholly, rights
-    that are lacking, sequences behind their tables (R43), tables that are not logged, the guard's trigger missing
-    or disabled; with `require_standby` a COMMIT that waits for no synchronous standby (R22).
+    that are lacking, rows that are hidden (R44), sequences behind their tables (R43), tables that are not logged,
+    the guard's trigger missing or disabled; with `require_standby` a COMMIT that waits for no synchronous standby
+    (R22).
     """
     check_dsn(dsn)
     check_schema(schema)
@@ -148,6 +162,13 @@ async def _check(connection: Connection, schema: str) -> int:
         raise ConfigurationError(
             f"database: role {role!r} lacks rights in schema {schema!r}: {', '.join(lacking[:_NAMED])}{more}; "
             f"run as the schema's owner: {'; '.join(grants.worker(schema, role))}"
+        )
+    if hidden := [table for (table,) in await (await connection.execute(_HIDDEN, places)).fetchall()]:
+        statement = sql.SQL("ALTER TABLE {} DISABLE ROW LEVEL SECURITY")
+        remedies = [statement.format(sql.Identifier(schema, table)).as_string(None) for table in hidden]
+        raise ConfigurationError(
+            f"database: row-level security hides rows of {', '.join(hidden)} from role {role!r}, and what it cannot "
+            f"see it would do again; run as the schema's owner: {'; '.join(remedies)}"
         )
     noted = sql.SQL("select version from {}").format(sql.Identifier(schema, "migration"))
     applied = {number for (number,) in await (await connection.execute(noted)).fetchall()}

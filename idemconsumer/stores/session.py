@@ -18,8 +18,9 @@ from psycopg.pq.abc import PGresult
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.sql.connecting import (
     ADAPTERS,
+    EXACT,
     NAME,
-    READ_COMMITTED,
+    RESTING,
     OwnCursor,
     is_pooled,
     takes_no_settings,
@@ -36,6 +37,8 @@ _MOST: Final = 3_600.0  # seconds; what frees a key only after longer than this 
 _SLACK: Final = 5.0
 OLDEST: Final = 140_000  # the Postgres that has all of what is asked for
 _PREPARE_THRESHOLD: Final = 2  # earlier than psycopg does: a rollback drops all that was prepared
+
+_WHOLE: Final = "transaction_timeout"  # since Postgres 17; before that nobody may ask for it
 
 _REPORTED: Final = (
     *(b"client_encoding", b"DateStyle", b"default_transaction_read_only", b"IntervalStyle"),
@@ -126,9 +129,11 @@ class SessionRules:
             "lock_timeout": _Bound(LOCK_TIMEOUT),
             "client_connection_check_interval": _Bound(_LOST_CLIENT),
         }
-        self._exact = READ_COMMITTED | {"default_transaction_read_only": "on"}  # J7
-        self._asked = asked_for(dsn, [*self._bounds, *self._exact])
-        self.conninfo = _conninfo(dsn, {name: bound.asked for name, bound in self._bounds.items()} | self._exact)
+        self._longest_run = longest_run
+        self._exact = EXACT | {"default_transaction_read_only": "on"}  # J7
+        self._asked = asked_for(dsn, [*self._bounds, *self._exact, *RESTING])
+        bounds = {name: bound.asked for name, bound in self._bounds.items()}
+        self.conninfo = _conninfo(dsn, bounds | self._exact | RESTING)
 
     async def connect(self) -> Session:
         """As the pool does it, for statements of our own alone. Raises psycopg.OperationalError, or as `prepare`."""
@@ -160,7 +165,8 @@ class SessionRules:
             connection.prepare_threshold = _PREPARE_THRESHOLD
 
     async def _read(self, connection: Session) -> dict[str, str]:
-        names = ",".join([*self._bounds, *self._exact, "session_replication_role", "client_encoding"])
+        others = ("session_replication_role", "client_encoding", _WHOLE)
+        names = ",".join([*self._bounds, *self._exact, *others])
         cursor = await OwnCursor(connection).execute(_SETTINGS, {"names": names})
         return dict(await cursor.fetchall())
 
@@ -178,6 +184,8 @@ class SessionRules:
             wrong["client_encoding"] = "UTF8"
         if found["session_replication_role"] == "replica":  # the guard's trigger would not fire (J3)
             wrong["session_replication_role"] = "origin"
+        if 0 < int(found.get(_WHOLE, "0ms").removesuffix("ms")) < self._longest_run * 1000:
+            wrong[_WHOLE] = "0"
         path = found[" path"].split(",")
         if "pg_catalog" in path[1:]:  # its functions and operators would come behind those of others (J17)
             wrong["search_path"] = ", ".join(f'"{name}"' for name in path if name != "pg_catalog")
