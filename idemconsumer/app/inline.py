@@ -70,14 +70,15 @@ class InlineRunner:
         """Raises ConfigurationError or StoreUnavailable."""
         if settings.dsn is None:
             raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN")
+        leased = [plan for plan in plans if plan.signature.needs_saga]
         store = await PostgresStore.open(
             settings.dsn,
             settings.schema,
             connections=settings.concurrency,
             longest_run=max((plan.options.timeout for plan in plans), default=30.0),
+            beside=min((plan.options.lease for plan in leased), default=None),
             require_standby=settings.require_synchronous_standby,
         )
-        leased = [plan for plan in plans if plan.signature.needs_saga]
         return cls(settings, settings.dsn, store, leased, resources, tracing)
 
     async def close(self) -> None:

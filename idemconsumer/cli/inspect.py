@@ -156,10 +156,17 @@ async def _database(handlers: Sequence[BoundHandler], settings: Settings) -> lis
     subject = f"database {database_name(settings.dsn)}"
     try:
         dsn = need_dsn(settings)
-        require = settings.require_synchronous_standby
-        await check_database(dsn, settings.schema, longest_run=longest_run(handlers), require_standby=require)
-        if leased := [handler for handler in handlers if handler.leased]:
-            await check_database(dsn, settings.schema, longest_run=longest_run(leased), lease=shortest_lease(leased))
+        leased = [handler for handler in handlers if handler.leased]
+        lease = shortest_lease(leased) if leased else None
+        await check_database(
+            dsn,
+            settings.schema,
+            longest_run=longest_run(handlers),
+            beside=lease,
+            require_standby=settings.require_synchronous_standby,
+        )
+        if leased:
+            await check_database(dsn, settings.schema, longest_run=longest_run(leased), lease=lease)
         await asyncio.to_thread(status, dsn, settings.schema)  # raises for a migration that is not the one applied
         exposed = await is_exposed(dsn)
         durable = await durability(dsn)

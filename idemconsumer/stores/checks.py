@@ -90,11 +90,12 @@ async def check_database(
     *,
     longest_run: float = 30.0,
     lease: float | None = None,
+    beside: float | None = None,
     require_standby: bool = False,
 ) -> int:
     """Refuse a database that would break the promise (R7); returns how many locks are ours to take.
 
-    It looks at a session that is made as those of a Pool with this `longest_run` and `lease`. Raises
+    It looks at a session that is made as those of a Pool with this `longest_run`, `lease` and `beside`. Raises
     StoreUnavailable, or ConfigurationError with what to do: no address, settings that do not hold, too old, a
     standby, synchronous_commit off, fsync or full_page_writes off, not in UTF-8, not migrated or not wholly, rights
     that are lacking, rows that are hidden (R44), sequences behind their tables (R43), tables that are not logged,
@@ -104,7 +105,7 @@ async def check_database(
     check_dsn(dsn)
     check_schema(schema)
     try:
-        async with await _reached(SessionRules(dsn, longest_run, lease).connect()) as connection:
+        async with await _reached(SessionRules(dsn, longest_run, lease, beside).connect()) as connection:
             if require_standby:
                 await refuse_unless_synchronous(connection)
             return await _check(connection, schema)

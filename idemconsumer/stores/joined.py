@@ -40,6 +40,7 @@ class PostgresStore:
         connections: int,
         longest_run: float,
         lease: float | None = None,
+        beside: float | None = None,
         require_standby: bool = False,
         parties: Iterable[str] = (),
     ) -> PostgresStore:
@@ -48,7 +49,7 @@ class PostgresStore:
         Raises ConfigurationError (see `check_database`) or StoreUnavailable.
         """
         most_locks = await check_database(
-            dsn, schema, longest_run=longest_run, lease=lease, require_standby=require_standby
+            dsn, schema, longest_run=longest_run, lease=lease, beside=beside, require_standby=require_standby
         )
         pool = Pool(
             dsn,
@@ -56,6 +57,7 @@ class PostgresStore:
             connections=connections,
             longest_run=longest_run,
             lease=lease,
+            beside=beside,
             require_standby=require_standby,
             parties=parties,
         )

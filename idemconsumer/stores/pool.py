@@ -57,9 +57,9 @@ class _Connections(AsyncConnectionPool[Session]):
 class Pool:
     """At most `connections`, made when they are needed; more callers than that wait, and `parties` share them fairly.
 
-    `longest_run` and `lease` are those of SessionRules. With `require_standby` nothing is committed that no synchronous
-    standby has to confirm (R22). To be opened and closed by its owner. Raises ConfigurationError for a schema that is
-    no name.
+    `longest_run`, `lease` and `beside` are those of SessionRules. With `require_standby` nothing is committed that no
+    synchronous standby has to confirm (R22). To be opened and closed by its owner. Raises ConfigurationError for a
+    schema that is no name.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Pool:
         connections: int,
         longest_run: float,
         lease: float | None = None,
+        beside: float | None = None,
         require_standby: bool = False,
         parties: Iterable[str] = (),
     ) -> None:
@@ -86,7 +87,7 @@ class Pool:
         self._silent_at = self._changed_at = -math.inf
         # Queueing for a connection is no outage, however long it takes; what the pool times out on is one.
         self._sharing = Sharing(connections, parties)
-        self._rules = SessionRules(dsn, longest_run, lease)
+        self._rules = SessionRules(dsn, longest_run, lease, beside)
         self._refused: ConfigurationError | None = None
         self._pool = _Connections(
             self._rules.conninfo,

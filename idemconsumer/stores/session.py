@@ -38,6 +38,7 @@ _SLACK: Final = 5.0
 OLDEST: Final = 140_000  # the Postgres that has all of what is asked for
 _PREPARE_THRESHOLD: Final = 2  # earlier than psycopg does: a rollback drops all that was prepared
 
+_IDLE: Final = "idle_in_transaction_session_timeout"
 _WHOLE: Final = "transaction_timeout"  # since Postgres 17; before that nobody may ask for it
 
 _REPORTED: Final = (
@@ -116,20 +117,21 @@ class SessionRules:
     """What a session of the pool must be.
 
     `longest_run` is the longest handler timeout, seconds; with a `lease` no transaction may be idle for longer than
-    that (L5).
+    that (L5). `beside`: the lease of sagas that run in other sessions of the same role; behind a pooler one value has
+    to do for all of them (R18).
     """
 
-    def __init__(self, dsn: str, longest_run: float, lease: float | None) -> None:
+    def __init__(self, dsn: str, longest_run: float, lease: float | None, beside: float | None = None) -> None:
         run = longest_run + _SLACK
-        idle = run if lease is None else min(run, lease)
+        self._idle = idle = run if lease is None else min(run, lease)
         most = max(run, _MOST)
         self._bounds = {  # J6
-            "idle_in_transaction_session_timeout": _Bound(_ms(idle), min(longest_run, idle), lease or most),
+            _IDLE: _Bound(_ms(idle), min(longest_run, idle), lease or most),
             "statement_timeout": _Bound(_ms(run), longest_run, most),
             "lock_timeout": _Bound(LOCK_TIMEOUT),
             "client_connection_check_interval": _Bound(_LOST_CLIENT),
         }
-        self._longest_run = longest_run
+        self._longest_run, self._beside = longest_run, beside
         self._exact = EXACT | {"default_transaction_read_only": "on"}  # J7
         self._asked = asked_for(dsn, [*self._bounds, *self._exact, *RESTING])
         bounds = {name: bound.asked for name, bound in self._bounds.items()}
@@ -155,6 +157,12 @@ class SessionRules:
             return  # `check_database` says so at the start; a standby later on is an outage
         connection.pooled = await _is_pooled(connection)
         lacking = self._lacking(found)
+        if connection.pooled and self._beside is not None and self._beside < self._longest_run:
+            raise ConfigurationError(
+                f"database: the shortest lease of sagas, {self._beside:g} s, is below the longest timeout of a "
+                f"handler, {self._longest_run:g} s, and behind a pooler {_IDLE} of the role holds for both; "
+                "raise that lease, lower that timeout, or write the server's own address"
+            )
         gone = await self._lost(connection)
         if lacking := {name: self._asked[name] for name in gone} | lacking:
             shown = found | {"search_path": found[" path"]} | gone
@@ -179,6 +187,8 @@ class SessionRules:
     def _lacking(self, found: Mapping[str, str]) -> dict[str, str]:
         """The settings that do not hold, with what they should be."""
         wrong = {name: bound.asked for name, bound in self._bounds.items() if not bound.holds(found[name])}
+        if _IDLE in wrong and self._beside is not None:
+            wrong[_IDLE] = _ms(min(self._idle, self._beside))
         wrong |= {name: value for name, value in self._exact.items() if found[name] != value}
         if found["client_encoding"] != "UTF8":
             wrong["client_encoding"] = "UTF8"

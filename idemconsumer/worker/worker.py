@@ -203,6 +203,7 @@ class Worker:
             self._settings.schema,
             connections=capacity.pool_size(self._joined, self._settings),
             longest_run=longest_run(self.handlers),
+            beside=shortest_lease(self._leased) if self._leased else None,
             require_standby=self._settings.require_synchronous_standby,
             parties=[handler.name for handler in self._joined],
         )

@@ -20,10 +20,10 @@ from idemconsumer import App, Saga, Tx
 
 app = App("shop")
 
-@app.idempotent_handler("postgres:orders", key="id", timeout="40s")
+@app.idempotent_handler("postgres:orders", key="id")
 async def take(order: dict, tx: Tx) -> None: ...
 
-@app.idempotent_handler("postgres:rides", key="id", lease="45s")
+@app.idempotent_handler("postgres:rides", key="id")
 async def book(ride: dict, saga: Saga) -> None: ...
 """
 
@@ -35,6 +35,7 @@ def idemconsumer(folder: Path, dsn: str, verb: str, *more: str) -> tuple[int, st
 
 
 def test_what_check_prints_is_enough_to_run(database: str, private_pgbouncer: PrivatePgBouncer, tmp_path: Path) -> None:
+    """At once, though sagas allow less than their own handlers would."""
     migrated(database, "idemconsumer")
     (tmp_path / "shop.py").write_text(APP)
     pooler = private_pgbouncer(database, "transaction", settings={"ignore_startup_parameters": "options"})

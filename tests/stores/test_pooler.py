@@ -233,6 +233,18 @@ async def test_a_lease_bounds_what_the_role_may_allow(carried: Ledger, private_p
     await check_database(pooler.dsn, SCHEMA, lease=20.0)
 
 
+async def test_one_value_of_the_role_has_to_do_for_handlers_and_sagas(
+    carried: Ledger, private_pgbouncer: PrivatePgBouncer
+) -> None:
+    pooler = private_pgbouncer(carried.dsn, "transaction")
+    carry(carried.dsn, {"idle_in_transaction_session_timeout": "0"})
+    with pytest.raises(ConfigurationError, match=r"SET idle_in_transaction_session_timeout = '32000ms'; then"):
+        await check_database(pooler.dsn, SCHEMA, beside=32.0)
+    with pytest.raises(ConfigurationError, match=r"lease of sagas, 20 s, is below the longest timeout .*, 30 s"):
+        await check_database(pooler.dsn, SCHEMA, beside=20.0)
+    await check_database(carried.dsn, SCHEMA, beside=20.0)
+
+
 @pytest.mark.parametrize("newer", [False, True])
 async def test_a_pooler_that_holds_no_transaction_is_refused(
     carried: Ledger, private_pgbouncer: PrivatePgBouncer, newer: bool
