@@ -29,10 +29,11 @@ from idemconsumer.process.child import Exit
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings, load
 from idemconsumer.stores.checks import check_database, is_exposed
+from idemconsumer.stores.connection_limits import narrowest
 from idemconsumer.stores.migrations import status
 from idemconsumer.stores.standbys import durability
 from idemconsumer.stores.tuning import advice
-from idemconsumer.worker.capacity import most_connections
+from idemconsumer.worker.capacity import most_connections, resting_connections
 from idemconsumer.worker.sources import Sharing, source_findings
 from idemconsumer.worker.worker import longest_run, shortest_lease
 
@@ -120,16 +121,33 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
             together = [each for handler in handlers for each in handler.subscriptions if each.scheme == scheme]
             for finding in await broker.check_together(together) if isinstance(broker, Sharing) else ():
                 yield finding
-        yield _connections(handlers, settings)
+        for finding in await _connections(handlers, settings):
+            yield finding
     finally:
         for broker in brokers.values():
             await broker.close()
 
 
-def _connections(handlers: Sequence[BoundHandler], settings: Settings) -> Finding:
-    most = most_connections(handlers, settings)
-    text = f"each worker process opens at most {most} connections, and a few more for a moment"
-    return Finding("ok", f"database {database_name(settings.dsn)}", text)
+async def _connections(handlers: Sequence[BoundHandler], settings: Settings) -> list[Finding]:
+    """R45."""
+    subject, most = f"database {database_name(settings.dsn)}", most_connections(handlers, settings)
+    text = (
+        f"each worker process opens at most {most} connections, and a few more for a moment; with nothing to do it "
+        f"holds {resting_connections(handlers)}"
+    )
+    try:
+        limit = await narrowest(need_dsn(settings))
+    except IdemConsumerError:
+        return [Finding("ok", subject, text)]  # said of the database already
+    if limit.most is None:
+        return [Finding("ok", subject, f"{text}; {limit.what} cannot be seen, and should be as much for each process")]
+    if (needed := most * settings.workers) <= limit.most:
+        return [Finding("ok", subject, f"{text}; there is room for {limit.most // most} ({limit.what}: {limit.most})")]
+    few = (
+        f"{settings.workers} workers may need {needed} connections, and there are {limit.most} ({limit.what}); raise "
+        "that, or lower `workers` or `concurrency`"
+    )
+    return [Finding("ok", subject, text), Finding("warning", subject, few)]
 
 
 def _leases(handlers: Sequence[BoundHandler]) -> list[Finding]:

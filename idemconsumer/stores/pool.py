@@ -37,6 +37,7 @@ from idemconsumer.user_code.cancellation import CancellationWatch, run_on
 
 _ACQUIRE_SECONDS: Final = 3.0  # an outage is noticed within this time
 _TRY_SECONDS: Final = 0.5  # and its end within this
+_IDLE_SECONDS: Final = 15.0  # R45: in which one was not needed, and is closed
 _CLOSE_SECONDS: Final = 2.0
 _SPARE_SECONDS: Final = 10.0  # R20: the server's own limits, five seconds beyond a handler's, come first
 _READY_SECONDS: Final = 5.0  # while one is made, all who wait wait for it
@@ -93,6 +94,7 @@ class Pool:
             self._rules.conninfo,
             min_size=0,
             max_size=connections,
+            max_idle=_IDLE_SECONDS,
             reconnect_timeout=0,  # the worker has its own backoff; the pool's would outlast the outage
             connection_class=Session,
             configure=self._configure,

@@ -40,6 +40,12 @@ def most_connections(handlers: Sequence[BoundHandler], settings: Settings) -> in
     return pools + upkeep + _QUEUES
 
 
+def resting_connections(handlers: Sequence[BoundHandler]) -> int:
+    """What one process holds while it has nothing to do: those of the queues, and with sagas that of the heartbeat and
+    one to look for them."""
+    return _QUEUES + 2 * any(each.leased for each in handlers)
+
+
 def by_mode(handlers: Sequence[BoundHandler]) -> tuple[list[BoundHandler], list[BoundHandler]]:
     """Those of joined mode and those of leased mode: each has a pool."""
     return [each for each in handlers if not each.leased], [each for each in handlers if each.leased]

@@ -80,6 +80,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "steering_retry_pause": at("worker.steering._AGAIN"),
     "steering_notice_pause": at("worker.steering._SOONEST"),
     "outgoing_messages": at("worker.outgoing.MOST"),  # a number
+    "pool_idle": at("stores.pool._IDLE_SECONDS"),
     "outgoing_bytes": at("worker.outgoing.BYTES"),  # a number
     "retention_blocks": at("worker.retention._BLOCKS"),  # a number
     "retention_patience": at("worker.retention._PATIENCE"),
