@@ -13,7 +13,8 @@ from typing import Any, Final, NoReturn, cast
 
 from psycopg.rows import tuple_row
 
-from idemconsumer.errors import ConfigurationError, HandlerFault
+from idemconsumer.errors import HandlerFault
+from idemconsumer.missing import cannot_import
 from idemconsumer.ports.handler import Tx
 from idemconsumer.stores.tx import PostgresTx
 from idemconsumer.user_code.leftovers import Everybodys
@@ -26,9 +27,7 @@ try:
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
     from sqlalchemy.orm import Session
 except ImportError as error:
-    raise ConfigurationError(
-        "idemconsumer.sqlalchemy needs SQLAlchemy 2 with asyncio; pip install 'idemconsumer[sqlalchemy]'"
-    ) from error
+    raise cannot_import("idemconsumer.sqlalchemy: SQLAlchemy 2 with asyncio", error) from error
 
 __all__ = ["session"]
 

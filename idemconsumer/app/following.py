@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from idemconsumer.errors import ConfigurationError
+from idemconsumer.missing import cannot_import
 from idemconsumer.ports.tracing import NO_TRACING, Tracing
 from idemconsumer.settings import Settings
 
@@ -19,8 +19,5 @@ def _opened() -> Tracing:
     try:
         from idemconsumer.observe.tracing import OpenTelemetry  # for those alone who want it
     except ImportError as missing:
-        raise ConfigurationError(
-            "tracing is on, and opentelemetry-api is not installed; pip install 'idemconsumer[opentelemetry]', and the "
-            "SDK with an exporter of your choice"
-        ) from missing
+        raise cannot_import("tracing is on, and its library", missing) from missing
     return OpenTelemetry()

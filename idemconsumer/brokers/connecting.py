@@ -8,6 +8,7 @@ from typing import Final
 from idemconsumer.brokers.last_will import memberships
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.sources import BadSource, is_pattern, split_source
+from idemconsumer.missing import cannot_import
 from idemconsumer.ports.broker import Broker
 from idemconsumer.settings import Settings
 
@@ -20,7 +21,6 @@ _ADAPTERS: Final = {
 }
 _NAMES: Final = {"kafka": "Kafka", "rabbitmq": "RabbitMQ"}
 _LEAVING: Final = "idemconsumer.brokers.kafka.leaving"
-_PACKAGES: Final = {"kafka": "aiokafka", "rabbitmq": "aio-pika", "sqs": "aiobotocore"}  # as pip knows them
 
 
 def destination(text: str) -> tuple[str, str]:
@@ -52,10 +52,7 @@ def connect(scheme: str, settings: Settings) -> Broker:
     except ImportError as missing:
         if (missing.name or "").startswith("idemconsumer"):
             raise
-        why = "is not installed" if isinstance(missing, ModuleNotFoundError) else f"cannot be imported ({missing})"
-        raise ConfigurationError(
-            f"{scheme}: the driver {_PACKAGES.get(scheme, missing.name)} {why}; pip install 'idemconsumer[{scheme}]'"
-        ) from missing
+        raise cannot_import(f"{scheme}: its driver", missing) from missing
     broker: Broker = adapter(settings)
     return broker
 

@@ -6,8 +6,8 @@ import errno
 import os
 from typing import Final
 
-from idemconsumer.cli.missing import cannot_import
 from idemconsumer.errors import ConfigurationError, IdemConsumerError, LockNotGiven, Replaced
+from idemconsumer.missing import cannot_import
 from idemconsumer.process.child import WORKER, Exit
 from idemconsumer.redaction import error_text
 

@@ -17,10 +17,10 @@ import click
 from idemconsumer.addresses import listening_at
 from idemconsumer.brokers.connecting import leave_for, prepare_to_leave
 from idemconsumer.cli.failures import failure, reports
-from idemconsumer.cli.missing import cannot_import
 from idemconsumer.cli.options import database
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.logs import log
+from idemconsumer.missing import cannot_import
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.logging import configure, is_console, keep_enabled
 from idemconsumer.process.child import DEV, LIFELINE, WORKER, Exit, Worker, launch

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 from idemconsumer.app.app import App
-from idemconsumer.cli.missing import cannot_import
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.missing import cannot_import
 from idemconsumer.redaction import error_text
 
 

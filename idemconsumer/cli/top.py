@@ -22,6 +22,7 @@ from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import Finite, database, need_dsn, printable
 from idemconsumer.cli.status import counted, state_of, tables
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
+from idemconsumer.missing import cannot_import
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import load
 
@@ -118,8 +119,8 @@ async def _live(look: Look, interval: float) -> None:
         from rich.console import Group
         from rich.live import Live
         from rich.table import Table
-    except ImportError:
-        raise ConfigurationError("top needs rich; write pip install 'idemconsumer[top]', or write --once") from None
+    except ImportError as missing:
+        raise cannot_import("what `top` needs without --once", missing) from missing
 
     def shown(found: Tables, error: str) -> Group:
         parts: list[Any] = []

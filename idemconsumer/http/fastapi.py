@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from idemconsumer.errors import ConfigurationError
 from idemconsumer.http.current import GIVES_TX, SyncTx, current_sync_tx, current_tx
 from idemconsumer.http.idempotency import Idempotency
 from idemconsumer.http.openapi import describe
+from idemconsumer.missing import cannot_import
 from idemconsumer.ports.handler import Tx
 
 try:
     from fastapi import Depends, FastAPI
 except ImportError as error:
-    raise ConfigurationError("idemconsumer.http.fastapi needs FastAPI; pip install fastapi") from error
+    raise cannot_import("idemconsumer.http.fastapi: FastAPI", error) from error
 
 __all__ = ["RequestSyncTx", "RequestTx", "document"]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from idemconsumer.brokers.last_will import VARIABLE
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.logs import log
+from idemconsumer.missing import cannot_import
 from idemconsumer.observe.crew import Crew
 from idemconsumer.process import last_words, pulse, telling
 from idemconsumer.process.child import GRACE, LIFELINE, STOP_NOW, WORKER, Exit
@@ -374,8 +375,8 @@ def python_changes(folder: Path) -> AsyncIterator[str]:
     """The Python files below `folder` as they change. Raises ConfigurationError without `watchfiles`."""
     try:
         import watchfiles
-    except ImportError:
-        raise ConfigurationError("--reload needs watchfiles; write pip install 'idemconsumer[demo]'") from None
+    except ImportError as error:
+        raise cannot_import("what --reload needs", error) from error
 
     async def stream() -> AsyncIterator[str]:
         async for changes in watchfiles.awatch(folder, watch_filter=watchfiles.PythonFilter()):

@@ -8,23 +8,11 @@ import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 
+from aiokafka import AIOKafkaConsumer
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
+
 from idemconsumer.addresses import is_local, kafka_hosts
-from idemconsumer.brokers.kafka.topics import Topics
-from idemconsumer.errors import BrokerUnavailable, ConfigurationError
-from idemconsumer.logs import log
-from idemconsumer.message.message import Subscription
-from idemconsumer.message.sources import is_pattern
-from idemconsumer.ports.broker import Bounds, Finding, Outgoing, Reply, Unsent
-from idemconsumer.ports.positions import Positions
-from idemconsumer.settings import Settings
-
-try:
-    from aiokafka import AIOKafkaConsumer
-    from aiokafka.admin import AIOKafkaAdminClient
-    from aiokafka.errors import KafkaError
-except ImportError as error:
-    raise ConfigurationError("kafka: sources need aiokafka; pip install 'idemconsumer[kafka]'") from error
-
 from idemconsumer.brokers.kafka import decompression
 from idemconsumer.brokers.kafka.checking import (
     contested_findings,
@@ -42,6 +30,14 @@ from idemconsumer.brokers.kafka.publishing import Publisher
 from idemconsumer.brokers.kafka.relaying import Relay
 from idemconsumer.brokers.kafka.seat import Seat
 from idemconsumer.brokers.kafka.session import KafkaSession
+from idemconsumer.brokers.kafka.topics import Topics
+from idemconsumer.errors import BrokerUnavailable, ConfigurationError
+from idemconsumer.logs import log
+from idemconsumer.message.message import Subscription
+from idemconsumer.message.sources import is_pattern
+from idemconsumer.ports.broker import Bounds, Finding, Outgoing, Reply, Unsent
+from idemconsumer.ports.positions import Positions
+from idemconsumer.settings import Settings
 
 OPEN_TIMEOUT = 15.0
 CHECK_TIMEOUT = 10.0

@@ -17,6 +17,7 @@ from aiokafka.abc import AbstractTokenProvider
 from aiokafka.errors import KafkaError
 
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.missing import cannot_import
 from idemconsumer.redaction import error_text, redact
 from idemconsumer.settings import Settings
 
@@ -86,7 +87,7 @@ def msk_tokens() -> Tokens:
         from aws_msk_iam_sasl_signer import MSKAuthTokenProvider as Signer
         from botocore.session import Session
     except ImportError as error:
-        raise ConfigurationError("AWS_MSK_IAM needs its signer; pip install 'idemconsumer[msk]'") from error
+        raise cannot_import("kafka_sasl_mechanism: the signer of AWS_MSK_IAM", error) from error
     if (region := Session().get_config_variable("region")) is None:
         raise ConfigurationError("kafka_sasl_mechanism: AWS_MSK_IAM needs a region; set AWS_DEFAULT_REGION=eu-west-1")
 

@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl, urlencode, urlunsplit
 
 from idemconsumer.addresses import is_cluster, redis_urls
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.missing import cannot_import
 
 try:
     from redis.asyncio import Redis
@@ -19,9 +20,7 @@ try:
     from redis.backoff import NoBackoff
     from redis.exceptions import RedisError
 except ImportError as missing:
-    raise ConfigurationError(
-        "the client library of Redis is not installed; pip install 'idemconsumer[redis]'"
-    ) from missing
+    raise cannot_import("redis: its client library", missing) from missing
 
 _UNKNOWN: Final = "settings: `redis` has an option that the client does not know"
 SECONDS: Final = 2.0  # for a connection, and for an answer
