@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -18,10 +21,12 @@ from idemconsumer.ports.broker import Lag
 from idemconsumer.rules.health import Phase
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from tests.support import ROOT
+from tests.support.servers.tls import self_signed
 
 NAME = re.compile(r"idemconsumer_[a-z_]+")
 
 
+@cache
 def families() -> dict[str, str]:
     """All that can be exported: each name with its type."""
     counts, crew = Counts(), Crew(1)
@@ -44,7 +49,8 @@ def families() -> dict[str, str]:
         {take_dead: one}, {("shop", "take"): one}, {take_dead: one}, {"live": 1, "lost": 0}, 1.0,
         {"kafka:out": Outgoing(1, 2.0, 1, 1)}, {("shop", "take"): one},
     )  # fmt: skip
-    text = exposition(crew, found).decode()
+    with TemporaryDirectory() as folder:
+        text = exposition(crew, found, {"kafka": str(self_signed(Path(folder)).certificate)}).decode()
     parsed = {each.name: each for each in text_string_to_metric_families(text)}
     assert all(each.samples and each.documentation for each in parsed.values())
     return {

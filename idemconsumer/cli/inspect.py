@@ -6,10 +6,11 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import click
 
+from idemconsumer import certificates
 from idemconsumer.admin.dead_letters import Admin
 from idemconsumer.admin.key_secrets import examine_secrets
 from idemconsumer.admin.orphans import find_orphans
@@ -101,6 +102,8 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
     for finding in await _secrets(settings):
         yield finding
     for finding in await _redis(settings):
+        yield finding
+    for finding in _certificates(settings):
         yield finding
     for finding in await _retries(handlers, settings):
         yield finding
@@ -222,6 +225,22 @@ async def _redis(settings: Settings) -> list[Finding]:
         ]
     except IdemConsumerError as error:
         return [Finding("error", "redis", error_text(error).removeprefix("redis: "))]
+
+
+def _certificates(settings: Settings) -> list[Finding]:
+    """Until when ours are valid (K27)."""
+    found = list[Finding]()
+    for server, file in certificates.ours(settings):
+        if (left := certificates.days_left(file)) is None:
+            found.append(Finding("warning", f"certificate for {server}", f"{file} cannot be read as a PEM certificate"))
+            continue
+        days, until = left
+        level: Literal["ok", "warning", "error"] = "ok" if days * 86_400 > certificates.SOON else "warning"
+        text = f"{file} is valid for {days:.0f} days, until {until}"
+        if days <= 0:
+            level, text = "error", f"{file} has expired on {until}; renew that file"
+        found.append(Finding(level, f"certificate for {server}", text))
+    return found
 
 
 async def _retries(handlers: Sequence[BoundHandler], settings: Settings) -> list[Finding]:

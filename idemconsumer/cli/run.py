@@ -156,7 +156,7 @@ def _run(
         from idemconsumer.observe.ops import Ops  # what serves is for those alone who want it
 
         crew = Crew(settings.workers)
-        ops = Ops(crew, settings.dsn, settings.schema).serving(*listening_at(settings.ops_port))
+        ops = Ops(crew, settings).serving(*listening_at(settings.ops_port))
     supervisor = Supervisor(
         [sys.executable, "-m", "idemconsumer", "run", target],
         workers=settings.workers,

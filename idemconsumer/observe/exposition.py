@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Final
 
@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from idemconsumer.certificates import expires_at
 from idemconsumer.observe.counts import Histogram
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.database import Found
@@ -28,21 +29,27 @@ Labels = tuple[str, ...]
 Samples = Iterable[tuple[Labels, float]]
 
 
-def exposition(crew: Crew, found: Found | None) -> bytes:
-    """All that is known. `found`: None when the database did not answer, and then what only it knows is left out."""
+def exposition(crew: Crew, found: Found | None, certificates: Mapping[str, str] | None = None) -> bytes:
+    """All that is known. `found`: None when the database did not answer, and then what only it knows is left out.
+    `certificates`: the files of ours, by the server that they are shown to."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Numbers(crew, found))
+    registry.register(_Numbers(crew, found, certificates or {}))
     return generate_latest(registry)
 
 
 class _Numbers(Collector):
-    def __init__(self, crew: Crew, found: Found | None) -> None:
+    def __init__(self, crew: Crew, found: Found | None, certificates: Mapping[str, str]) -> None:
         self._crew = crew
         self._found = found
+        self._certificates = certificates
 
     def collect(self) -> Iterator[Metric]:
         yield from _counted(self._crew)
         yield from _standing(self._crew)
+        yield _gauge(
+            "certificate_expiry_timestamp_seconds", "When our own certificate for that server expires", ("server",),
+            (((name,), at) for name, file in self._certificates.items() if (at := expires_at(file)) is not None),
+        )  # fmt: skip
         yield _gauge(
             "database_up",
             "Whether the database has answered the launcher of late",

@@ -13,9 +13,11 @@ from typing import Final
 
 import msgspec
 
+from idemconsumer.certificates import ours
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.database import Database
+from idemconsumer.settings import Settings
 
 _PATIENCE: Final = 10.0  # seconds for one request and its answer; a look at the database has less
 _MOST: Final = 16 * 1024  # bytes of a request
@@ -30,11 +32,12 @@ class Ops:
     Raises ConfigurationError where the library for metrics is not installed.
     """
 
-    def __init__(self, crew: Crew, dsn: str | None, schema: str) -> None:
+    def __init__(self, crew: Crew, settings: Settings) -> None:
         if find_spec("prometheus_client") is None:
             raise ConfigurationError("--ops-port needs prometheus-client; write pip install 'idemconsumer[metrics]'")
         self._crew = crew
-        self._database = None if dsn is None else Database(dsn, schema)
+        self._certificates = dict(ours(settings))
+        self._database = None if settings.dsn is None else Database(settings.dsn, settings.schema)
 
     @asynccontextmanager
     async def serving(self, host: str, port: int) -> AsyncIterator[None]:
@@ -81,7 +84,7 @@ class Ops:
         # In a thread: it takes a while, and the workers' pipes are read in this one.
         module = await asyncio.to_thread(import_module, "idemconsumer.observe.exposition")
         found = None if self._database is None else await self._database.look(self._crew.sources)
-        return HTTPStatus.OK, module.CONTENT_TYPE, module.exposition(self._crew, found)
+        return HTTPStatus.OK, module.CONTENT_TYPE, module.exposition(self._crew, found, self._certificates)
 
 
 def _health(word: str, against: Iterable[str]) -> Answer:

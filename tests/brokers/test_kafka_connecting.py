@@ -28,6 +28,7 @@ from tests.support.kafka import BOUNDS, World, killing, take, world_of
 from tests.support.servers.elasticmq import CREDENTIALS
 from tests.support.servers.kafka import Kafka
 from tests.support.servers.made import PrivateKafka
+from tests.support.servers.tls import issue
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,32 @@ async def test_a_certificate_is_enough_and_a_stranger_is_refused(guarded: Kafka,
             stranger = KafkaBroker(msgspec.structs.replace(settings, **wrong))
             with pytest.raises(BrokerUnavailable, match="cannot be used"):
                 await stranger.open([world.subscription()], BOUNDS)
+
+
+async def test_a_certificate_that_was_renewed_is_read_and_one_that_has_expired_is_ours(
+    guarded: Kafka, certificates: Path
+) -> None:
+    """K27"""
+    certificate, key = issue(certificates, "short", days=-1)
+    settings = Settings(
+        kafka=guarded.address_of("TLS"),
+        kafka_security_protocol="SSL",
+        kafka_ca_file=str(certificates / "ca.pem"),
+        kafka_cert_file=str(certificate),
+        kafka_key_file=str(key),
+    )
+    async with world_of(guarded) as world:
+        await world.create()
+        world.brokers.append(KafkaBroker(settings))
+        says = rf"refuses us: our own certificate, {certificate}, has expired on 20.* UTC; renew that file"
+        with pytest.raises(BrokerUnavailable, match=says):
+            await world.broker.open([world.subscription()], BOUNDS)
+        with pytest.raises(BrokerUnavailable, match=says):
+            await world.broker.publish(world.topic, [Outgoing(b"x")])
+        issue(certificates, "short")
+        await world.broker.publish(world.topic, [Outgoing(b"secret")])
+        [delivery] = await take(await world.open(), 1)
+        assert delivery.message.body == b"secret"
 
 
 # ------------------------------------------------------------------------------------------- why it cannot be used

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
@@ -21,7 +22,7 @@ from idemconsumer.ports.broker import Outgoing
 from idemconsumer.settings import Settings
 from idemconsumer.testing.broker_contract import WIDE, arriving, bodies
 from tests.support.servers.made import PrivateRabbitMQ, Server
-from tests.support.servers.tls import Certificate, self_signed
+from tests.support.servers.tls import Certificate, authority, issue, self_signed
 
 ORDERS = Subscription("rabbitmq:orders", "handler", "group")
 
@@ -40,6 +41,9 @@ def ports(private_rabbitmq: PrivateRabbitMQ, certificate: Certificate) -> tuple[
             "listeners.ssl.1": f"127.0.0.1:{port}",
             "ssl_options.certfile": str(certificate.certificate),
             "ssl_options.keyfile": str(certificate.key),
+            "ssl_options.cacertfile": str(authority(certificate.key.parent)),
+            "ssl_options.verify": "verify_peer",
+            "ssl_options.fail_if_no_peer_cert": "false",
         }
     )
     return server.port, port
@@ -74,6 +78,25 @@ async def test_the_cause_is_named_and_the_password_is_not(ports: tuple[int, int]
     [*_, finding] = await broker.check(ORDERS)
     assert (finding.level, finding.text) == ("error", str(opening.value))
     assert "s3cret" not in finding.text
+
+
+async def test_a_certificate_that_was_renewed_is_read_and_one_that_has_expired_is_ours(
+    ports: tuple[int, int], certificate: Certificate
+) -> None:
+    """Q13"""
+    folder = certificate.key.parent
+    ours, key = issue(folder, "short", days=-1)
+    files = f"cafile={certificate.certificate}&certfile={ours}&keyfile={key}"
+    broker = RabbitmqBroker(Settings(rabbitmq=f"amqps://guest:guest@127.0.0.1:{ports[1]}/?{files}"))
+    says = rf"it refuses us: our own certificate, {ours}, has expired on 20.* UTC; renew that file"
+    with pytest.raises(BrokerUnavailable, match=says):
+        await broker.publish("orders", [Outgoing(b"x")])
+    [*_, finding] = await broker.check(ORDERS)
+    assert re.search(says, finding.text)
+    issue(folder, "short")
+    with pytest.raises(BrokerUnavailable, match="has no queue 'orders'"):
+        await broker.open([ORDERS], WIDE)
+    await broker.close()
 
 
 async def test_a_server_of_another_kind_is_named(kafka: Server) -> None:

@@ -6,6 +6,7 @@ import ssl
 from typing import Any, Final
 
 from idemconsumer.brokers.kafka.tokens import msk_tokens, oauth_tokens
+from idemconsumer.certificates import RenewedContext
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import Settings
 
@@ -49,7 +50,12 @@ def _credentials(settings: Settings, protocol: str) -> dict[str, Any]:
     }
 
 
-def _tls(settings: Settings) -> ssl.SSLContext:
+def _tls(settings: Settings) -> RenewedContext:
+    files = settings.kafka_ca_file, settings.kafka_cert_file, settings.kafka_key_file
+    return RenewedContext(lambda: _made(settings), files)
+
+
+def _made(settings: Settings) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=settings.kafka_ca_file)
         if settings.kafka_cert_file is not None:

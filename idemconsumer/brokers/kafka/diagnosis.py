@@ -14,6 +14,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 from idemconsumer.brokers.kafka.client import words
 from idemconsumer.brokers.kafka.tokens import NoToken
 from idemconsumer.brokers.reaching import ANSWER, speaks_tls, unreached
+from idemconsumer.certificates import expired
 from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.redaction import error_text
 
@@ -102,6 +103,8 @@ async def _server(host: str, port: int, options: Mapping[str, Any]) -> str | Non
 
 async def _other_protocol(host: str, port: int, options: Mapping[str, Any], error: BaseException) -> str:
     """Our protocol failed; which one does the server speak?"""
+    if (why := expired(getattr(options.get("ssl_context"), "certificate", None))) is not None:
+        return f"{host}:{port} refuses us: {why}"
     at, ours = f"{host}:{port}", options["security_protocol"]
     if (tls := await speaks_tls(host, port)) is None:
         return f"{at} does not answer ({words(error)})"

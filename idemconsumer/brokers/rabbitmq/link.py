@@ -21,6 +21,7 @@ from idemconsumer.addresses import is_local, rabbitmq_parameters, rabbitmq_urls
 from idemconsumer.brokers.rabbitmq.decoding import read_everything
 from idemconsumer.brokers.rabbitmq.tap import TappedConnection
 from idemconsumer.brokers.reaching import speaks_tls, unreached
+from idemconsumer.certificates import RenewedContext, expired
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.redaction import error_text
 from idemconsumer.settings import Settings
@@ -123,6 +124,8 @@ class Link:
             )
         if why := unreached(error, host.at, "IDEMCONSUMER_RABBITMQ", "cafile in IDEMCONSUMER_RABBITMQ"):
             return why
+        if self.tls is not None and (why := expired(self.tls.certificate)) is not None:
+            return f"it refuses us: {why}"
         if (tls := await speaks_tls(host.name, host.port)) not in (None, host.encrypted):
             instead = "amqps://" if tls else "amqp://"
             return f"it speaks {'TLS' if tls else 'no TLS'} on that port; write {instead}, or the other port"
@@ -185,12 +188,16 @@ async def farewell(*resources: _Closable) -> None:
             await answered(resource.close(), FAREWELL)
 
 
-def _tls(parameters: Mapping[str, str]) -> ssl.SSLContext | None:
+def _tls(parameters: Mapping[str, str]) -> RenewedContext | None:
     """None leaves the choice to the address (plain, or TLS with the system's authorities)."""
-    ca, cert, key = (parameters.get(name) for name in ("cafile", "certfile", "keyfile"))
+    files = [parameters.get(name) for name in ("cafile", "certfile", "keyfile")]
     trusting = parameters.get("no_verify_ssl") == "1"
-    if not (ca or cert or key or trusting):
+    if not (any(files) or trusting):
         return None
+    return RenewedContext(lambda: _made(*files, trusting=trusting), files)
+
+
+def _made(ca: str | None, cert: str | None, key: str | None, *, trusting: bool) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=ca)
         if cert is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import ssl
 import subprocess
 from dataclasses import dataclass
@@ -41,3 +42,28 @@ def self_signed(folder: Path) -> Certificate:
     subprocess.run(command, check=True, capture_output=True)
     made.both.write_bytes(made.key.read_bytes() + made.certificate.read_bytes())
     return made
+
+
+def authority(folder: Path) -> Path:
+    """Make one there, for `issue`; its certificate."""
+    made = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=ca"]
+    usage = ["-addext", "keyUsage=critical,keyCertSign"]  # from Python 3.13 on an authority has to say so
+    _openssl(folder, *made, "-keyout", "ca.key", "-out", "ca.pem", *usage)
+    return folder / "ca.pem"
+
+
+def issue(folder: Path, name: str, days: int = 2) -> tuple[Path, Path]:
+    """Certificate and key, signed by the authority of that folder; with less than no days it has expired. Those of the
+    same name are replaced, as a program that renews them does."""
+    _openssl(
+        folder, "req", "-newkey", "rsa:2048", "-nodes", "-keyout", "new.key", "-out", "new.csr", "-subj", "/CN=app"
+    )
+    signed = ["-CA", "ca.pem", "-CAkey", "ca.key", "-set_serial", str(secrets.randbits(60)), "-days", str(days)]
+    _openssl(folder, "x509", "-req", "-in", "new.csr", "-out", "new.pem", *signed)
+    for kind in ("key", "pem"):
+        (folder / f"new.{kind}").rename(folder / f"{name}.{kind}")
+    return folder / f"{name}.pem", folder / f"{name}.key"
+
+
+def _openssl(folder: Path, *words: str) -> None:
+    subprocess.run(["openssl", *words], check=True, capture_output=True, cwd=folder)
