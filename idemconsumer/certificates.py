@@ -9,11 +9,12 @@ from _ssl import _test_decode_cert  # type: ignore[attr-defined]  # the library 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, Self
+from urllib.parse import parse_qsl
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from idemconsumer.addresses import rabbitmq_parameters, rabbitmq_urls
+from idemconsumer.addresses import rabbitmq_parameters, rabbitmq_urls, redis_urls
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import Settings
 
@@ -89,6 +90,10 @@ def ours(settings: Settings) -> Iterator[tuple[str, str]]:
         parameters = rabbitmq_parameters(rabbitmq_urls(settings.rabbitmq)[0])
         if (file := parameters.get("certfile")) is not None:
             yield "rabbitmq", file
+    if settings.redis is not None:
+        query = dict(parse_qsl(redis_urls(settings.redis)[0].query))
+        if (file := query.get("ssl_certfile")) is not None:
+            yield "redis", file
     try:
         given = conninfo_to_dict(settings.dsn or "")
     except psycopg.Error:

@@ -66,9 +66,10 @@ async def test_check_says_how_long_each_of_ours_is_valid(folder: Path, days: int
         dsn=f"postgresql://127.0.0.1:1/x?sslcert={certificate}",
         kafka_cert_file=str(certificate),
         rabbitmq=f"amqps://h/?certfile={certificate}",
+        redis=f"rediss://127.0.0.1:1/0?ssl_certfile={certificate}",
     )
     found = {each.subject: each async for each in findings(App("shop"), settings)}
-    for server in ("kafka", "rabbitmq", "postgres"):
+    for server in ("kafka", "rabbitmq", "redis", "postgres"):
         line = found[f"certificate for {server}"]
         assert (line.level, str(certificate) in line.text) == (level, True)
 

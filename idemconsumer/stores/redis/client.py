@@ -35,6 +35,20 @@ class Client(Protocol):
     def scan_iter(self, *, match: bytes, count: int) -> AsyncIterator[bytes]: ...
 
 
+class _Renewed:
+    """A connection that reads its certificate each time it connects; redis-py does so once (R47)."""
+
+    ssl_context: Any
+
+    def _connection_arguments(self) -> Any:
+        self.ssl_context.context = None
+        return super()._connection_arguments()  # type: ignore[misc]
+
+
+def _renewed(kind: type) -> type:
+    return type(f"Renewed{kind.__name__}", (_Renewed, kind), {})
+
+
 class Redises:
     """The client, and what has to be closed with it. Connects when it is first used."""
 
@@ -67,6 +81,20 @@ class Redises:
             self.client = self._made(service, servers, sentinel | tls | common, {**of_one[0], **tls, **common})
         except TypeError:
             raise ConfigurationError(_UNKNOWN) from None
+        if tls:
+            self._read_again()
+
+    def _read_again(self) -> None:
+        """Certificates, before each connection."""
+        client: Any = self.client
+        if self.cluster:
+            kind = _renewed(client.connection_kwargs["connection_class"])
+            client.connection_kwargs["connection_class"] = kind  # of nodes that are found
+            for node in client.nodes_manager.startup_nodes.values():
+                node.connection_class = kind
+            return
+        for pool in (each.connection_pool for each in (client, *self._others)):
+            pool.connection_class = _renewed(pool.connection_class)
 
     def _made(
         self, service: str, servers: Sequence[tuple[str, int]], sentinel: dict[str, Any], options: dict[str, Any]
