@@ -28,6 +28,7 @@ VERBS: Final[Mapping[str, str]] = {
     "requests": "requests",
     "outbox": "outbox",
     "skip": "skip",
+    "kafka": "kafka",
     "sagas": "sagas",
     "status": "status",
     "top": "top",

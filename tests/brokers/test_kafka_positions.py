@@ -28,6 +28,7 @@ from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 SET_BACK = "the database was set back, kafka messages are read again"
+FORGOTTEN = "kafka has forgotten the group's offset, the database has it"
 HERE = Kept("b", "a", base=100, counter=5, position=150)
 
 
@@ -35,7 +36,7 @@ HERE = Kept("b", "a", base=100, counter=5, position=150)
     ("committed", "mark", "kept", "found"),
     [
         (None, None, None, Resume(None)),
-        (None, None, HERE, Resume(None)),  # a person deleted the offsets, or the topic was made anew
+        (None, None, HERE, Resume(None, forgotten=True)),  # or it was deleted with an older topic: nothing is skipped
         (70, None, None, Resume(70)),
         (70, None, HERE, Resume(70)),  # a person has set them
         (170, Mark("b", 5, 100), HERE, Resume(170, kept=HERE)),
@@ -58,6 +59,8 @@ THERE = Kept("b_t2", "a_t1", base=0, counter=5, position=50)
     ("committed", "mark", "kept", "topic", "found"),
     [
         (None, None, THERE, "t3", Resume(None, anew=True)),  # its offsets went with the topic
+        (None, None, THERE, "t2", Resume(50, kept=THERE, forgotten=True)),
+        (None, None, THERE, None, Resume(None, forgotten=True)),
         (70, Mark("b_t2", 5, 0), THERE, "t3", Resume(None, anew=True)),  # and came back with a late commit
         (70, Mark("b_t2", 5, 0), None, "t3", Resume(None, anew=True)),
         (70, Mark("a_t1", 9, 0), THERE, "t2", Resume(50, kept=THERE)),  # later, and the new topic was read up to 50
@@ -170,6 +173,47 @@ async def test_a_worker_that_dies_before_kafka_hears_of_it_leaves_it_to_the_next
     await world.produce(1, start=6)
     kept.do("update idemconsumer.kafka_position set position = 5, counter = 2")
     assert [offset_of(each) for each in await take(await world.open(), 2)] == [5, 6]
+
+
+@pytest.mark.parametrize("reset", ["earliest", "latest"])
+async def test_where_kafka_has_forgotten_the_offset_the_row_decides(
+    world: World, kept: Database, logged: LogCapture, reset: str
+) -> None:
+    world.brokers.insert(0, KafkaBroker(Settings(kafka=world.server.address, kafka_auto_offset_reset=reset)))
+    world.broker.keep_positions_in(kept)
+    await world.create()
+    await world.produce(3)
+    session = await world.open()
+    if reset == "latest":
+        await world.commits(3)
+        await world.produce(3, start=3)
+    await session.settle(await take(session, 3))
+    done = 6 if reset == "latest" else 3
+    await world.commits(done)
+    await session.close()
+    await world.forget()
+    await world.produce(2, start=done)
+    session = await world.open()
+    taken = await take(session, 2)
+    assert [offset_of(each) for each in taken] == [done, done + 1]
+    (said,) = entries(logged, FORGOTTEN)
+    assert (said["log_level"], said["partition"], said["begins_at"]) == ("warning", f"{world.topic}-0", done)
+    await session.settle(taken)
+    await world.commits(done + 2)
+    assert not entries(logged, SET_BACK)
+
+
+async def test_what_retention_deleted_after_kafka_forgot_the_offset_is_an_error(
+    world: World, kept: Database, logged: LogCapture
+) -> None:
+    await world.create()
+    await world.produce(5)
+    await processed(world, 5)
+    await world.forget()
+    await world.produce(5, start=5)
+    await world.delete_below(8)
+    assert [offset_of(each) for each in await take(await world.open(), 2)] == [8, 9]
+    assert [said["lost"] for said in entries(logged, "kafka messages lost")] == [3]
 
 
 async def test_an_offset_that_a_person_has_set_is_obeyed(world: World, kept: Database, logged: LogCapture) -> None:

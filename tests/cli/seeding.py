@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import psycopg
@@ -18,6 +19,7 @@ from idemconsumer.stores.migrations import files, migrate, script
 from idemconsumer.stores.requests import PostgresRequests
 from idemconsumer.testing.request_contract import A, B
 from tests.cli.golden.shop import app
+from tests.support.kafka import world_of
 from tests.support.servers.postgres import migrated
 from tests.support.waiting import until
 
@@ -105,6 +107,23 @@ def seed(dsn: str) -> None:
     asyncio.run(_work(dsn, {}))
     with psycopg.connect(dsn) as connection:
         connection.execute("select idemconsumer.publish('returns', '{}')")  # which nobody reads
+
+
+async def seed_kafka(address: str) -> None:
+    """A topic with three records in each of two partitions, of which nobody has read anything."""
+    async with world_of(Address(address)) as world:
+        world.topic = "golden"
+        if world.topic not in await world.admin.list_topics():
+            await world.create(partitions=2)
+            for partition in range(2):
+                await world.produce(3, partition=partition)
+        if await world.committed() is not None:
+            await world.forget()
+
+
+@dataclass(frozen=True)
+class Address:
+    address: str
 
 
 def begin(dsn: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import os
 from collections.abc import Iterator
@@ -14,14 +15,15 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from idemconsumer.cli.main import main
-from tests.cli.seeding import begin, seed
+from tests.cli.seeding import begin, seed, seed_kafka
 from tests.cli.transcripts import Shell, Typed, typed
-from tests.support.servers.made import PostgresServer
+from tests.support.servers.made import PostgresServer, Server
 from tests.support.servers.postgres import fresh_database
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(GOLDEN.glob("*.txt"))
 ENDLESS = {"demo", "dev"}  # they have tests of their own
+WITH_KAFKA = {"kafka_reset"}
 CHANGING = {"dev", "migrate_up", "prune", "publish", "run"}
 
 
@@ -54,16 +56,25 @@ def shared(postgres18: PostgresServer, seeded: str) -> Iterator[str]:
         yield dsn
 
 
+@pytest.fixture
+def seeded_kafka(kafka: Server) -> str:
+    asyncio.run(seed_kafka(kafka.address))
+    return kafka.address
+
+
 def copied(server: PostgresServer, dsn: str) -> AbstractContextManager[str]:
     return fresh_database(server.dsn, f"template {conninfo_to_dict(dsn)['dbname']}")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_it_answers_as_it_is_written(file: Path, postgres18: PostgresServer, seeded: str, shared: str) -> None:
+def test_it_answers_as_it_is_written(
+    file: Path, postgres18: PostgresServer, seeded: str, shared: str, request: pytest.FixtureRequest
+) -> None:
     written = file.read_text()
+    kafka = request.getfixturevalue("seeded_kafka") if file.stem in WITH_KAFKA else None
     with copied(postgres18, seeded) if changes(file) else nullcontext(shared) as dsn:
         begin(dsn)
-        answered = Shell(GOLDEN, dsn).transcript(command for command, _ in typed(written))
+        answered = Shell(GOLDEN, dsn, kafka).transcript(command for command, _ in typed(written))
     if os.environ.get("GOLDEN") == "renew":
         file.write_text(answered)
     elif answered != written:

@@ -83,13 +83,15 @@ def typed(transcript: str) -> Iterator[tuple[Typed, int]]:
 
 
 class Shell:
-    """In a folder, with a database."""
+    """In a folder, with a database, and perhaps a Kafka."""
 
-    def __init__(self, folder: Path, dsn: str) -> None:
+    def __init__(self, folder: Path, dsn: str, kafka: str | None = None) -> None:
         self._folder = folder
         self._variables = {"IDEMCONSUMER_DSN": dsn, "COLUMNS": "80", "LOGNAME": "ann", "PGTZ": "UTC"}
         address = conninfo_to_dict(dsn)
-        self._names = {
+        self._names = {} if kafka is None else {kafka: "<kafka>"}
+        self._variables |= {} if kafka is None else {"IDEMCONSUMER_KAFKA": kafka}
+        self._names |= {
             str(address["dbname"]): "<database>",
             f"{address['host']}:{address['port']}": "<server>",
             f"@{socket.gethostname()}": "@<machine>",

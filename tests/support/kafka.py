@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
 from aiokafka.errors import GroupCoordinatorNotAvailableError, KafkaError
+from aiokafka.protocol.admin import DeleteGroupsRequest
 from aiokafka.structs import OffsetAndMetadata
 
 from idemconsumer.brokers.kafka.broker import KafkaBroker
@@ -112,6 +113,12 @@ class World:
         async with AIOKafkaConsumer(**options) as consumer:
             consumer.assign([at])
             await consumer.commit({at: offset})
+
+    async def forget(self) -> None:
+        """What Kafka does seven days after the last member has left."""
+        coordinator = await self.admin.find_coordinator(self.group)
+        answer = await self.admin._send_request(DeleteGroupsRequest([self.group]), coordinator)
+        assert answer.results[0][1] == 0, answer
 
     async def delete_below(self, offset: int, partition: int = 0) -> None:
         """What retention does."""

@@ -7,8 +7,10 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.group import LeaveGroupRequest
+from aiokafka.protocol.metadata import MetadataRequest
 
 from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
@@ -21,6 +23,13 @@ async def end_offsets(consumer: AIOKafkaConsumer, partitions: Iterable[TopicPart
     """Where each partition ends for a reader of committed transactions. TimeoutError or KafkaError."""
     async with asyncio.timeout(PROBE_TIMEOUT):
         return dict(await consumer.end_offsets(list(partitions)))
+
+
+async def cluster_of(client: AIOKafkaClient) -> str:
+    """The cluster's id; empty where Kafka does not tell it. TimeoutError or KafkaError."""
+    async with asyncio.timeout(PROBE_TIMEOUT):
+        answer = await client.send(client.get_random_node(), MetadataRequest([]))
+    return getattr(answer, "cluster_id", None) or ""
 
 
 async def position_of(consumer: AIOKafkaConsumer, at: TopicPartition) -> int | None:

@@ -32,11 +32,17 @@ async def group_findings(admin: AIOKafkaAdminClient, subject: str, group: str, s
     return found
 
 
-async def _members(admin: AIOKafkaAdminClient, subject: str, group: str) -> list[Finding]:
+async def described_group(admin: AIOKafkaAdminClient, group: str) -> Mapping[str, Any]:
+    """As Kafka answers. Raises KafkaError."""
     [answer] = await admin.describe_consumer_groups([group])
     [described] = answer.to_object()["groups"]
     if described["error_code"]:
         raise for_code(described["error_code"])()
+    return dict(described)
+
+
+async def _members(admin: AIOKafkaAdminClient, subject: str, group: str) -> list[Finding]:
+    described = await described_group(admin, group)
     kind, assignor, members = described["protocol_type"], described["protocol"], described["members"]
     if not members or (kind == "consumer" and assignor in ("", _OURS)):
         return []

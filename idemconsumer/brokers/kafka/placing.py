@@ -22,11 +22,10 @@ from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
-from aiokafka.protocol.metadata import MetadataRequest
 
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka.batches import Piece
-from idemconsumer.brokers.kafka.client import name_of
+from idemconsumer.brokers.kafka.client import cluster_of, name_of
 from idemconsumer.brokers.kafka.start import (
     Log,
     Mark,
@@ -200,10 +199,7 @@ class Placing:
         self, positions: Positions, partitions: Sequence[TopicPartition]
     ) -> tuple[datetime, Mapping[Place, Kept]]:
         if self._cluster is None:
-            async with asyncio.timeout(kafka_client.PROBE_TIMEOUT):
-                client = self._consumer._client
-                answer = await client.send(client.get_random_node(), MetadataRequest([]))
-                self._cluster = getattr(answer, "cluster_id", None) or ""
+            self._cluster = await cluster_of(self._consumer._client)
         return await positions.read(self._cluster, self._group, sorted({at.topic for at in partitions}))
 
     async def _find(
@@ -233,8 +229,7 @@ class Placing:
             row = known.get((at.topic, at.partition))
             to_resume = resume(committed, mark, row, ids.get(at.topic))
             log = Log(starts[at], ends[at])
-            new = not (to_resume.set_back or to_resume.anew)
-            start = start_at(to_resume.offset, log, latest=self._latest and new)
+            start = start_at(to_resume.offset, log, latest=self._latest and to_resume.new)
             quiet = self._positions is not None and left_quiet(committed, row, to_resume)
             found[at] = _Found(committed, to_resume, start, log.end, quiet)
         return found
@@ -288,6 +283,13 @@ class Placing:
                     "kafka topic was made anew, it is read from its start",
                     partition=name_of(at),
                     begins_at=start.offset,
+                )
+            if each.resume.forgotten:
+                self._log.warning(
+                    "kafka has forgotten the group's offset, the database has it",
+                    partition=name_of(at),
+                    begins_at=start.offset,
+                    instead="`idemconsumer kafka reset`, to read from elsewhere",
                 )
             if start.lost or start.beyond:
                 self._log.error(

@@ -42,12 +42,19 @@ def topic_of(history: str) -> str | None:
 @dataclass(frozen=True, slots=True)
 class Resume:
     """Up to where the group has read, None for nowhere. `set_back`: by the database, which lacks what came behind.
-    `anew`: what was read is another topic of that name. `kept`: the history that goes on; None: a new one begins."""
+    `anew`: what was read is another topic of that name. `forgotten`: Kafka has no offset of the group any more. `kept`:
+    the history that goes on; None: a new one begins."""
 
     offset: int | None
     set_back: bool = False
     kept: Kept | None = None
     anew: bool = False
+    forgotten: bool = False
+
+    @property
+    def new(self) -> bool:
+        """Whether nobody of this group has read here: only then `latest` may skip what is there."""
+        return not (self.set_back or self.anew or self.forgotten)
 
 
 def resume(committed: int | None, mark: Mark | None, kept: Kept | None, topic: str | None = None) -> Resume:
@@ -55,8 +62,9 @@ def resume(committed: int | None, mark: Mark | None, kept: Kept | None, topic: s
     topic that has the name now, None where Kafka does not tell it.
 
     An offset without a mark was set by a person, or by a version without marks, and is obeyed. A mark whose row the
-    database has, or had, says that everything below the offset is in it. Otherwise the database was set back. What
-    belongs to another topic says nothing about this one (K18).
+    database has, or had, says that everything below the offset is in it. Otherwise the database was set back. Where
+    Kafka has forgotten the offset, the row decides (K19). What belongs to another topic says nothing about this one
+    (K18).
     """
     anew = kept is not None and _of_another(kept.history, topic)
     kept = None if anew else kept
@@ -64,6 +72,9 @@ def resume(committed: int | None, mark: Mark | None, kept: Kept | None, topic: s
         return Resume(None if kept is None else kept.position, kept=kept, anew=kept is None)
     if committed is None and anew:
         return Resume(None, anew=True)
+    if committed is None and kept is not None:  # without its id it may be another topic, whose deletion took the offset
+        same = topic is not None and topic == topic_of(kept.history)
+        return Resume(kept.position, kept=kept, forgotten=True) if same else Resume(None, forgotten=True)
     if committed is None or mark is None:
         return Resume(committed)
     if kept is None:

@@ -1,0 +1,92 @@
+"""Where a Kafka group begins: its offsets and the database's rows of them, set together by a person (K20)."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Final
+
+import msgspec
+
+from idemconsumer.admin.audit import Trace
+from idemconsumer.admin.dead_letters import connected
+from idemconsumer.brokers.kafka.resetting import Move, group_offsets
+from idemconsumer.brokers.kafka.start import history_of
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.settings import Settings
+from idemconsumer.sql.queries import load
+
+_PLACE: Final = re.compile(r"kafka:([^/@\s]+)(?:/(\d+))?")
+
+
+class Reset(msgspec.Struct, frozen=True, kw_only=True):
+    """The group's offset in a partition, before (None: it had none) and now."""
+
+    group: str
+    topic: str
+    partition: int
+    before: int | None
+    offset: int
+
+
+async def reset(dsn: str, settings: Settings, place: str, group: str, to: str, *, by: str) -> list[Reset]:
+    """Set a group's offsets in a topic, or in one partition of it, in Kafka and in the database: both or none.
+
+    The group must have no members. Afterwards its next worker begins there, whatever it has read. Raises like `Admin`,
+    BrokerUnavailable, and ConfigurationError for what cannot be meant.
+    """
+    if (found := _PLACE.fullmatch(place)) is None:
+        raise ConfigurationError(f"{place!r} is no place in Kafka; write kafka:TOPIC, or kafka:TOPIC/PARTITION")
+    topic, partition, begin = found[1], None if found[2] is None else int(found[2]), _begin(to)
+    if isinstance(begin, int) and partition is None:
+        raise ConfigurationError(f"offset {begin} is of one partition; write kafka:{topic}/PARTITION")
+    async with group_offsets(settings, group) as kafka:
+        moves = await kafka.moves(settings.kafka or "", topic, partition, begin)
+        topic_id = await kafka.topic_id(topic)
+        async with connected(dsn, settings.schema) as connection, connection.transaction():
+            queries, at = load(settings.schema), {"cluster": kafka.cluster, "group": group}
+            rows = await (await connection.execute(queries["kafka_positions"], at | {"topics": [topic]})).fetchall()
+            formers = {row["partition"]: row["history"] for row in rows}
+            given = at | {"server": rows[0]["started"], "topics": [topic] * len(moves)} | _columns(moves)
+            given["formers"] = [formers.get(each.partition) for each in moves]
+            given["histories"] = [history_of(topic_id, uuid.uuid4().hex[:16]) for _ in moves]
+            await connection.execute(queries["begin_kafka_positions"], given)
+            for each in moves:
+                place_of = at | {"topic": topic, "partition": each.partition}
+                await connection.execute(queries["leave_kafka_stop"], place_of)
+            await Trace(settings.schema, by, "kafka reset").write(connection, f"{place} in group {group} to {to}")
+            # Last: where it fails the rows are as before, and where the COMMIT fails Kafka's offset is obeyed alone.
+            await kafka.commit(topic, moves)
+    return [
+        Reset(group=group, topic=topic, partition=each.partition, before=each.before, offset=each.offset)
+        for each in moves
+    ]
+
+
+def _columns(moves: Sequence[Move]) -> dict[str, list[int]]:
+    offsets = [each.offset for each in moves]
+    return {
+        "partitions": [each.partition for each in moves],
+        "bases": offsets,
+        "counters": [0] * len(moves),
+        "positions": offsets,
+    }
+
+
+def _begin(to: str) -> str | int | datetime:
+    if to in ("earliest", "latest"):
+        return to
+    if to.isdecimal():
+        return int(to)
+    try:
+        time = datetime.fromisoformat(to)
+    except ValueError:
+        time = None
+    if time is None or time.tzinfo is None:
+        raise ConfigurationError(
+            f"{to!r} is no place to begin; write earliest, latest, an offset, or a time with its zone, such as "
+            "2026-01-31T12:00+00:00"
+        )
+    return time

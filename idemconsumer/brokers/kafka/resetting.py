@@ -1,0 +1,130 @@
+"""For `kafka reset`: where a group without members begins, looked up and set (K20)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import CommitFailedError, GroupCoordinatorNotAvailableError, KafkaError
+
+from idemconsumer.brokers.kafka.checking import missing_text, partitions_of
+from idemconsumer.brokers.kafka.client import cluster_of, name_of
+from idemconsumer.brokers.kafka.connection import connection_options
+from idemconsumer.brokers.kafka.diagnosis import unavailable
+from idemconsumer.brokers.kafka.limits import described_group
+from idemconsumer.brokers.kafka.topic_ids import topic_ids
+from idemconsumer.errors import BrokerUnavailable, ConfigurationError
+from idemconsumer.settings import Settings
+
+_TIMEOUT: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Of one partition: the group's offset before, None where it had none, and the new one."""
+
+    partition: int
+    before: int | None
+    offset: int
+
+
+class GroupOffsets:
+    """Of one group. `cluster` is the id of the Kafka cluster."""
+
+    def __init__(self, consumer: AIOKafkaConsumer, admin: AIOKafkaAdminClient, group: str, cluster: str) -> None:
+        self._consumer = consumer
+        self._admin = admin
+        self._group = group
+        self.cluster = cluster
+
+    async def topic_id(self, topic: str) -> str | None:
+        return (await topic_ids(self._consumer._client, [topic])).get(topic)
+
+    async def moves(self, servers: str, topic: str, partition: int | None, to: str | int | datetime) -> list[Move]:
+        """What a reset of these would do. `to`: `earliest`, `latest`, an offset, or a time.
+
+        Raises ConfigurationError for a group with live members, a partition that is not there, and an offset that is
+        not in its log; BrokerUnavailable for a topic that is not there.
+        """
+        await self._refuse_members()
+        if not (count := await partitions_of(self._admin, topic)):
+            raise BrokerUnavailable(missing_text(servers, [topic]))
+        if partition is not None and partition >= count:
+            raise ConfigurationError(f"kafka:{topic}/{partition} is not there: the last partition is {count - 1}")
+        places = [TopicPartition(topic, each) for each in (range(count) if partition is None else [partition])]
+        starts, ends = await self._consumer.beginning_offsets(places), await self._consumer.end_offsets(places)
+        self._consumer.assign(places)
+        befores = {at: await self._consumer.committed(at) for at in places}
+        offsets = await self._offsets(to, starts, ends)
+        for at, offset in offsets.items():
+            if not starts[at] <= offset <= ends[at]:
+                raise ConfigurationError(
+                    f"{name_of(at)} has no offset {offset}: its log goes from {starts[at]} to {ends[at]}; "
+                    "write one of these, `earliest`, `latest` or a time"
+                )
+        return [Move(at.partition, befores[at], offsets[at]) for at in places]
+
+    async def commit(self, topic: str, moves: Sequence[Move]) -> None:
+        """Set the offsets. Without a mark, so that they are obeyed whatever the database says (K12). Raises
+        ConfigurationError when the group has members by now."""
+        try:
+            await self._consumer.commit({TopicPartition(topic, each.partition): each.offset for each in moves})
+        except CommitFailedError as error:
+            raise self._has_members() from error
+
+    async def _offsets(
+        self,
+        to: str | int | datetime,
+        starts: Mapping[TopicPartition, int],
+        ends: Mapping[TopicPartition, int],
+    ) -> Mapping[TopicPartition, int]:
+        if isinstance(to, int):
+            return dict.fromkeys(starts, to)
+        if isinstance(to, datetime):
+            found = await self._consumer.offsets_for_times(dict.fromkeys(starts, int(to.timestamp() * 1000)))
+            return {at: ends[at] if found.get(at) is None else found[at].offset for at in starts}
+        return starts if to == "earliest" else ends
+
+    async def _refuse_members(self) -> None:
+        try:
+            members = (await described_group(self._admin, self._group))["members"]
+        except GroupCoordinatorNotAvailableError:
+            return  # a new cluster makes the groups' own topic when it is first asked
+        if members:
+            who = sorted({f"{each['client_id']} at {each['client_host']}" for each in members})
+            raise self._has_members(", ".join(who))
+
+    def _has_members(self, who: str = "joined just now") -> ConfigurationError:
+        return ConfigurationError(
+            f"the group {self._group!r} has live members ({who}), which would go on from where they are; "
+            "stop its workers, and run this again"
+        )
+
+
+@asynccontextmanager
+async def group_offsets(settings: Settings, group: str) -> AsyncIterator[GroupOffsets]:
+    """Connected, without becoming a member. Kafka's errors become BrokerUnavailable, here and in the body."""
+    if settings.kafka is None:
+        raise ConfigurationError("kafka: no address; set IDEMCONSUMER_KAFKA=host:9092[,host:9092]")
+    connection = connection_options(settings)
+    # The end of what is committed: what an open transaction keeps back is still to be read.
+    consumer = AIOKafkaConsumer(
+        **connection, group_id=group, enable_auto_commit=False, isolation_level="read_committed"
+    )
+    admin = AIOKafkaAdminClient(**connection)
+    try:
+        async with asyncio.timeout(_TIMEOUT):
+            await consumer.start()
+            await admin.start()
+            yield GroupOffsets(consumer, admin, group, await cluster_of(consumer._client))
+    except (TimeoutError, KafkaError, OSError) as error:
+        raise await unavailable(settings.kafka, connection, error) from error
+    finally:
+        await admin.close()
+        await consumer.stop()
