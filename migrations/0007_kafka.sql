@@ -14,6 +14,7 @@ create table {schema}.kafka_position (
     position    bigint not null,
     changed_at  timestamptz not null,
     quiet       bigint,
+    leader      integer,
     primary key (cluster, group_name, topic, partition)
 ) with (fillfactor = 50);
 
@@ -27,6 +28,8 @@ comment on column {schema}.kafka_position.position is
 comment on column {schema}.kafka_position.quiet is
     'The counter at which the last reader left with nothing in hand. With any other one whoever reads next has to expect a '
     'message that killed its last reader (K10)';
+comment on column {schema}.kafka_position.leader is
+    'The epoch of the leader that wrote the message before the position: it tells one log from another (K21)';
 
 create table {schema}.kafka_stop (
     cluster     text not null,

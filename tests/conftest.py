@@ -294,8 +294,13 @@ def private_kafka() -> Iterator[PrivateKafka]:
     _ours_only("IDEMCONSUMER_KAFKA")
     with ExitStack() as stack:
 
-        def make(*, listeners: Mapping[str, str] | None = None, properties: Mapping[str, str] | None = None) -> Kafka:
-            server = _have(lambda: Kafka(listeners=listeners, properties=properties))
+        def make(
+            *,
+            listeners: Mapping[str, str] | None = None,
+            properties: Mapping[str, str] | None = None,
+            joins: Kafka | None = None,
+        ) -> Kafka:
+            server = _have(lambda: Kafka(listeners=listeners, properties=properties, joins=joins))
             stack.callback(server.close)
             server.start()
             return server

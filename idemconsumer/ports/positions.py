@@ -13,7 +13,8 @@ class Kept:
     """What the database knows of a partition: every message from `base` up to `position` is decided in it.
 
     `history` names the reading that began at `base`, `former` the one before it; `counter` grows with each write.
-    `quiet` is the counter at which its last reader left with nothing in hand.
+    `quiet` is the counter at which its last reader left with nothing in hand. `leader`: in whose epoch the message
+    before `position` was written, None if unknown.
     """
 
     history: str
@@ -22,15 +23,17 @@ class Kept:
     counter: int = 0
     position: int = 0
     quiet: int | None = None
+    leader: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Up to where a reader has finished. `left`: it has nothing in hand, and leaves; then this is the counter of its
-    last write."""
+    """Up to where a reader has finished, and in which leader's epoch the message before that was written. `left`: it
+    has nothing in hand, and leaves; then this is the counter of its last write."""
 
     history: str
     position: int
+    leader: int | None = None
     left: int | None = None
 
 

@@ -2,7 +2,8 @@
 
 -- name: kafka_positions
 -- One row without a topic where there are none: the time says which server has answered.
-select s.started, p.topic, p.partition, p.history, p.former, p.base, p.counter, p.position, p.quiet
+select s.started, p.topic, p.partition, p.history, p.former, p.base, p.counter, p.position, p.quiet,
+       p.leader
 from (select pg_postmaster_start_time()) as s (started)
 left join {schema}.kafka_position as p
     on p.cluster = %(cluster)s and p.group_name = %(group)s and p.topic = any(%(topics)s)
@@ -22,6 +23,7 @@ on conflict (cluster, group_name, topic, partition) do update
 set history = excluded.history, former = excluded.former, base = excluded.base,
     counter = case k.history when excluded.history then k.counter + 1 else excluded.counter end,
     position = case k.history when excluded.history then k.position else excluded.position end,
+    leader = case k.history when excluded.history then k.leader end,
     quiet = null, changed_at = excluded.changed_at
 returning topic, partition, counter
 
@@ -29,9 +31,10 @@ returning topic, partition, counter
 -- Only on the server that has the effects of what is below (K12). The rows are locked in one order, since a former owner
 -- may be writing too.
 with w as materialized (
-    select p.cluster, p.group_name, p.topic, p.partition, given.position, given.counter
+    select p.cluster, p.group_name, p.topic, p.partition, given.position, given.leader, given.counter
     from unnest(%(topics)s::text[], %(partitions)s::integer[], %(histories)s::text[], %(positions)s::bigint[],
-                %(left)s::bigint[]) as given (topic, partition, history, position, counter)
+                %(leaders)s::integer[], %(left)s::bigint[])
+        as given (topic, partition, history, position, leader, counter)
     cross join lateral (
         select * from {schema}.kafka_position as k
         where k.cluster = %(cluster)s and k.group_name = %(group)s and k.topic = given.topic
@@ -43,8 +46,8 @@ with w as materialized (
     for update of p
 )
 update {schema}.kafka_position as k
-set counter = k.counter + 1, position = w.position, quiet = case k.counter when w.counter then k.counter + 1 end,
-    changed_at = clock_timestamp()
+set counter = k.counter + 1, position = w.position, leader = w.leader,
+    quiet = case k.counter when w.counter then k.counter + 1 end, changed_at = clock_timestamp()
 from w where (k.cluster, k.group_name, k.topic, k.partition) = (w.cluster, w.group_name, w.topic, w.partition)
 returning k.topic, k.partition, k.counter
 

@@ -52,6 +52,7 @@ class PostgresPositions:
             "partitions": [partition for _, partition in positions],
             "histories": [each.history for each in positions.values()],
             "positions": [each.position for each in positions.values()],
+            "leaders": [each.leader for each in positions.values()],
             "left": [each.left for each in positions.values()],
         }
         rows = await self._pool.alone("save_kafka_positions", given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.support.waiting import PATIENCE, until
 SET_BACK = "the database was set back, kafka messages are read again"
 FORGOTTEN = "kafka has forgotten the group's offset, the database has it"
 HERE = Kept("b", "a", base=100, counter=5, position=150)
+LED = replace(HERE, leader=7)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,9 @@ HERE = Kept("b", "a", base=100, counter=5, position=150)
         (130, Mark("c", 1, 120), HERE, Resume(120, set_back=True)),  # a person had set the group back to 120
         (170, Mark("a", 9, 20), HERE, Resume(150, set_back=True, kept=HERE)),  # Kafka has not heard of it yet
         (170, Mark("b", 1, 100), None, Resume(None, set_back=True)),
+        (170, Mark("b", 5, 100), LED, Resume(170, kept=LED, leader=7)),
+        (170, Mark("b", 6, 100), LED, Resume(150, set_back=True, leader=7)),
+        (70, None, LED, Resume(70)),  # of which leader that is nobody knows
     ],
 )
 def test_who_is_believed(committed: int | None, mark: Mark | None, kept: Kept | None, found: Resume) -> None:

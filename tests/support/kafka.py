@@ -49,10 +49,11 @@ class World:
     topic: str = field(default_factory=lambda: f"orders.{uuid.uuid4().hex[:8]}")
     brokers: list[KafkaBroker] = field(default_factory=list)
     sessions: list[KafkaSession] = field(default_factory=list)
+    suffix: str = ""
 
     @property
     def group(self) -> str:
-        return f"group.{self.topic}"
+        return f"group.{self.topic}{self.suffix}"
 
     @property
     def broker(self) -> KafkaBroker:

@@ -7,7 +7,7 @@ in: one record whose header's name is no text, or the whole batch where the chec
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from aiokafka import TopicPartition
@@ -16,6 +16,7 @@ from aiokafka.record.util import calc_crc32c, decode_varint
 from aiokafka.structs import ConsumerRecord
 
 from idemconsumer.brokers.kafka.decompression import TooLarge, gzip_decode, lz4_decode, snappy_decode, zstd_decode
+from idemconsumer.brokers.kafka.leader_epochs import leaders_of
 from idemconsumer.errors import BadMessage
 
 _OVERHEAD = struct.calcsize(">qi")
@@ -42,10 +43,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`next` is the offset behind its last record."""
+    """`next` is the offset behind its last record, `leaders` whose epoch it is of, as `Leaders.follow` takes it."""
 
     next: int
     pieces: list[Piece]
+    leaders: Sequence[tuple[int, int]]
 
 
 def refused(pieces: Iterable[Piece]) -> dict[int, BadMessage]:
@@ -70,7 +72,7 @@ def batch_at(at: TopicPartition, fetched: bytes, position: int) -> Batch | None:
             following = base + _HEADER.unpack_from(raw)[6] + 1
         if following > position:
             pieces = [each for each in _pieces(at, raw, base, following) if each.next > position]
-            return Batch(following, pieces)
+            return Batch(following, pieces, list(leaders_of(raw)))
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,17 +20,21 @@ from aiokafka.protocol.fetch import FetchRequest
 
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka.batches import Batch, batch_at
+from idemconsumer.brokers.kafka.leader_epochs import leaders_of
 from idemconsumer.brokers.kafka.records import size_of_record
 
 _WAIT_MS = 500
 _BATCH_BYTES = 1024 * 1024  # a batch that is larger comes whole all the same
 
 Report = Callable[[TopicPartition], None]
+Follows = Callable[[TopicPartition, int, Sequence[tuple[int, int]]], bool]
 
 
-def watch(consumer: AIOKafkaConsumer, report: Report) -> Fetched:
-    """From now on `report` is told of a fault, within `getmany` and instead of its raising. Call it after `start`."""
-    consumer._fetcher._records = fetched = Fetched(report)
+def watch(consumer: AIOKafkaConsumer, report: Report, follows: Follows) -> Fetched:
+    """From now on `report` is told of a fault, within `getmany` and instead of its raising, and what was fetched is
+    dropped unless it `follows` what was read before (`Leaders.follow`). Call it after `start`."""
+    consumer._fetcher._records = fetched = Fetched(report, follows)
+    consumer._client.send = partial(fetched.send, consumer._client.send)
     return fetched
 
 
@@ -38,20 +42,36 @@ class Fetched(OrderedDict[TopicPartition, Any]):
     """What the client has fetched and not handed out. `bytes_left`: set before each `getmany`, which hands out no more
     than begins within so many bytes, and one record at least."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, follows: Follows) -> None:
         super().__init__()
         self._report = report
+        self._follows = follows
+        self._leaders: dict[TopicPartition, list[tuple[int, int]]] = {}
         self.bytes_left = 0
+
+    async def send(self, send: Callable[..., Awaitable[Any]], node: int, request: Any, **how: Any) -> Any:
+        """The client's, which keeps no leader's epoch of what it has fetched."""
+        answer = await send(node, request, **how)
+        if isinstance(request, FetchRequest):  # the client stores what came of it before anything else can be fetched
+            for topic, partitions in answer.topics:
+                for partition, *_, records in partitions:
+                    self._leaders[TopicPartition(topic, partition)] = list(leaders_of(records or b""))
+        return answer
 
     def __setitem__(self, at: TopicPartition, fetched: Any) -> None:
         if type(fetched) is FetchResult:
             fetched.getall = partial(self._getall, fetched)
+            fetched.leaders = self._leaders.pop(at, None)
         super().__setitem__(at, fetched)
 
     def _getall(self, fetched: Any, max_records: int | None = None) -> list[Any]:
         """As FetchResult.getall, but what was read before a fault is returned."""
         at = fetched._topic_partition
         if self.bytes_left <= 0 or not fetched.check_assignment(at) or not fetched.has_more():
+            return []
+        leaders, fetched.leaders = fetched.leaders, None
+        if leaders and not self._follows(at, fetched._partition_records.next_fetch_offset, leaders):
+            fetched._partition_records = None
             return []
         taken: list[Any] = []
         try:

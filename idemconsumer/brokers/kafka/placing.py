@@ -26,6 +26,7 @@ from aiokafka.errors import KafkaError
 from idemconsumer.brokers.kafka import client as kafka_client
 from idemconsumer.brokers.kafka.batches import Piece
 from idemconsumer.brokers.kafka.client import cluster_of, name_of
+from idemconsumer.brokers.kafka.leader_epochs import ends_of
 from idemconsumer.brokers.kafka.start import (
     Log,
     Mark,
@@ -45,8 +46,8 @@ from idemconsumer.user_code.cancellation import end
 
 _DELETED: Final = "Kafka deleted them before the group read them: keep messages longer (retention.ms), or add workers"
 _CUT: Final = (
-    "the log is shorter than what the group has read: the topic was made anew, or a replica without its end became the "
-    "leader; what the log still has is read from its start"
+    "the log is not the one that the group has read: a replica without its end became the leader (unclean election), "
+    "it was restored, or the topic was made anew; it is read from begins_at on"
 )
 
 
@@ -57,14 +58,17 @@ class _Found:
     start: Start
     end: int
     quiet: bool
+    leader: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Where a reader begins. What stands below `inherited_below` its last owner may have begun, and died of (K10)."""
+    """Where a reader begins. What stands below `inherited_below` its last owner may have begun, and died of (K10). What
+    comes before `offset` was written in the epoch of this `leader`, None if unknown."""
 
     offset: int
     inherited_below: int
+    leader: int | None
 
 
 class Placing:
@@ -128,12 +132,28 @@ class Placing:
             return []
         return [at for at, its in placed.items() if ids.get(at.topic, its) != its]
 
+    async def same_logs(
+        self, reached: Mapping[TopicPartition, tuple[int, int | None]]
+    ) -> Mapping[TopicPartition, bool]:
+        """Whether their logs have all that was read up to this position, the last record of it written in this leader's
+        epoch. Those about which there is no answer yet are missing."""
+        leaders = {at: leader for at, (_, leader) in reached.items() if leader is not None}
+        try:
+            ends = await ends_of(self._consumer._client, leaders)
+        except (TimeoutError, KafkaError):
+            return {}
+        return {at: ends.get(at, position) >= position for at, (position, _) in reached.items()}
+
     async def save(
-        self, offsets: Mapping[TopicPartition, int], left: Collection[TopicPartition] = ()
+        self,
+        offsets: Mapping[TopicPartition, int],
+        leaders: Mapping[TopicPartition, int | None],
+        left: Collection[TopicPartition] = (),
     ) -> Mapping[TopicPartition, Any] | None:
         """What to commit to Kafka, once the database has it. None: it must not be committed, since the database is
         another one now, or somebody else reads there; everything is to be placed anew. Raises StoreUnavailable.
-        Those that were `left` have nothing in hand, and nothing of them is begun any more.
+        `leaders`: in whose epoch the record before each offset was written. Those that were `left` have nothing in
+        hand, and nothing of them is begun any more.
 
         A write that takes too long goes on when this is cancelled: it does no harm, and the next one waits for it.
         """
@@ -145,7 +165,9 @@ class Placing:
         if self._server is None or not offsets.keys() <= self._kept.keys():
             return None
         rows = {
-            (at.topic, at.partition): Reached(kept.history, offset, left=kept.counter if at in left else None)
+            (at.topic, at.partition): Reached(
+                kept.history, offset, leaders[at], left=kept.counter if at in left else None
+            )
             for at, offset in offsets.items()
             for kept in (self._kept[at],)
         }
@@ -221,17 +243,23 @@ class Placing:
             commits = await self._consumer._coordinator.fetch_committed_offsets(partitions)
             starts = await self._consumer.beginning_offsets(partitions)
             ends = await self._consumer.end_offsets(partitions)
-        found = {}
+        resumes = {}
         for at in partitions:
-            commit = commits.get(at)
+            commit, row = commits.get(at), known.get((at.topic, at.partition))
             committed = None if commit is None else commit.offset
             mark = None if commit is None or self._positions is None else Mark.of(commit.metadata or "")
-            row = known.get((at.topic, at.partition))
-            to_resume = resume(committed, mark, row, ids.get(at.topic))
-            log = Log(starts[at], ends[at])
+            resumes[at] = committed, resume(committed, mark, row, ids.get(at.topic))
+        leaders = {at: each.leader for at, (_, each) in resumes.items() if each.leader is not None}
+        shared = await ends_of(self._consumer._client, leaders)
+        found = {}
+        for at in partitions:
+            committed, to_resume = resumes[at]
+            log = Log(starts[at], ends[at], shared.get(at))
             start = start_at(to_resume.offset, log, latest=self._latest and to_resume.new)
+            row = known.get((at.topic, at.partition))
             quiet = self._positions is not None and left_quiet(committed, row, to_resume)
-            found[at] = _Found(committed, to_resume, start, log.end, quiet)
+            leader = None if start.beyond else leaders.get(at)
+            found[at] = _Found(committed, to_resume, start, log.end, quiet, leader)
         return found
 
     async def _begin(
@@ -303,4 +331,4 @@ class Placing:
 
 
 def _begin_of(found: _Found) -> Begin:
-    return Begin(found.start.offset, found.start.offset if found.quiet else found.end)
+    return Begin(found.start.offset, found.start.offset if found.quiet else found.end, found.leader)

@@ -12,6 +12,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from idemconsumer.brokers.backlog import Backlog
 from idemconsumer.brokers.kafka.client import name_of
+from idemconsumer.brokers.kafka.leaders import Leaders
 from idemconsumer.brokers.kafka.low_water import Tracker
 from idemconsumer.brokers.kafka.placing import Placing
 from idemconsumer.brokers.kafka.records import message_of
@@ -28,8 +29,9 @@ NOTHING: Final[Mapping[int, BadMessage]] = {}
 @dataclass(slots=True, eq=False)
 class Partition:
     """A partition while it is ours. Nothing of it is read, or committed, until its reader has been placed (K11).
-    `halted`: the client has met something that it cannot read (K13). What is delivered below `inherited_below`, the
-    first `inherited` of it, its last owner may have begun (K10)."""
+    `halted`: the client has met something that it cannot read (K13). `doubted`: the position at which what comes next
+    may be of another log (K21). What is delivered below `inherited_below`, the first `inherited` of it, its last owner
+    may have begun (K10)."""
 
     source: str
     epoch: Epoch
@@ -39,6 +41,8 @@ class Partition:
     inherited_below: int = 0
     placed: bool = False
     halted: bool = False
+    doubted: int | None = None
+    leaders: Leaders = field(default_factory=Leaders)
     capped: bool = False
     backlog: Backlog = field(default_factory=Backlog)
 
@@ -85,6 +89,7 @@ class Reading:
         """A new epoch, whose reader stands somewhere already. What was delivered may still run here."""
         partition = self._new(at)
         partition.placed = True
+        partition.leaders = former.leaders
         partition.inherited_below = max(former.inherited_below, former.tracker.highest + 1)
         return partition
 
@@ -138,6 +143,7 @@ class Reading:
     async def place(self) -> None:
         """Ask where new partitions begin, and let them be read from there."""
         await self._unplaced.wait()
+        await self._settle_doubts()
         waiting = {at: each for at, each in self.partitions.items() if not each.placed}
         starts = await self._placing.place(list(waiting)) if waiting else {}
         for at, start in starts.items():
@@ -146,12 +152,38 @@ class Reading:
                 continue  # there was a rebalance meanwhile
             self._consumer.seek(at, start.offset)
             partition.inherited_below = start.inherited_below
+            partition.leaders = Leaders(start.leader)
             partition.placed = True
         self.pause()
-        if all(partition.placed for partition in self.partitions.values()):
+        if all(partition.placed and partition.doubted is None for partition in self.partitions.values()):
             self._unplaced.clear()
         else:
             await asyncio.sleep(PLACE_AGAIN)
+
+    def follows(self, at: TopicPartition, position: int, fetched: Sequence[tuple[int, int]]) -> bool:
+        """Whether what was fetched is of the log that has been read so far. If not, nothing more is read until Kafka
+        has told; what was delivered runs on, since it may well be."""
+        partition = self.partitions.get(at)
+        if partition is None or not partition.placed or partition.leaders.follow(position, fetched):
+            return True
+        partition.doubted = position
+        self._unplaced.set()
+        self.pause()
+        return False
+
+    async def _settle_doubts(self) -> None:
+        """Read on where the log has all that was read of it, and place the others anew."""
+        doubted = {at: (each, each.doubted) for at, each in self.partitions.items() if each.doubted is not None}
+        reached = {at: (position, each.leaders.of(position)) for at, (each, position) in doubted.items()}
+        for at, same in (await self._placing.same_logs(reached)).items():
+            partition, position = doubted[at]
+            if self.partitions.get(at) is not partition:
+                continue
+            if same:
+                partition.leaders.proven(position)
+                partition.doubted = None
+            else:
+                self.begin(at)
 
     def place_anew(self) -> None:
         """Forget all deliveries, and ask again where to begin."""
@@ -213,4 +245,4 @@ class Reading:
         partition = self.partitions.get(at)
         if partition is None or partition.outstanding.paused:
             return False
-        return partition.placed and not partition.halted and not partition.capped
+        return partition.placed and not (partition.halted or partition.capped or partition.doubted is not None)

@@ -31,7 +31,6 @@ from idemconsumer.brokers.kafka.client import end_offsets, name_of, position_of,
 from idemconsumer.brokers.kafka.diagnosis import refusal
 from idemconsumer.brokers.kafka.faults import Fetched, watch
 from idemconsumer.brokers.kafka.health import Health
-from idemconsumer.brokers.kafka.low_water import Tracker
 from idemconsumer.brokers.kafka.membership import watch_membership
 from idemconsumer.brokers.kafka.placing import Placing
 from idemconsumer.brokers.kafka.reading import Partition, Reading
@@ -117,7 +116,7 @@ class KafkaSession:
     def start(self, existing: Iterable[str]) -> None:
         """Subscribe and begin. A topic that is missing now is consumed from the rebalance on in which it appears."""
         self._health.existing(existing)
-        self._fetched = watch(self._consumer, self._unreadable.halt)
+        self._fetched = watch(self._consumer, self._unreadable.halt, self._reading.follows)
         if self._seat.instance is None:  # a static member keeps its partitions while it restarts
             watch_membership(self._consumer, partial(WILL.joined, self._group))
         if self._topics.patterns:  # as `subscribe` does with a pattern
@@ -304,11 +303,11 @@ class KafkaSession:
         async with self._committing:
             due: dict[TopicPartition, int] = {}
             left: set[TopicPartition] = set()
-            trackers: dict[TopicPartition, Tracker] = {}
-            for at, partition in list(self._reading.partitions.items()):
+            partitions = dict(self._reading.partitions)
+            for at, partition in partitions.items():
                 if not partition.placed:
                     continue
-                tracker = trackers[at] = partition.tracker
+                tracker = partition.tracker
                 read_on = not tracker.outstanding and not self._skipped
                 position = await position_of(self._consumer, at) if read_on else None
                 if (offset := tracker.due(position)) is not None:
@@ -321,7 +320,8 @@ class KafkaSession:
                 return
             try:
                 async with asyncio.timeout(COMMIT_TIMEOUT):  # with the broker down a commit never returns
-                    commits = await self._placing.save(due, left)
+                    leaders = {at: partitions[at].leaders.of(offset) for at, offset in due.items()}
+                    commits = await self._placing.save(due, leaders, left)
                     if commits is None:
                         self._place_anew()
                         return
@@ -335,7 +335,7 @@ class KafkaSession:
                     self._log.info("kafka commits work again")
                 self._failed_commits = 0
                 for at, offset in due.items():
-                    trackers[at].committed(offset)
+                    partitions[at].tracker.committed(offset)
 
     def _place_anew(self) -> None:
         """The database may lack what was finished here: forget all deliveries, and ask again where to begin (K12)."""

@@ -43,13 +43,14 @@ def topic_of(history: str) -> str | None:
 class Resume:
     """Up to where the group has read, None for nowhere. `set_back`: by the database, which lacks what came behind.
     `anew`: what was read is another topic of that name. `forgotten`: Kafka has no offset of the group any more. `kept`:
-    the history that goes on; None: a new one begins."""
+    the history that goes on; None: a new one begins. `leader`: the row's, of a history that led to this offset."""
 
     offset: int | None
     set_back: bool = False
     kept: Kept | None = None
     anew: bool = False
     forgotten: bool = False
+    leader: int | None = None
 
     @property
     def new(self) -> bool:
@@ -69,23 +70,25 @@ def resume(committed: int | None, mark: Mark | None, kept: Kept | None, topic: s
     anew = kept is not None and _of_another(kept.history, topic)
     kept = None if anew else kept
     if mark is not None and _of_another(mark.history, topic):
-        return Resume(None if kept is None else kept.position, kept=kept, anew=kept is None)
+        return Resume(None, anew=True) if kept is None else Resume(kept.position, kept=kept, leader=kept.leader)
     if committed is None and anew:
         return Resume(None, anew=True)
     if committed is None and kept is not None:  # without its id it may be another topic, whose deletion took the offset
         same = topic is not None and topic == topic_of(kept.history)
-        return Resume(kept.position, kept=kept, forgotten=True) if same else Resume(None, forgotten=True)
+        if not same:
+            return Resume(None, forgotten=True)
+        return Resume(kept.position, kept=kept, forgotten=True, leader=kept.leader)
     if committed is None or mark is None:
         return Resume(committed)
     if kept is None:
         return Resume(None, set_back=True)
     if kept.former == mark.history:  # it was set back before, and Kafka has not heard of it yet
-        return Resume(min(kept.position, committed), set_back=True, kept=kept)
+        return Resume(min(kept.position, committed), set_back=True, kept=kept, leader=kept.leader)
     if kept.history != mark.history:  # nor has the database heard of this history
-        return Resume(min(kept.position, mark.base), set_back=True)
+        return Resume(min(kept.position, mark.base), set_back=True, leader=kept.leader)
     if mark.counter > kept.counter:
-        return Resume(min(kept.position, committed), set_back=True)
-    return Resume(committed, kept=kept)
+        return Resume(min(kept.position, committed), set_back=True, leader=kept.leader)
+    return Resume(committed, kept=kept, leader=kept.leader)
 
 
 def left_quiet(committed: int | None, row: Kept | None, found: Resume) -> bool:
@@ -103,16 +106,18 @@ def _of_another(history: str, topic: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """What a partition holds now: offsets from `start` up to but not including `end`."""
+    """What a partition holds now: offsets from `start` up to but not including `end`. Up to `shared` it is the log that
+    the group has read; None where nobody knows."""
 
     start: int
     end: int
+    shared: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """`lost`: how many offsets nobody will read, because the log no longer has them (K11). `beyond`: by how many the
-    group's offset is above the log's end, which is another log than the one that the group has read."""
+    """`lost`: how many offsets nobody will read, because the log no longer has them (K11). `beyond`: how many of those
+    that the group has read are not in this log, which is another one from there on (K21)."""
 
     offset: int
     lost: int = 0
@@ -126,6 +131,9 @@ def start_at(group: int | None, log: Log, *, latest: bool) -> Start:
         return Start(log.end if latest else log.start)
     if group < log.start:
         return Start(log.start, lost=log.start - group)
+    if log.shared is not None and group > log.shared:
+        begin = max(log.start, log.shared)
+        return Start(begin, beyond=group - begin)
     if group > log.end:
         return Start(log.start, beyond=group - log.end)
     return Start(group)

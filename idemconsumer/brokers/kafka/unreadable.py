@@ -72,6 +72,8 @@ class Unreadable:
             batch = None if position is None else await read_batch(self._consumer, at, position)
         except (TimeoutError, KafkaError):
             return
+        if batch is not None and position is not None and not self._reading.follows(at, position, batch.leaders):
+            return
         read: list[Piece] = []
         unreadable = None
         for piece in [] if batch is None else batch.pieces:

@@ -1,4 +1,4 @@
-"""Apache Kafka for tests: one node that is broker and controller, from Maven Central."""
+"""Apache Kafka for tests, from Maven Central: one node that is broker and controller, or more brokers of it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,22 @@ _CHECKPOINT: Final = "bootstrap.checkpoint"
 
 class Kafka:
     """`listeners` adds named listeners with their protocol, as `{"TLS": "SSL"}`; `properties` adds to
-    server.properties, or replaces what stands there. A restart keeps ports and data.
+    server.properties, or replaces what stands there. `joins`: a further broker, of that one's cluster. A restart keeps
+    ports and data.
     """
 
     def __init__(
-        self, *, listeners: Mapping[str, str] | None = None, properties: Mapping[str, str] | None = None
+        self,
+        *,
+        listeners: Mapping[str, str] | None = None,
+        properties: Mapping[str, str] | None = None,
+        joins: Kafka | None = None,
     ) -> None:
+        self._cluster: str = _id() if joins is None else joins._cluster
+        self._first = joins or self
+        self._brokers = 0
+        self._first._brokers += 1
+        self.node = self._first._brokers
         protocols = {"PLAINTEXT": "PLAINTEXT", **(listeners or {})}
         jars = {"org.apache.kafka:kafka_2.13": KAFKA, "org.slf4j:slf4j-simple": "1.7.36"}
         self._libraries = libraries("kafka", KAFKA, jars)
@@ -42,10 +52,10 @@ class Kafka:
         folder = self._processes.folder
         reachable = ",".join(f"{name}://{self.address_of(name)}" for name in protocols)
         settings = {
-            "process.roles": "broker,controller",
-            "node.id": "1",
-            "controller.quorum.voters": f"1@{self.address_of('CONTROLLER')}",
-            "listeners": f"{reachable},CONTROLLER://{self.address_of('CONTROLLER')}",
+            "process.roles": "broker,controller" if joins is None else "broker",
+            "node.id": str(self.node),
+            "controller.quorum.voters": f"1@{self._first.address_of('CONTROLLER')}",
+            "listeners": f"{reachable},CONTROLLER://{self.address_of('CONTROLLER')}" if joins is None else reachable,
             "advertised.listeners": reachable,
             "inter.broker.listener.name": "PLAINTEXT",
             "controller.listener.names": "CONTROLLER",
@@ -145,7 +155,7 @@ class Kafka:
         """As the tool does for one node, with ids of its own."""
         data.mkdir()
         shutil.copy(prepared / _CHECKPOINT, data)
-        ids = {"version": "1", "node.id": "1", "cluster.id": _id(), "directory.id": _id()}
+        ids = {"version": "1", "node.id": str(self.node), "cluster.id": self._cluster, "directory.id": _id()}
         (data / "meta.properties").write_text("".join(f"{name}={value}\n" for name, value in ids.items()))
 
 

@@ -35,7 +35,11 @@ class PrivatePgBouncer(Protocol):
 
 class PrivateKafka(Protocol):
     def __call__(
-        self, *, listeners: Mapping[str, str] | None = None, properties: Mapping[str, str] | None = None
+        self,
+        *,
+        listeners: Mapping[str, str] | None = None,
+        properties: Mapping[str, str] | None = None,
+        joins: Kafka | None = None,
     ) -> Kafka: ...
 
 

@@ -1,0 +1,67 @@
+"""K21: whether what is fetched is of the log that was read."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from idemconsumer.brokers.kafka.leader_epochs import leaders_of
+from idemconsumer.brokers.kafka.leaders import Leaders
+from idemconsumer.brokers.kafka.start import Log, Start, start_at
+
+
+def batch(base: int, leader: int, magic: int = 2, more: int = 60) -> bytes:
+    return struct.pack(">qiib", base, 5 + more, leader, magic) + bytes(more)
+
+
+def test_whose_epoch_what_was_fetched_is_of() -> None:
+    data = batch(10, 3) + batch(12, 3) + batch(13, 5)
+    assert list(leaders_of(data)) == [(10, 3), (13, 5)]
+    assert list(leaders_of(data[:-30])) == [(10, 3), (13, 5)]  # the last batch comes in part
+    assert list(leaders_of(data[: -5 - 60])) == [(10, 3)]
+    assert list(leaders_of(batch(1, 1234, magic=1))) == []  # an old format has a checksum there
+    assert list(leaders_of(b"")) == []
+
+
+def test_the_same_leader_goes_on() -> None:
+    leaders = Leaders(3)
+    assert leaders.follow(10, [(8, 3)])
+    assert leaders.follow(20, [(20, 3), (25, 4)])
+    assert [leaders.of(position) for position in (10, 20, 25, 26)] == [3, 3, 3, 4]
+    assert leaders.follow(30, [(30, 4)])
+
+
+def test_another_leader_has_to_be_proven() -> None:
+    leaders = Leaders(3)
+    assert not leaders.follow(10, [(10, 4)])
+    assert leaders.of(11) == 3
+    leaders.proven(10)
+    assert leaders.follow(10, [(10, 4)])
+    assert not leaders.follow(12, [(12, 5)])
+    assert leaders.of(12) == 4
+
+
+def test_what_was_dropped_and_is_fetched_again_counts_for_nothing() -> None:
+    leaders = Leaders(3)
+    assert leaders.follow(10, [(10, 3), (15, 4)])
+    assert not leaders.follow(12, [(12, 5)])  # from another leader, before 15 was reached
+    assert leaders.of(12) == 3
+
+
+def test_nobody_is_doubted_where_nothing_was_read() -> None:
+    assert Leaders().follow(10, [(10, 4)])
+
+
+@pytest.mark.parametrize(
+    ("shared", "start"),
+    [
+        (None, Start(15)),
+        (15, Start(15)),
+        (99, Start(15)),
+        (12, Start(12, beyond=3)),
+        (-1, Start(10, beyond=5)),  # the log knows only older leaders
+    ],
+)
+def test_a_reader_begins_where_the_log_is_another_one(shared: int | None, start: Start) -> None:
+    assert start_at(15, Log(10, 20, shared), latest=True) == start
