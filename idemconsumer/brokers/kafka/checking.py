@@ -9,9 +9,10 @@ from typing import Any
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
-from idemconsumer.brokers.kafka.client import create_command
+from idemconsumer.brokers.kafka.client import ALLOW_READ, create_command
 from idemconsumer.brokers.kafka.lag import lag_findings
 from idemconsumer.brokers.kafka.limits import group_findings
+from idemconsumer.brokers.kafka.topic_ids import lacking_rights
 from idemconsumer.brokers.kafka.topics import Topics
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Finding
@@ -26,11 +27,16 @@ async def subscription_findings(
     topics = await topics_of(admin, subscription)
     if not topics:
         return [Finding("warning", subject, "matches no topic yet; one that does is read soon after it is created")]
-    partitions = {topic: await partitions_of(admin, topic) for topic in topics}
+    lacking = await lacking_rights(admin._client, topics)
+    found = [
+        Finding("error", f"kafka:{topic}", f"this user lacks {right} on the topic, so it stays unread; {ALLOW_READ}")
+        for topic, right in lacking.items()
+    ]
+    partitions = {topic: await partitions_of(admin, topic) for topic in topics if lacking.get(topic) != "DESCRIBE"}
     if not all(partitions.values()):
         missing = [topic for topic, count in partitions.items() if not count]
-        return [Finding("error", subject, missing_text(settings.kafka or "", missing))]
-    found = await group_findings(admin, subject, subscription.group, settings.kafka_session_timeout)
+        return [*found, Finding("error", subject, missing_text(settings.kafka or "", missing))]
+    found += await group_findings(admin, subject, subscription.group, settings.kafka_session_timeout)
     for topic, count in partitions.items():
         retention = await retention_of(admin, topic)
         subject = f"kafka:{topic}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.client import AIOKafkaClient
@@ -15,6 +15,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
 
+ALLOW_READ: Final = "allow this user to READ and DESCRIBE the topic (kafka-acls.sh)"
 PROBE_TIMEOUT = 5.0
 STOP_TIMEOUT = 5.0
 

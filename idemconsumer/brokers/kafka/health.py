@@ -10,7 +10,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
 from idemconsumer.brokers.kafka import client as kafka_client
-from idemconsumer.brokers.kafka.client import create_command, end_offsets, name_of, position_of, words
+from idemconsumer.brokers.kafka.client import ALLOW_READ, create_command, end_offsets, name_of, position_of, words
 from idemconsumer.brokers.kafka.topics import Topics
 
 GIVE_UP = 60.0  # seconds without an answer: longer than a group remembers a silent member
@@ -41,7 +41,8 @@ class Health:
         topics = frozenset(topics)
         missing = self._topics.names - topics
         for topic in sorted(missing - self._missing):
-            self._log.warning("kafka topic missing", topic=topic, instead=create_command(self._servers, topic))
+            instead = f"{create_command(self._servers, topic)}; if it is there, {ALLOW_READ}"
+            self._log.warning("kafka topic missing", topic=topic, instead=instead)
         for topic in sorted(self._missing - missing):
             self._log.info("kafka topic found", topic=topic)
         self._missing = missing

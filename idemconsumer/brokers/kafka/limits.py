@@ -8,14 +8,33 @@ from typing import Any, Final
 
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import GroupAuthorizationFailedError, KafkaError, for_code
+from aiokafka.errors import GroupAuthorizationFailedError, IncompatibleBrokerVersion, KafkaError, for_code
+from aiokafka.protocol.admin import DescribeGroupsRequest_v3, DescribeGroupsResponse_v3
+from aiokafka.protocol.api import Request
 
 from idemconsumer.brokers.kafka.diagnosis import refusal
+from idemconsumer.brokers.kafka.topic_ids import may_read
 from idemconsumer.ports.broker import Finding
 
 _OURS: Final = "roundrobin"  # the assignor of our members
 _LEAST: Final = "group.min.session.timeout.ms"
 _MOST: Final = "group.max.session.timeout.ms"
+
+
+class _Question(DescribeGroupsRequest_v3):  # type: ignore[misc]
+    """The client's reads the answer of version 2, which has no rights in it."""
+
+    RESPONSE_TYPE = DescribeGroupsResponse_v3
+
+
+class _Describe(Request[_Question]):  # type: ignore[misc]
+    API_KEY = 15
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+
+    def build(self, request_struct_class: Any) -> Any:
+        return request_struct_class([self._group], True)
 
 
 async def group_findings(admin: AIOKafkaAdminClient, subject: str, group: str, session_timeout: float) -> list[Finding]:
@@ -34,7 +53,10 @@ async def group_findings(admin: AIOKafkaAdminClient, subject: str, group: str, s
 
 async def described_group(admin: AIOKafkaAdminClient, group: str) -> Mapping[str, Any]:
     """As Kafka answers. Raises KafkaError."""
-    [answer] = await admin.describe_consumer_groups([group])
+    try:
+        answer = await admin._send_request(_Describe(group), await admin.find_coordinator(group))
+    except (IncompatibleBrokerVersion, NotImplementedError):  # before Kafka 2.3
+        [answer] = await admin.describe_consumer_groups([group])
     [described] = answer.to_object()["groups"]
     if described["error_code"]:
         raise for_code(described["error_code"])()
@@ -43,6 +65,9 @@ async def described_group(admin: AIOKafkaAdminClient, group: str) -> Mapping[str
 
 async def _members(admin: AIOKafkaAdminClient, subject: str, group: str) -> list[Finding]:
     described = await described_group(admin, group)
+    if not may_read(described.get("authorized_operations", 0)):
+        text = f"this user lacks READ on the group {group!r}, so no worker can join it; allow it to READ the group"
+        return [Finding("error", subject, text)]
     kind, assignor, members = described["protocol_type"], described["protocol"], described["members"]
     if not members or (kind == "consumer" and assignor in ("", _OURS)):
         return []

@@ -29,9 +29,9 @@ NOTHING: Final[Mapping[int, BadMessage]] = {}
 @dataclass(slots=True, eq=False)
 class Partition:
     """A partition while it is ours. Nothing of it is read, or committed, until its reader has been placed (K11).
-    `halted`: the client has met something that it cannot read (K13). `doubted`: the position at which what comes next
-    may be of another log (K21). What is delivered below `inherited_below`, the first `inherited` of it, its last owner
-    may have begun (K10)."""
+    `halted`: the client has met something that it cannot read (K13), or that it may not, `forbidden` (K22). `doubted`:
+    the position at which what comes next may be of another log (K21). What is delivered below `inherited_below`, the
+    first `inherited` of it, its last owner may have begun (K10)."""
 
     source: str
     epoch: Epoch
@@ -41,6 +41,7 @@ class Partition:
     inherited_below: int = 0
     placed: bool = False
     halted: bool = False
+    forbidden: bool = False
     doubted: int | None = None
     leaders: Leaders = field(default_factory=Leaders)
     capped: bool = False

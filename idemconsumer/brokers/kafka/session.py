@@ -24,7 +24,12 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.abc import ConsumerRebalanceListener
-from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
+from aiokafka.errors import (
+    KafkaError,
+    NoOffsetForPartitionError,
+    OffsetOutOfRangeError,
+    TopicAuthorizationFailedError,
+)
 
 from idemconsumer.brokers.kafka.behind import behind
 from idemconsumer.brokers.kafka.client import end_offsets, name_of, position_of, stop, words
@@ -238,6 +243,9 @@ class KafkaSession:
                 self._reading.begin(at)
             self._reading.pause()
             return []
+        except TopicAuthorizationFailedError as error:
+            self._unreadable.forbid([error.args[0]])
+            return []
         except BaseException:
             # The client may have stepped over records of one partition before it failed at another: from now on
             # a position says nothing about what was delivered.
@@ -305,7 +313,7 @@ class KafkaSession:
             left: set[TopicPartition] = set()
             partitions = dict(self._reading.partitions)
             for at, partition in partitions.items():
-                if not partition.placed:
+                if not partition.placed or partition.forbidden:
                     continue
                 tracker = partition.tracker
                 read_on = not tracker.outstanding and not self._skipped
@@ -325,7 +333,7 @@ class KafkaSession:
                     if commits is None:
                         self._place_anew()
                         return
-                    await self._consumer.commit(commits)
+                    await self._commit_what_may_be(commits)
             except (TimeoutError, KafkaError, StoreUnavailable) as error:
                 self._failed_commits += 1
                 if self._failed_commits == WORTH_LOGGING:
@@ -335,7 +343,14 @@ class KafkaSession:
                     self._log.info("kafka commits work again")
                 self._failed_commits = 0
                 for at, offset in due.items():
-                    partitions[at].tracker.committed(offset)
+                    if not partitions[at].forbidden:
+                        partitions[at].tracker.committed(offset)
+
+    async def _commit_what_may_be(self, commits: Mapping[TopicPartition, Any]) -> None:
+        try:
+            await self._consumer.commit(commits)
+        except TopicAuthorizationFailedError as error:  # of these topics; the others are committed
+            self._unreadable.forbid(error.args[0])
 
     def _place_anew(self) -> None:
         """The database may lack what was finished here: forget all deliveries, and ask again where to begin (K12)."""

@@ -1,17 +1,19 @@
-"""What the client cannot read stops its partition alone, until a person skips it or it can be read after all (K13)."""
+"""What the client cannot read stops its partition alone, until a person skips it or it can be read after all (K13), and
+what it may not read, until it may (K22)."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from idemconsumer.brokers.kafka.batches import Piece, refused
-from idemconsumer.brokers.kafka.client import position_of
+from idemconsumer.brokers.kafka.client import ALLOW_READ, position_of
 from idemconsumer.brokers.kafka.faults import read_batch
 from idemconsumer.brokers.kafka.placing import Placing
 from idemconsumer.brokers.kafka.reading import Partition, Reading
@@ -41,6 +43,7 @@ class Unreadable:
         self._log = log
         self._halts: dict[TopicPartition, _Halt] = {}
         self._halted = asyncio.Event()
+        self._forbidden: dict[str, float] = {}  # topics, and when it was said of them
         self.late: list[Delivery] = []  # what was read here, to be handed over by the next fetch
 
     def halt(self, at: TopicPartition) -> None:
@@ -50,6 +53,13 @@ class Unreadable:
             self._halts[at] = _Halt(partition)
             self._halted.set()
             self._reading.pause()
+
+    def forbid(self, topics: Iterable[str]) -> None:
+        """This user may not read these."""
+        for at, partition in self._reading.partitions.items():
+            if at.topic in topics:
+                partition.forbidden = True
+                self.halt(at)
 
     async def look(self) -> None:
         """Take apart what the client could not read, and go on behind it as far as that can be read or is skipped."""
@@ -67,12 +77,20 @@ class Unreadable:
             self._halted.clear()
 
     async def _look_at(self, at: TopicPartition, halt: _Halt, now: float) -> None:
-        position = await position_of(self._consumer, at)
+        if (position := await position_of(self._consumer, at)) is None:
+            return
         try:
-            batch = None if position is None else await read_batch(self._consumer, at, position)
+            batch = await read_batch(self._consumer, at, position)
+        except TopicAuthorizationFailedError:
+            halt.partition.forbidden = True
+            self._say_forbidden(at.topic, now)
+            return
         except (TimeoutError, KafkaError):
             return
-        if batch is not None and position is not None and not self._reading.follows(at, position, batch.leaders):
+        halt.partition.forbidden = False
+        if self._forbidden.pop(at.topic, None) is not None:
+            self._log.info("kafka topic may be read again", topic=at.topic)
+        if batch is not None and not self._reading.follows(at, position, batch.leaders):
             return
         read: list[Piece] = []
         unreadable = None
@@ -82,7 +100,7 @@ class Unreadable:
                 break
             read.append(piece)
         reading = self._reading
-        if reading.partitions.get(at) is not halt.partition or reading.draining or reading.over or position is None:
+        if reading.partitions.get(at) is not halt.partition or reading.draining or reading.over:
             return
         self.late += reading.register({at: [piece.record for piece in read]} if read else {}, refused(read))
         if unreadable is None:
@@ -104,3 +122,8 @@ class Unreadable:
                 error=unreadable.fault,
                 instead=f"idemconsumer skip kafka:{at.topic}/{at.partition}@{unreadable.offset}",
             )
+
+    def _say_forbidden(self, topic: str, now: float) -> None:
+        if now - self._forbidden.get(topic, -math.inf) >= SAY_AGAIN:
+            self._forbidden[topic] = now
+            self._log.error("kafka topic may not be read, it stands still", topic=topic, instead=ALLOW_READ)
