@@ -10,8 +10,8 @@ _HINTS: Final[Mapping[str, str]] = {
     "`dead redrive`.",
     "tombstone": "A Kafka record without a value says that its key is deleted. To handle it, annotate the payload as "
     "`X | None`, and take a key that is not in the payload.",
-    "unreadable": "Kafka's client could not read it, and a person skipped it. `body` is what is left of it, or of its "
-    "whole batch. Have the producer send it again.",
+    "unreadable": "Kafka's client cannot read it. `body` is what is left of it, or of its whole batch; it is the "
+    "record's own where only a header's name is not UTF-8. Have the producer send it again.",
     "key_missing": "The key rule found nothing in the message. Fix the producer, or change `key=` and `dead redrive`.",
     "key_invalid": "The key rule found something that cannot be a key. Fix the producer, or change `key=` and "
     "`dead redrive`.",

@@ -22,9 +22,8 @@ from idemconsumer.settings import load
 def skip(place: str | None, group: str | None, by: str, as_json: bool, **flags: Any) -> None:
     """Put a dead letter in the place of what a Kafka worker cannot read, and go on behind it.
 
-    A record or batch with a wrong checksum, compression or structure, or with a header's name that is not UTF-8, stops
-    its partition; the worker's log says where, each minute. Workers notice the decision within seconds. Without an
-    argument, list where partitions stand still.
+    A record or batch with a wrong checksum, compression or structure stops its partition; the worker's log says where,
+    each minute. Workers notice the decision within seconds. Without an argument, list where partitions stand still.
     """
     settings = load(**flags)
     stops = Stops(need_dsn(settings), settings.schema)

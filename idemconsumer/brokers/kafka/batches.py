@@ -28,12 +28,13 @@ _CODECS = {1: ("gzip", gzip_decode), 2: ("snappy", snappy_decode), 3: ("lz4", lz
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A record, or what stands in the place of one or more that cannot be read; `next` is the offset behind it.
-    `fault` says why it cannot be read, without quoting it; the record then holds what is left of it. `large`: it is not
-    damaged, and its batch is put aside whole (K14)."""
+    `fault` says why it cannot be read, without quoting it; the record then holds what is left of it. `whole`: it is
+    as it was written, so no other replica has it otherwise; `large`: the batch is too large for us (K14)."""
 
     record: ConsumerRecord
     next: int
     fault: str | None = None
+    whole: bool = False
     large: bool = False
 
     @property
@@ -107,7 +108,7 @@ def _pieces(at: TopicPartition, raw: bytes, base: int, following: int) -> list[P
             records = decode(records)
         except TooLarge as error:
             fault = f"the batch has {error} when it is decompressed ({name}), and is kept as it is compressed"
-            return [replace(*whole(fault), large=True)]
+            return [replace(*whole(fault), whole=True, large=True)]
         except Exception as error:  # noqa: BLE001 - of whichever library decompresses
             return whole(f"the batch cannot be decompressed ({name}: {type(error).__name__})")
     appended = attributes & DefaultRecordBase.TIMESTAMP_TYPE_MASK
@@ -155,7 +156,7 @@ def _record(at: TopicPartition, data: bytearray, base: int, first_time: int, app
         raise ValueError
     time = first_time + time_delta if appended is None else appended
     record = _consumer_record(at, base + offset_delta, time, key, value, tuple(headers))
-    return Piece(record, base + offset_delta + 1, fault)
+    return Piece(record, base + offset_delta + 1, fault, whole=True)
 
 
 def _bytes(data: bytearray, pos: int) -> tuple[bytes | None, int]:

@@ -95,7 +95,7 @@ class Unreadable:
         read: list[Piece] = []
         unreadable = None
         for piece in [] if batch is None else batch.pieces:
-            if piece.fault is not None and not piece.large and not await self._placing.stop(at, piece):
+            if piece.fault is not None and not piece.whole and not await self._placing.stop(at, piece):
                 unreadable = piece
                 break
             read.append(piece)
