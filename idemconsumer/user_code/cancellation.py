@@ -111,10 +111,15 @@ async def end(*tasks: asyncio.Future[Any]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     for task in tasks:
-        if not task.cancelled():
-            task.exception()
+        retrieve(task)
     if cancelled is not None:
         raise cancelled
+
+
+def retrieve(task: asyncio.Future[Any]) -> None:
+    """Of one that has ended, perhaps while nobody waits for it any more: Python need not log its error."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def run_isolated(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from aiokafka.errors import KafkaError
 from idemconsumer.brokers.kafka.broker import KafkaBroker
 from idemconsumer.brokers.kafka.start import Mark, Resume, resume
 from idemconsumer.brokers.kafka.topic_ids import topic_ids
+from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.positions import Kept, Place, Reached
 from idemconsumer.settings import Settings
 from tests.support.inside import client_of, commit_now
@@ -29,6 +31,7 @@ from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE, until
 
 SET_BACK = "the database was set back, kafka messages are read again"
+ANEW_THERE = "the database was restarted or replaced, kafka positions are read anew"
 FORGOTTEN = "kafka has forgotten the group's offset, the database has it"
 HERE = Kept("b", "a", base=100, counter=5, position=150)
 LED = replace(HERE, leader=7)
@@ -283,7 +286,7 @@ async def test_on_another_server_nothing_that_was_finished_before_counts(
     await until(lambda: taken[0].epoch.ended)
     assert [offset_of(each) for each in await take(session, 2)] == [1, 2]
     assert await world.committed() == 1
-    assert len(entries(logged, "the database was restarted or replaced, kafka positions are read anew")) == 1
+    assert len(entries(logged, ANEW_THERE)) == 1
     assert not entries(logged, SET_BACK)
 
 
@@ -299,6 +302,70 @@ async def test_a_server_that_was_replaced_while_nothing_came_is_noticed(
     kept.do("update idemconsumer.kafka_position set counter = counter - 1, position = 1")
     kept.moved = timedelta(seconds=1)
     assert [offset_of(each) for each in await take(session, 2)] == [1, 2]
+
+
+async def test_a_probe_leaves_alone_what_is_being_placed(
+    world: World, kept: Database, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(monkeypatch, kafka_probe_pause=0.05)
+    await world.create()
+    await world.produce(3)
+    session = await world.open()
+    await session.settle(await take(session, 3))
+    await world.commits(3)
+    gate, probes, begun = asyncio.Event(), 0, 0
+    real_begin, real_started = kept.real.begin, kept.real.server_started
+
+    async def held(*given: Any) -> Mapping[Place, int]:
+        nonlocal begun
+        begun += 1
+        await gate.wait()
+        return await real_begin(*given)
+
+    async def counted() -> datetime:
+        nonlocal probes
+        probes += 1
+        return await real_started()
+
+    kept.real.begin, kept.real.server_started = held, counted  # type: ignore[method-assign,assignment]
+    kept.moved = timedelta(seconds=1)
+    await until(lambda: begun == 1)
+    after = probes + 5
+    await until(lambda: probes >= after)
+    gate.set()
+    await world.produce(1, start=3)
+    assert [offset_of(each) for each in await take(session, 1)] == [3]
+    assert (begun, len(entries(logged, ANEW_THERE))) == (1, 1)
+
+
+async def test_a_write_that_fails_after_nobody_waits_for_it_leaves_no_error(
+    world: World, kept: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(monkeypatch, kafka_commit_patience=0.1)
+    unhandled: list[Mapping[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    await world.create()
+    await world.produce(3)
+    session = await world.open()
+    taken = await take(session, 3)
+    await commit_now(session)
+    gate, failed, real = asyncio.Event(), asyncio.Event(), kept.real.save
+
+    async def failing(*_: Any) -> Mapping[Place, int]:
+        await gate.wait()
+        failed.set()
+        raise StoreUnavailable("it was away for too long")
+
+    kept.real.save = failing  # type: ignore[method-assign,assignment]
+    await session.settle(taken)
+    await commit_now(session)
+    kept.real.save = real  # type: ignore[method-assign]
+    gate.set()
+    await failed.wait()
+    tuned(monkeypatch, kafka_commit_patience=3.0)
+    await world.commits(3)
+    gc.collect()
+    assert unhandled == []
 
 
 async def test_a_former_owner_writes_into_its_own_history_only(world: World, kept: Database) -> None:

@@ -109,6 +109,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     # Kafka
     "kafka_poll": at("brokers.kafka.session.POLL"),
     "kafka_commit_pause": at("brokers.kafka.session.COMMIT_EVERY"),
+    "kafka_commit_patience": at("brokers.kafka.session.COMMIT_TIMEOUT"),
     "kafka_probe_pause": at("brokers.kafka.session.PROBE_EVERY"),
     "kafka_probe_patience": at("brokers.kafka.client.PROBE_TIMEOUT"),
     "kafka_given_up_after": at("brokers.kafka.health.GIVE_UP"),

@@ -14,6 +14,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 
 from idemconsumer.logs import log
 from idemconsumer.redaction import error_text
+from idemconsumer.user_code.cancellation import retrieve
 
 ALLOW_READ: Final = "allow this user to READ and DESCRIBE the topic (kafka-acls.sh)"
 PROBE_TIMEOUT = 5.0
@@ -73,6 +74,7 @@ async def _leave(consumer: AIOKafkaConsumer) -> None:
 async def _done(closing: Coroutine[Any, Any, None] | asyncio.Task[None], seconds: float) -> bool:
     """Whether it ended in time. It runs in a task of its own, so that only *our* cancellation counts as one."""
     task = asyncio.ensure_future(closing)
+    task.add_done_callback(retrieve)
     await asyncio.wait({task}, timeout=seconds)
     if task.cancel():
         await asyncio.wait({task}, timeout=1.0)

@@ -42,7 +42,7 @@ from idemconsumer.brokers.kafka.topic_ids import topic_ids
 from idemconsumer.errors import StoreUnavailable
 from idemconsumer.ports.positions import Kept, Place, Positions, Reached
 from idemconsumer.redaction import error_text
-from idemconsumer.user_code.cancellation import end
+from idemconsumer.user_code.cancellation import end, retrieve
 
 _DELETED: Final = "Kafka deleted them before the group read them: keep messages longer (retention.ms), or add workers"
 _CUT: Final = (
@@ -173,6 +173,7 @@ class Placing:
         }
         saving = self._positions.save(self._cluster or "", self._group, rows, self._server)
         self._saving = task = asyncio.ensure_future(saving)
+        task.add_done_callback(retrieve)
         await asyncio.wait({task})
         self._saving = None
         counters = task.result()

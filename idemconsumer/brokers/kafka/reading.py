@@ -186,11 +186,14 @@ class Reading:
             else:
                 self.begin(at)
 
-    def place_anew(self) -> None:
-        """Forget all deliveries, and ask again where to begin."""
-        for at in list(self.partitions):
+    def place_anew(self) -> bool:
+        """Forget all deliveries, and ask again where to begin; returns whether anything had been placed. What is being
+        placed is left alone: it learns by itself which server answers (K12)."""
+        placed = [at for at, partition in self.partitions.items() if partition.placed]
+        for at in placed:
             self.begin(at)
         self.pause()
+        return bool(placed)
 
     async def look_for_other_topics(self) -> None:
         """Begin anew where a topic was made anew: its reader stands in the middle of another log (K18)."""

@@ -356,9 +356,9 @@ class KafkaSession:
         """The database may lack what was finished here: forget all deliveries, and ask again where to begin (K12)."""
         if self._over or self._rebalancing:
             return
-        self._log.warning("the database was restarted or replaced, kafka positions are read anew")
-        self._reading.place_anew()
-        self._changed.set()
+        if self._reading.place_anew():
+            self._log.warning("the database was restarted or replaced, kafka positions are read anew")
+            self._changed.set()
 
     # --------------------------------------------------------------------------------------------- being over
     async def _probe(self) -> None:
