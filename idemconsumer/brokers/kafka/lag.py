@@ -39,7 +39,7 @@ async def lag_findings(
             found.append(Finding("error", subject, f"{text}; keep messages longer (retention.ms), or add workers"))
         elif start.beyond:
             text = f"{where}, and the log ends at {ends[at]}: it is not the log that the group has read"
-            found.append(Finding("error", subject, f"{text}; a worker reads it from its start, {start.offset}"))
+            found.append(Finding("error", subject, f"{text}; a worker reads it from where it is another one"))
         elif offset < old.get(at, 0):
             text = f"{where}; the oldest unread message is older than half of the time for which Kafka keeps it"
             found.append(Finding("warning", subject, f"{text}; add workers, or keep messages longer (retention.ms)"))
