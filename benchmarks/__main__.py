@@ -26,6 +26,7 @@ from benchmarks import (
     long_sagas,
     neighbours,
     observing,
+    old_snapshot,
     outbox,
     pruning,
     report,
@@ -61,6 +62,7 @@ PARTS: dict[str, tuple[Part, float]] = {
     "pruning": (pruning.pruning, 6),
     "observing": (observing.observing, 7),
     "outbox": (outbox.outbox, 6),
+    "old_snapshot": (old_snapshot.old_snapshot, 6),
 }
 QUICK = ["store_path", "kafka", "sagas"]
 RESULTS = Path(__file__).parent / "results"

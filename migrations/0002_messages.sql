@@ -1,6 +1,6 @@
 -- Messages that wait in this database: in a queue, until they are due, and as accepted. {schema} is the configured schema.
 
--- Ordered by id; visible_at is not indexed, so taking a message is a HOT update.
+-- Ordered by `moved`, or else by id; visible_at is not indexed, so taking a message is a HOT update.
 create table {schema}.queue (
     id          bigint generated always as identity primary key,
     name        text not null,
@@ -9,10 +9,11 @@ create table {schema}.queue (
     headers     bytea not null default '\x7b7d',
     deliveries  integer not null default 0,
     token       bigint,
-    visible_at  timestamptz not null default clock_timestamp()
+    visible_at  timestamptz not null default clock_timestamp(),
+    moved       bigint
 ) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_cost_delay = 0);
 
-create index queue_next on {schema}.queue (name, id);
+create index queue_next on {schema}.queue (name, coalesce(moved, id));
 
 create sequence {schema}.queue_token;
 
@@ -20,6 +21,7 @@ comment on table {schema}.queue is 'The queues behind `postgres:` sources; a row
 comment on column {schema}.queue.name is 'Of the queue';
 comment on column {schema}.queue.token is 'Of the current delivery: a late settlement with an older one changes nothing';
 comment on column {schema}.queue.visible_at is 'From then on it can be taken; later while it is being delivered';
+comment on column {schema}.queue.moved is 'Its place instead of `id`, since a worker has had it in hand for long (P9)';
 
 -- A table of its own: who takes from the queue does not walk over what waits for days.
 create table {schema}.delayed (
@@ -133,28 +135,3 @@ comment on column {schema}.accepted.body is 'Of the message, for the handler''s 
 comment on column {schema}.accepted.headers is 'As `body`';
 comment on column {schema}.accepted.asked is 'How many times a reconcile was begun; whoever begins it owns this number';
 comment on column {schema}.accepted.failed is 'How many of these failed';
-
--- For whoever scales workers by what waits: what can run, what is in hand included, up to 10,000 of each queue. Cheap
--- however many rows there are: names are found by skipping through the indexes.
-create view {schema}.queue_waiting (name, waiting) as
-with recursive queued (name) as (
-    (select name from {schema}.queue order by name limit 1)
-    union all
-    select (select q.name from {schema}.queue as q where q.name > n.name order by q.name limit 1)
-    from queued as n where n.name is not null
-), delayed (name) as (
-    (select name from {schema}.delayed order by name limit 1)
-    union all
-    select (select d.name from {schema}.delayed as d where d.name > n.name order by d.name limit 1)
-    from delayed as n where n.name is not null
-)
-select n.name,
-    (select count(*) from (select from {schema}.queue as q where q.name = n.name limit 10000) as q)
-    + (select count(*) from (
-        select from {schema}.delayed as d
-        where d.name = n.name and d.due_at <= (select clock_timestamp()) limit 10000) as d)
-from (select name from queued union select name from delayed) as n
-where n.name is not null;
-
-comment on view {schema}.queue_waiting is
-    'How many messages each queue has that can run, up to 10,000; no row: none. Its readers need no right on the tables';

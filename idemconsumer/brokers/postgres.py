@@ -19,6 +19,7 @@ from typing import Any, Final
 import psycopg
 
 from idemconsumer.brokers.listening import Listening
+from idemconsumer.brokers.low_water import Line, LowWater
 from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.brokers.rows_in_hand import Row, RowsInHand, handles
@@ -49,6 +50,7 @@ _LARGEST: Final = 1 << 30  # bytes of a value in Postgres
 _TOKENS: Final = 1 << 42  # of one taker: at 10,000 messages a second, in fourteen years
 _FRONT: Final = 10_000  # messages of a queue, among which all are that somebody has in hand
 _DUE_AT_ONCE: Final = 200  # messages of a queue that one statement moves over
+_LONG: Final = 18  # deadlines in a row, which take a minute, after which a message leaves its place (P9)
 
 
 async def enqueue(connection: Connection, schema: str, name: str, messages: Sequence[Outgoing]) -> None:
@@ -267,6 +269,7 @@ class PostgresSession:
         self.readable = False  # it has looked itself, and no look of others was held up since (L67)
         self._stopped = False
         self._taking = asyncio.Lock()
+        self._low_water = LowWater(self._raise_low_water)
         self._transaction = asyncio.Lock()
         self._next_look = 0.0
         self._lost: str | None = None
@@ -290,6 +293,7 @@ class PostgresSession:
         self._raise_if_over()
         self._woken.clear()
         if not self._stopped:
+            await self._low_water.rise()
             await self._look()
             async with self._taking:
                 if rows := await self._take():
@@ -327,7 +331,7 @@ class PostgresSession:
         if rows:
             self._ready |= rooms.keys()
         if rows and self._stopped:  # a drain began meanwhile
-            await self._do("give_back", handles((row[0], row[2]) for row in rows))
+            await self._do("give_back", handles((row[2], row[4]) for row in rows))
             return []
         return rows
 
@@ -335,6 +339,8 @@ class PostgresSession:
         moved = await self._do("fall_due", {"names": list(self._fallen), "limit": _DUE_AT_ONCE})
         if len(moved) < _DUE_AT_ONCE:
             self._fallen.clear()
+        for (name,) in moved:
+            self._low_water.gone(("delayed", name), 1)
         if moved:  # when the next one falls due is not known
             self._next_look = min(self._next_look, asyncio.get_running_loop().time() + _SOON)
 
@@ -384,8 +390,14 @@ class PostgresSession:
         if self._relay is not None:
             self._relay("")
 
+    async def _raise_low_water(self, line: Line) -> int:
+        ((behind,),) = await self._do("raise_low_water", {"line": line[0], "name": line[1]})
+        return int(behind)
+
     def _delivery(
         self,
+        _: int,
+        behind: int,
         number: int,
         name: str,
         delivery_token: int,
@@ -398,6 +410,7 @@ class PostgresSession:
     ) -> Delivery:
         self._in_hand.took((number, delivery_token), name)
         queue = self._queues[name]
+        self._low_water.gone(("queue", name), 1, behind)
         message = Message(
             source=f"postgres:{name}",
             body=body,
@@ -509,11 +522,16 @@ class PostgresSession:
 
     async def _keep_visible(self) -> None:
         """Move the deadline of everything outstanding, three times per visibility timeout (P3)."""
+        times: dict[int, int] = {}
         with contextlib.suppress(SessionEnded):
+            await asyncio.sleep(VISIBILITY / 3)
+            self._low_water.doubt((line, name) for line in ("queue", "delayed") for name in self._queues)
             while True:
+                times = {number: times.get(number, 0) + 1 for number, _ in self._in_hand.rows}
+                if times:
+                    long = [number for number, moved in times.items() if moved % _LONG == 0]
+                    await self._do("extend", handles(self._in_hand.rows) | {"visibility": VISIBILITY, "long": long})
                 await asyncio.sleep(VISIBILITY / 3)
-                if self._in_hand:
-                    await self._do("extend", handles(self._in_hand.rows) | {"visibility": VISIBILITY})
 
 
 def _nobody() -> None:

@@ -99,41 +99,25 @@ update {schema}.audit set target = %(target)s where id = %(id)s returning id
 -- name: audit
 select id, at, by, role, what, target, reason from {schema}.audit order by id desc limit %(limit)s
 
--- fragment: queues
--- The names of all queues with anything in them, each found by one step through the index.
-ready (name) as (
-    (select q.name from {schema}.queue as q order by q.name limit 1)
-    union all
-    select (select q.name from {schema}.queue as q where q.name > r.name order by q.name limit 1)
-    from ready as r where r.name is not null
-), later (name) as (
-    (select d.name from {schema}.delayed as d order by d.name limit 1)
-    union all
-    select (select d.name from {schema}.delayed as d where d.name > l.name order by d.name limit 1)
-    from later as l where l.name is not null
-), queues (name) as (
-    select name from ready where name is not null union select name from later where name is not null
-)
-
 -- name: status_queues
 -- `most`: of each queue so many rows are read, the first ones, and `more`: there are more. `oldest`: seconds since the first one that waits was
 -- published, or given back; `overdue`: since the first one that is due should have been moved to its queue.
-with recursive {queues}
-select n.name, r.waiting, r.in_hand, r.oldest, l.delayed, l.next, l.overdue, r.more or l.delayed > %(most)s as more
-from queues as n
+select w.name, r.waiting, r.in_hand, r.oldest, l.delayed, l.next, l.overdue, r.more or l.delayed > %(most)s as more
+from (select distinct name from {schema}.line where line in ('queue', 'delayed')) as w
 cross join lateral (
     select count(*) filter (where q.visible) as waiting, count(*) filter (where not q.visible) as in_hand,
         extract(epoch from clock_timestamp() - min(q.visible_at) filter (where q.visible))::float8 as oldest,
         count(*) > %(most)s as more
     from (select visible_at, visible_at <= clock_timestamp() as visible from {schema}.queue
-          where name = n.name order by id limit %(most)s + 1) as q
+          where name = w.name and coalesce(moved, id) >= {queue_low} order by coalesce(moved, id) limit %(most)s + 1) as q
 ) as r
 cross join lateral (
     select count(*) as delayed, min(d.due_at) as next,
         greatest(0, extract(epoch from clock_timestamp() - min(d.due_at)))::float8 as overdue
-    from (select due_at from {schema}.delayed where name = n.name order by due_at limit %(most)s + 1) as d
+    from (select due_at from {schema}.delayed
+          where name = w.name and due_at >= {delayed_low} order by due_at limit %(most)s + 1) as d
 ) as l
-order by n.name
+order by w.name
 
 -- name: status_sagas
 -- Of each handler so many are read, those that are due first. The app's name is quoted, as in a scope's. `due`: a worker

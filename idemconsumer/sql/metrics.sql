@@ -8,17 +8,20 @@ from unnest(%(names)s::text[]) as w (name)
 cross join lateral (
     select count(*) as messages from (
         select from {schema}.queue
-        where name = w.name and visible_at <= (select clock_timestamp()) limit 100000) as q
+        where name = w.name and coalesce(moved, id) >= {queue_low} and visible_at <= (select clock_timestamp())
+        limit 100000) as q
 ) as ready
 cross join lateral (
     select max(q.seconds) as seconds from (
         select extract(epoch from clock_timestamp() - visible_at) as seconds from {schema}.queue
-        where name = w.name and visible_at <= (select clock_timestamp()) order by id limit 1) as q
+        where name = w.name and coalesce(moved, id) >= {queue_low} and visible_at <= (select clock_timestamp())
+        order by coalesce(moved, id) limit 1) as q
 ) as first
 cross join lateral (
     select count(*) as messages, extract(epoch from clock_timestamp() - min(q.due_at)) as seconds from (
         select due_at from {schema}.delayed
-        where name = w.name and due_at <= (select clock_timestamp()) order by due_at limit 100000) as q
+        where name = w.name and due_at >= {delayed_low} and due_at <= (select clock_timestamp())
+        order by due_at limit 100000) as q
 ) as fallen
 cross join lateral (
     select count(*) as messages from (

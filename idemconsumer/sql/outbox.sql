@@ -3,30 +3,23 @@
 -- name: store_outgoing
 select {schema}.publish_bytes(%(destination)s, %(body)s, %(key)s, %(headers)s, make_interval(secs => %(delay)s))
 
--- fragment: outgoing
--- What can be sent, and what cannot yet. Each destination is found by one step through an index.
-destinations (name) as (
-    (select o.destination from {schema}.outbox as o
-    where o.due_at is null and o.parked_at is null order by o.destination, o.id limit 1)
-    union all
-    select (select o.destination from {schema}.outbox as o
-        where o.due_at is null and o.parked_at is null and o.destination > d.name order by o.destination, o.id limit 1)
-    from destinations as d where d.name is not null
-)
-
 -- name: outbox_destinations
 -- Where something can be sent now, what has fallen due included.
-with recursive {outgoing}, fallen as (
+with fallen as (
     select destination from {schema}.outbox
-    where due_at <= (select clock_timestamp()) and due_at is not null and parked_at is null order by due_at limit %(limit)s
+    where due_at >= {outbox_due_low} and due_at <= (select clock_timestamp()) and due_at is not null and parked_at is null
+    order by due_at limit %(limit)s
 )
-select name from destinations where name is not null union select destination from fallen
+select name from {schema}.line where line = 'outbox' union select destination from fallen
 
 -- name: fall_due_outgoing
 -- Behind what could not be sent, or was published with a delay, nothing is walked over: it is in no index of what is ready.
-update {schema}.outbox set due_at = null, created_at = case when tries = 0 then due_at else created_at end where id = any(array(
+-- What was refused keeps its place in its order (X5), and what was published with a delay gets one (P9).
+update {schema}.outbox set due_at = null, created_at = case when tries = 0 then due_at else created_at end,
+    id = case when tries = 0 then nextval('{schema}.outbox_id_seq') else id end
+where id = any(array(
     select id from {schema}.outbox
-    where due_at <= (select clock_timestamp()) and due_at is not null and parked_at is null
+    where due_at >= {outbox_due_low} and due_at <= (select clock_timestamp()) and due_at is not null and parked_at is null
       and destination = %(destination)s
     order by due_at limit %(limit)s for update skip locked
 ))
@@ -42,8 +35,9 @@ select pg_try_advisory_xact_lock(hashtextextended('idemconsumer.outbox.' || {sch
 -- a refused one of the same order stays (X5); `offset 0`: it is looked up, where a join would read all that are refused.
 -- The first one in any case, and as many as begin within so many bytes.
 with ready as materialized (
-    select o.id, octet_length(o.body) + octet_length(o.headers) as size from {schema}.outbox as o
-    where o.destination = %(destination)s and o.due_at is null and o.parked_at is null
+    select o.id, octet_length(o.body) + octet_length(o.headers) as size
+    from (values (%(destination)s::text)) as w (name) join {schema}.outbox as o on o.destination = w.name
+    where o.id >= {outbox_low} and o.due_at is null and o.parked_at is null
       and (o.order_key is null or not exists (
           select from {schema}.outbox as h
           where h.destination = o.destination and h.order_key = o.order_key and h.id < o.id
@@ -90,12 +84,14 @@ select o.id, o.destination, o.message_id::text as message_id, o.key, o.tries, o.
 from {schema}.outbox as o where o.id = %(id)s
 
 -- name: retry_outgoing
--- Only what a relay does not have in hand: a parked one, or one that waits for its next try.
+-- Only what a relay does not have in hand: a parked one, or one that waits for its next try. One that was parked comes last (P9).
 with chosen as (
     select o.id from {schema}.outbox as o
     where {chosen_outgoing} and o.tries > 0 and (o.due_at is not null or o.parked_at is not null) for update
 ), again as (
-    update {schema}.outbox as o set tries = 0, due_at = null, parked_at = null from chosen where o.id = chosen.id
+    update {schema}.outbox as o set tries = 0, due_at = null, parked_at = null,
+        id = case when o.parked_at is null then o.id else nextval('{schema}.outbox_id_seq') end
+    from chosen where o.id = chosen.id
     returning o.destination
 ), told as (
     select pg_notify('idemconsumer_queue', 'outbox:' || left(destination, 1000)) from (select distinct destination from again) as d
@@ -115,7 +111,7 @@ select count(*) as changed from {schema}.outbox as o where {chosen_outgoing}
 
 -- name: status_outbox
 -- Of each destination up to `most` of what can be sent, or is to be sent later; and what waits for a person.
-with recursive {outgoing}, others as (
+with others as (
     select destination from (
         select destination from {schema}.outbox where due_at is not null and parked_at is null order by due_at limit %(most)s
     ) as d
@@ -124,24 +120,25 @@ with recursive {outgoing}, others as (
         select destination from {schema}.outbox where parked_at is not null order by destination, id limit %(most)s
     ) as p
 ), named as (
-    select name from destinations where name is not null union select destination from others
+    select name from {schema}.line where line = 'outbox' union select destination from others
 )
-select n.name as destination, r.waiting, r.oldest, l.later, p.parked, l.error,
+select w.name as destination, r.waiting, r.oldest, l.later, p.parked, l.error,
     r.waiting > %(most)s or l.later > %(most)s or p.parked > %(most)s as more
-from named as n
+from named as w
 cross join lateral (
     select count(*) as waiting, extract(epoch from clock_timestamp() - min(o.created_at))::float8 as oldest
     from (select created_at from {schema}.outbox
-        where destination = n.name and due_at is null and parked_at is null order by id limit %(most)s + 1) as o
+        where destination = w.name and id >= {outbox_low} and due_at is null and parked_at is null
+        order by id limit %(most)s + 1) as o
 ) as r
 cross join lateral (
     select count(*) as later, max(o.error) as error
     from (select error from {schema}.outbox
-        where destination = n.name and due_at is not null and parked_at is null order by due_at limit %(most)s + 1) as o
+        where destination = w.name and due_at is not null and parked_at is null order by due_at limit %(most)s + 1) as o
 ) as l
 cross join lateral (
     select count(*) as parked
     from (select from {schema}.outbox
-        where destination = n.name and parked_at is not null order by id limit %(most)s + 1) as o
+        where destination = w.name and parked_at is not null order by id limit %(most)s + 1) as o
 ) as p
-order by n.name
+order by w.name

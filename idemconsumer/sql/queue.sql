@@ -7,13 +7,36 @@ select {schema}.publish_bytes('postgres:' || %(name)s, %(body)s, %(key)s, %(head
 -- name: enqueue_later
 select {schema}.publish_bytes('postgres:' || %(name)s, %(body)s, %(key)s, %(headers)s, make_interval(secs => %(delay)s))
 
+-- name: raise_low_water
+-- P9. How many numbers are behind it.
+select {schema}.raise_low_water(%(line)s, %(name)s)
+
+-- fragment: queue_low
+-- P9. Nothing of the queue `w.name` is in front of this place.
+coalesce((select m.low from {schema}.low_water as m where m.line = 'queue' and m.name = w.name order by m.n desc limit 1), 0)
+
+-- fragment: delayed_low
+-- And nothing that waits for its time is due before this one.
+to_timestamp(coalesce((
+    select m.low from {schema}.low_water as m where m.line = 'delayed' and m.name = w.name order by m.n desc limit 1
+), 0) / 1e6)
+
+-- fragment: outbox_low
+coalesce((select m.low from {schema}.low_water as m where m.line = 'outbox' and m.name = w.name order by m.n desc limit 1), 0)
+
+-- fragment: outbox_due_low
+to_timestamp(coalesce((
+    select m.low from {schema}.low_water as m where m.line = 'outbox_due' and m.name = '' order by m.n desc limit 1
+), 0) / 1e6)
+
 -- name: fall_due
 -- What is due comes into its queue, at the end and in the order in which it was due (P7). The time is in a sub-select: as a
 -- volatile function it could not end the walk over the index, which would be one over all that waits.
 with due as (
     delete from {schema}.delayed where id = any(array(
         select d.id from unnest(%(names)s::text[]) as w (name) cross join lateral (
-            select id from {schema}.delayed where name = w.name and due_at <= (select clock_timestamp())
+            select id from {schema}.delayed
+            where name = w.name and due_at >= {delayed_low} and due_at <= (select clock_timestamp())
             order by due_at limit %(limit)s for update skip locked
         ) as d
     ))
@@ -21,7 +44,7 @@ with due as (
 )
 insert into {schema}.queue (name, message_id, body, headers)
 select name, message_id, body, headers from due order by due_at
-returning id
+returning name
 
 -- name: put_off
 -- In the transaction that makes its record PENDING (D18). A row of the queue that it came from is replaced, if it is still
@@ -36,11 +59,11 @@ returning id
 
 -- fragment: outbox_look
 -- X8. Whether something can be sent to another broker, for those who relay: they name it as if it were a queue.
-(select clock_timestamp() from {schema}.outbox
-where w.name = 'outbox:' and due_at is null and parked_at is null limit 1)
+(select clock_timestamp() from {schema}.line where w.name = 'outbox:' and line = 'outbox' limit 1)
 union all
 (select due_at from {schema}.outbox
-where w.name = 'outbox:' and due_at <= (select clock_timestamp()) and due_at is not null and parked_at is null
+where w.name = 'outbox:' and due_at >= {outbox_due_low} and due_at <= (select clock_timestamp())
+  and due_at is not null and parked_at is null
 order by due_at limit 1)
 
 -- fragment: messages
@@ -51,10 +74,12 @@ messages (name, seconds) as (
     from unnest(%(queues)s::text[]) as w (name)
     cross join lateral (
         (select visible_at as at from {schema}.queue
-        where name = w.name and visible_at <= clock_timestamp() order by id limit 1)
+        where name = w.name and coalesce(moved, id) >= {queue_low} and visible_at <= clock_timestamp()
+        order by coalesce(moved, id) limit 1)
         union all
         (select due_at from {schema}.delayed
-        where name = w.name and due_at <= (select clock_timestamp() + make_interval(secs => %(ahead)s))
+        where name = w.name and due_at >= {delayed_low}
+          and due_at <= (select clock_timestamp() + make_interval(secs => %(ahead)s))
         order by due_at limit 1)
         union all
         {outbox_look}
@@ -69,27 +94,34 @@ with {messages} select name, seconds from messages
 -- The next visible messages; those that others are taking are passed over (P2). Each delivery has a token of its own,
 -- so that settling an expired delivery has no effect (P1), and which begins with the number of its taker (P8).
 -- The first one in any case, and as many as begin within so many bytes (D8). Of each queue up to its limit. Of a body that
--- nobody will take, only the beginning (`most`), and what the whole is.
+-- nobody will take, only the beginning (`most`), and what the whole is. First its place, and how many numbers behind the low
+-- water that is (P9).
 with visible as materialized (
-    select q.id, q.size from unnest(%(names)s::text[], %(limits)s::integer[]) as w (name, most) cross join lateral (
-        select id, least(octet_length(body), %(most)s::integer) + octet_length(headers) as size from {schema}.queue
-        where name = w.name and visible_at <= clock_timestamp()
-        order by id limit w.most for update skip locked
+    select q.id, q.size, q.place, q.place - l.low as behind
+    from unnest(%(names)s::text[], %(limits)s::integer[]) as w (name, most)
+    cross join lateral (select {queue_low} as low offset 0) as l
+    cross join lateral (
+        select id, coalesce(moved, id) as place, least(octet_length(body), %(most)s::integer) + octet_length(headers) as size
+        from {schema}.queue
+        where name = w.name and coalesce(moved, id) >= l.low and visible_at <= clock_timestamp()
+        order by coalesce(moved, id) limit w.most for update skip locked
     ) as q
 ), next as materialized (
-    select id from (select id, sum(size) over (order by id) - size as before from visible) as sized
+    select id, place, behind from (select *, sum(size) over (order by place) - size as before from visible) as sized
     where before < %(bytes)s
 )
 update {schema}.queue as q
 set deliveries = q.deliveries + 1, token = %(taker)s::bigint + nextval('{schema}.queue_token'),
     visible_at = clock_timestamp() + make_interval(secs => %(visibility)s)
 from next where q.id = next.id
-returning q.id, q.name, q.token, q.deliveries, q.message_id,
+returning next.place, next.behind, q.id, q.name, q.token, q.deliveries, q.message_id,
     case when octet_length(q.body) <= %(most)s::integer then q.body else substring(q.body for %(most)s::integer) end, q.headers,
     octet_length(q.body), case when octet_length(q.body) > %(most)s::integer then sha256(q.body) end
 
 -- name: extend
-update {schema}.queue set visible_at = clock_timestamp() + make_interval(secs => %(visibility)s)
+-- What has been in hand for long comes behind all others, so that the low water is not kept by it (P9).
+update {schema}.queue set visible_at = clock_timestamp() + make_interval(secs => %(visibility)s),
+    moved = case when id = any(%(long)s) then nextval('{schema}.queue_id_seq') else moved end
 where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
 
 -- name: finish
@@ -106,7 +138,8 @@ where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
 update {schema}.queue set visible_at = clock_timestamp(), deliveries = greatest(deliveries - 1, 0), token = null
 where token between %(taker)s::bigint and %(taker)s::bigint + %(tokens)s::bigint and id = any(array(
     select q.id from unnest(%(names)s::text[]) as w (name) cross join lateral (
-        select id from {schema}.queue where name = w.name order by id limit %(front)s
+        select id from {schema}.queue
+        where name = w.name and coalesce(moved, id) >= {queue_low} order by coalesce(moved, id) limit %(front)s
     ) as q
 ))
 
@@ -117,9 +150,18 @@ where id = any(%(ids)s) and token = any(%(delivery_tokens)s)
 
 -- name: waiting
 -- How many can run, those in hand included, and how many are not due yet.
-select (select count(*) from {schema}.queue where name = any(%(names)s))
-       + (select count(*) from {schema}.delayed where name = any(%(names)s) and due_at <= (select clock_timestamp())),
-       (select count(*) from {schema}.delayed where name = any(%(names)s) and due_at > (select clock_timestamp()))
+select coalesce(sum(ready.messages + due.messages), 0)::bigint, coalesce(sum(later.messages), 0)::bigint
+from unnest(%(names)s::text[]) as w (name)
+cross join lateral (
+    select count(*) as messages from {schema}.queue where name = w.name and coalesce(moved, id) >= {queue_low}
+) as ready
+cross join lateral (
+    select count(*) as messages from {schema}.delayed
+    where name = w.name and due_at >= {delayed_low} and due_at <= (select clock_timestamp())
+) as due
+cross join lateral (
+    select count(*) as messages from {schema}.delayed where name = w.name and due_at > (select clock_timestamp())
+) as later
 
 -- name: begin_schedule
 -- L53. Its first slot is the next one, also if another rule had its place: what was noted of that is more than a day

@@ -166,6 +166,32 @@ with gone as (
 )
 select count(*) from gone
 
+-- name: check_low_water
+-- P9, the full look, once an hour: everything that is in front of a low water is read. There can be something only if a row
+-- was made by hand, by a replication, or by a clock that was set back.
+with old as materialized (
+    select m.line, m.name, m.n, case m.line
+        when 'queue' then exists (
+            select from {schema}.queue as q where q.name = m.name and coalesce(q.moved, q.id) < m.low)
+        when 'delayed' then exists (
+            select from {schema}.delayed as d where d.name = m.name and d.due_at < to_timestamp(m.low / 1e6))
+        when 'outbox' then exists (
+            select from {schema}.outbox as o
+            where o.destination = m.name and o.id < m.low and o.due_at is null and o.parked_at is null)
+        else exists (
+            select from {schema}.outbox as o
+            where o.due_at < to_timestamp(m.low / 1e6) and o.due_at is not null and o.parked_at is null)
+        end as passed
+    from {schema}.low_water as m where m.looked_at < clock_timestamp() - interval '1 hour'
+), gone as (
+    delete from {schema}.low_water as m using old
+    where old.passed and (m.line, m.name, m.n) = (old.line, old.name, old.n) returning m.n
+), seen as (
+    update {schema}.low_water as m set looked_at = clock_timestamp() from old
+    where not old.passed and (m.line, m.name, m.n) = (old.line, old.name, old.n)
+)
+select count(*) from gone
+
 -- name: prune_attempts
 -- Leftovers: another worker applied the message, or it is gone from the broker. What is PENDING still needs them.
 -- A scope may be pruned as an attempt of it is noted.

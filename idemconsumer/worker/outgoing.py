@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from idemconsumer.brokers.low_water import Line, LowWater
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.message.headers import decode_headers
@@ -77,6 +78,7 @@ class Lane:
         self._at = at
         self._woken = asyncio.Event()
         self._leaving = asyncio.Event()
+        self._low_water = LowWater(self._raise_low_water)
         self._failures = 0
         self._said = False
 
@@ -110,6 +112,7 @@ class Lane:
             self._woken.clear()
             async with self._connections.one() as connection:
                 sent = await self._round(connection)
+            await self._low_water.rise()
             if sent:
                 continue
             if self._leaving.is_set():
@@ -123,7 +126,8 @@ class Lane:
         """How many have left the outbox, or wait for their next try; None: another relay is at it."""
         given = {"destination": self._destination, "limit": MOST, "bytes": BYTES, "idle": _IDLE}
         async with connection.transaction():
-            await self._rows(connection, "fall_due_outgoing", given)
+            due = len(await self._rows(connection, "fall_due_outgoing", given))
+        self._low_water.gone(("outbox_due", ""), due)
         async with connection.transaction():
             ((ours, _),) = await self._rows(connection, "lock_outgoing", given)
             if not ours:
@@ -136,11 +140,17 @@ class Lane:
             self._at(Point.RELAYED, self._destination, ())
             gone = await self._settle(connection, rows, answers)
         self._counts.relayed[self._destination] += gone
+        self._low_water.gone(("outbox", self._destination), gone)
         for each in answers.values():
             if each is not None and _of_an_outage(each):
                 raise BrokerUnavailable(each.text)
         self._worked()
         return len(rows)
+
+    async def _raise_low_water(self, line: Line) -> int:
+        async with self._connections.one() as connection, connection.transaction():
+            ((behind,),) = await self._rows(connection, "raise_low_water", {"line": line[0], "name": line[1]})
+        return int(behind)
 
     async def _send(self, rows: Sequence[Row]) -> dict[int, Unsent | None]:
         """What is known of each, by its id."""

@@ -123,6 +123,9 @@ class _Pass:
                 more = False
                 async with self._part():
                     more = await self.number(each, limit=limit) >= limit
+        async with self._part():
+            if lowered := await self.number("check_low_water"):
+                log.warning("messages in front of a low water were found, and will be taken", lines=lowered)
         for each in _AFTERWARDS:
             async with self._part():
                 await self._changed(each)

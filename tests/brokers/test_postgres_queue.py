@@ -493,3 +493,38 @@ async def test_a_message_arrives_in_the_room_of_its_bytes(
         rows = re.findall(r"\tB\t(\d+)\tDataRow", (tmp_path / "trace").read_text(errors="replace"))
     assert len(delivery.message.body) == 10_000
     assert 10_000 < max(map(int, rows)) < 11_000, "as text it has twice as many"
+
+
+async def test_what_others_have_overtaken_is_taken_once_it_is_committed(ledger: Ledger, opened: Opens) -> None:
+    """P9. However far the low water has come meanwhile."""
+    session = await opened()
+    with psycopg.connect(ledger.dsn) as slow:
+        slow.execute("select idemconsumer.publish_bytes('emails', 'slow')")
+        for _ in range(2):
+            ledger.run("insert into idemconsumer.queue (name, body) select 'emails', 'x' from generate_series(1, 300)")
+            session.looked({"emails": 0.0})
+            while waiting(ledger):
+                await session.settle(await taken(session))
+        assert ledger.run(
+            "select low <= 1, cardinality(writers) from idemconsumer.low_water order by n desc limit 1"
+        ) == [(True, 1)]
+    (late,) = await taken(session)
+    assert late.message.body == b"slow"
+
+
+async def test_what_is_in_hand_for_long_does_not_keep_the_low_water(
+    monkeypatch: pytest.MonkeyPatch, ledger: Ledger, broker: PostgresBroker, opened: Opens
+) -> None:
+    """P9. It gets a place behind all others, and is still there if its worker dies."""
+    tuned(monkeypatch, queue_visibility=0.9, queue_long_in_hand=2)
+    await publish(broker, b"long")
+    session = await opened()
+    (held,) = await taken(session)
+    await until(lambda: ledger.run("select moved > id from idemconsumer.queue")[0][0], "it has another place")
+    ledger.run("select setval('idemconsumer.queue_id_seq', 1000)")
+    for _ in range(3):
+        ledger.run("select idemconsumer.raise_low_water('queue', 'emails')")
+    assert ledger.run("select count(*) from idemconsumer.queue as q, idemconsumer.low_water where low > q.id") == [(1,)]
+    await session.close()
+    (again,) = await taken(await opened())
+    assert (again.message.body, again.handle[0]) == (b"long", held.handle[0])

@@ -55,7 +55,7 @@ def params(name: str) -> Mapping[str, Any]:
         "take": {"names": ["q"], "limits": [10], "bytes": 1_000_000, "most": 1_000_000, "visibility": 10.0, "taker": 1},
         "fall_due": {"names": ["q", "~a/h"], "limit": 200},
         "waiting": {"names": ["q", "~a/h"]},
-        "extend": {**deliveries, "visibility": 10.0},
+        "extend": {**deliveries, "visibility": 10.0, "long": [2]},
         "finish": deliveries,
         "give_back": deliveries,
         "give_back_unseen": {"names": ["q"], "taker": 1, "tokens": 10, "front": 100},

@@ -32,8 +32,9 @@ def test_each_name_stands_in_one_file_and_all_are_loaded() -> None:
     names = [name for file in FILES for name in SECTION.findall(file.read_text("utf-8"))]
     fragments = {
         "held", "progressed", "unserved", "gone", "served", "leased_saga", "of_app", "ours", "versions", "owners",
-        "taken", "session", "messages", "chosen", "over", "aged", "when_sagas", "all_ranges", "queues", "decided",
-        "counts", "outgoing", "chosen_outgoing", "outbox_look", "completed", "other_build",
+        "taken", "session", "messages", "chosen", "over", "aged", "when_sagas", "all_ranges", "decided",
+        "counts", "chosen_outgoing", "outbox_look", "completed", "other_build", "queue_low", "delayed_low",
+            "outbox_low", "outbox_due_low",
     }  # fmt: skip
     assert len(names) == len(set(names))
     assert set(names) == {name for name in load(SCHEMA) if ":" not in name} | fragments

@@ -104,6 +104,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "closing_grace": at("http.opening._GRACE"),
     # the queue in Postgres
     "queue_visibility": at("brokers.postgres.VISIBILITY"),
+    "queue_long_in_hand": at("brokers.postgres._LONG"),  # a number
     "queue_look_pause": at("brokers.postgres._LOOK"),
     "listening_probe_pause": at("brokers.listening.PROBE"),
     # Kafka

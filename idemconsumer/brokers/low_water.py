@@ -1,0 +1,42 @@
+"""When the place at which what waits in Postgres begins is to be raised (P9)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Final
+
+_FAR: Final = 200  # numbers behind the low water, from which on a message is far from it
+_OWN: Final = 20  # messages of this process between two times
+_AGAIN: Final = 1.0  # seconds, where a transaction that may have lower numbers had not ended
+
+Line = tuple[str, str]  # which table, and the queue's name or the destination
+
+
+class LowWater:
+    """Of the lines that one session or relay takes from. `raise_` raises that of one line, and returns how many numbers
+    are behind it then."""
+
+    def __init__(self, raise_: Callable[[Line], Awaitable[int]]) -> None:
+        self._raise = raise_
+        self._gone = Counter[Line]()
+        self._due: dict[Line, float] = {}
+
+    def gone(self, line: Line, messages: int, behind: int | None = None) -> None:
+        """So many were taken. `behind` the low water by so many numbers; None: by what was taken here."""
+        self._gone[line] += messages
+        if self._gone[line] >= _OWN and (self._gone[line] if behind is None else behind) >= _FAR:
+            self._due[line] = 0.0
+
+    def doubt(self, lines: Iterable[Line]) -> None:
+        """Raise them next time in any case: the counter may have been set back."""
+        self._due.update(dict.fromkeys(lines, 0.0))
+
+    async def rise(self) -> None:
+        """Of those that are far enough."""
+        now = asyncio.get_running_loop().time()
+        for line in [line for line, at in self._due.items() if at <= now]:
+            del self._due[line], self._gone[line]
+            if await self._raise(line) >= _FAR:
+                self._due[line] = now + _AGAIN

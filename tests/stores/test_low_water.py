@@ -1,0 +1,227 @@
+"""P9: who takes what waits begins where the first of it is, and nothing that may still come is in front of that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, LiteralString
+
+import psycopg
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from psycopg import sql
+
+from idemconsumer.sql.queries import load
+from idemconsumer.worker.retention import prune_once
+from tests.support.ledger import SCHEMA, Ledger
+from tests.support.logs import LogCapture
+
+NAMES = {"queue": "q", "delayed": "q", "outbox": "kafka:b", "outbox_due": ""}
+PUBLISH: Mapping[str, LiteralString] = {
+    "queue": "select idemconsumer.publish_bytes('q', %s)",
+    "delayed": "insert into idemconsumer.delayed (name, body, due_at)"
+    " values ('q', %s, clock_timestamp() - interval '0.999 seconds')",  # a clock may be set back by a second
+    "outbox": "select idemconsumer.publish_bytes('kafka:b', %s)",
+    "outbox_due": "insert into idemconsumer.outbox (destination, body, due_at)"
+    " values ('kafka:b', %s, clock_timestamp() - interval '0.999 seconds')",
+}
+# Of each line: its messages, and how many of them are in front of the low water.
+THERE: Mapping[str, LiteralString] = {
+    "queue": "select id, coalesce(moved, id) < {low} from idemconsumer.queue",
+    "delayed": "select id, due_at < to_timestamp({low} / 1e6) from idemconsumer.delayed",
+    "outbox": "select id, id < {low} from idemconsumer.outbox"
+    " where parked_at is null and (due_at is null or tries > 0)",
+    "outbox_due": "select id, due_at < to_timestamp({low} / 1e6) from idemconsumer.outbox where due_at is not null",
+}
+LOW: LiteralString = "(select coalesce(max(low), 0) from idemconsumer.low_water where line = {} and name = {})"
+
+
+@pytest.fixture
+def ledger(database: str) -> Iterator[Ledger]:
+    with closing(Ledger(database)) as ledger:
+        yield ledger
+
+
+def low(ledger: Ledger, line: str = "queue") -> int:
+    query = "select low from idemconsumer.low_water where line = %s and name = %s order by n desc limit 1"
+    return next((int(low) for (low,) in ledger.run(query, (line, NAMES[line]))), 0)
+
+
+def raised(ledger: Ledger, line: str = "queue", times: int = 2) -> int:
+    for _ in range(times):
+        ledger.run("select idemconsumer.raise_low_water(%s, %s)", (line, NAMES[line]))
+    return low(ledger, line)
+
+
+def passed(connection: psycopg.Connection[Any], line: str) -> list[int]:
+    """Messages that are in front of the low water."""
+    of = sql.SQL(LOW).format(sql.Literal(line), sql.Literal(NAMES[line]))
+    return [number for number, wrong in connection.execute(sql.SQL(THERE[line]).format(low=of)) if wrong]
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["publish", "commit", "roll back", "take", "raise", "raise"]), st.integers(0, 2)),
+    min_size=4,
+    max_size=30,
+)
+LATE = [
+    ("publish", 0),
+    ("publish", 1),
+    ("commit", 1),
+    ("raise", 0),
+    ("take", 0),
+    ("raise", 0),
+    ("raise", 0),
+    ("commit", 0),
+]
+
+
+@pytest.mark.parametrize("line", NAMES)
+def test_nothing_that_is_there_or_may_still_come_is_in_front_of_it(ledger: Ledger, line: str) -> None:
+    """Three transactions publish, and end in any order, while others take, and raise it in between."""
+
+    @settings(max_examples=15)
+    @given(STEPS)
+    @example(LATE)
+    def check(steps: Sequence[tuple[str, int]]) -> None:
+        for each in publishers:
+            each.rollback()
+        ledger.clear()
+        for step, who in [*steps, *(("commit", each) for each in range(3)), ("raise", 0), ("raise", 0)]:
+            if step == "publish":
+                publishers[who].execute(PUBLISH[line], (b"x",))
+            elif step == "commit":
+                publishers[who].commit()
+            elif step == "roll back":
+                publishers[who].rollback()
+            elif step == "raise":
+                raised(ledger, line, times=1)
+            else:
+                table = sql.Identifier(SCHEMA, line.partition("_")[0])
+                judge.execute(sql.SQL("delete from {0} where id = (select min(id) from {0})").format(table))
+            assert passed(judge, line) == [], f"after {step} of {who}"
+
+    with ExitStack() as stack:
+        judge, *publishers = (stack.enter_context(closing(psycopg.connect(ledger.dsn))) for _ in range(4))
+        judge.autocommit = True
+        check()
+
+
+def gone(ledger: Ledger, times: int) -> None:
+    """So many messages of each line, 300 at a time, are published and taken."""
+    for _ in range(times):
+        ledger.run("insert into idemconsumer.queue (name, body) select 'q', 'x' from generate_series(1, 300)")
+        ledger.run("delete from idemconsumer.queue")
+        ledger.run(
+            "insert into idemconsumer.delayed (name, body, due_at)"
+            " select 'q', 'x', clock_timestamp() - interval '1 hour' from generate_series(1, 300)"
+        )
+        ledger.run("delete from idemconsumer.delayed")
+        ledger.run(
+            "insert into idemconsumer.outbox (destination, body, due_at)"
+            " select 'kafka:b', 'x', case when n % 2 = 0 then clock_timestamp() - interval '1 hour' end"
+            " from generate_series(1, 300) as n"
+        )
+        ledger.run("delete from idemconsumer.outbox")
+        for line in NAMES:
+            raised(ledger, line)
+
+
+def pages(ledger: Ledger, name: str) -> int:
+    """Which the statement reads where there is one message of each line."""
+    given: dict[str, Any] = {
+        "names": ["q"], "limits": [10], "bytes": 1_000_000, "most": 1_000_000, "visibility": 10.0, "taker": 0,
+        "limit": 10, "queues": ["q", "outbox:"], "ahead": 5.0, "destination": "kafka:b",
+    }  # fmt: skip
+    ledger.run("select idemconsumer.publish_bytes('q', 'x'), idemconsumer.publish_bytes('kafka:b', 'x')")
+    ledger.run("insert into idemconsumer.delayed (name, body, due_at) values ('q', 'x', clock_timestamp())")
+    ledger.run("insert into idemconsumer.outbox (destination, body, due_at) values ('kafka:b', 'x', clock_timestamp())")
+    explain = b"explain (analyze, buffers, costs off, timing off) " + load(SCHEMA)[name]
+    with psycopg.connect(ledger.dsn) as connection:
+        connection.execute("set enable_seqscan = off")
+        plan = "\n".join(line for (line,) in connection.execute(explain, given))
+        connection.rollback()
+    ledger.run("delete from idemconsumer.queue")
+    ledger.run("delete from idemconsumer.delayed")
+    ledger.run("delete from idemconsumer.outbox")
+    read = re.search(r"Buffers: shared hit=(\d+)(?: read=(\d+))?", plan)
+    assert read is not None, plan
+    return int(read[1]) + int(read[2] or 0)
+
+
+STATEMENTS = [
+    "take", "look_for_messages", "fall_due", "waiting", "status_queues", "measure_queues",
+    "read_outgoing", "outbox_destinations", "fall_due_outgoing",
+]  # fmt: skip
+
+
+def test_what_is_gone_costs_those_who_take_nothing_while_an_old_snapshot_is_open(ledger: Ledger) -> None:
+    gone(ledger, 1)
+    with psycopg.connect(ledger.dsn) as old:
+        old.execute("set transaction isolation level repeatable read")
+        old.execute("select 1")
+        fresh = {name: pages(ledger, name) for name in STATEMENTS}
+        gone(ledger, 12)
+        later = {name: pages(ledger, name) for name in STATEMENTS}
+
+    assert {name: (fresh[name], pages) for name, pages in later.items() if pages > 2 * fresh[name] + 20} == {}
+    assert low(ledger) > 3_600
+
+
+def test_a_queue_without_messages_has_no_name_and_one_with_messages_has(ledger: Ledger) -> None:
+    gone(ledger, 1)
+    ledger.run("select idemconsumer.publish_bytes(each, 'x') from unnest(array['a', 'r', 'kafka:c', 'sqs:b']) as each")
+    names = "select line, name from idemconsumer.line order by 1, 2"
+    assert ledger.run(names) == [("outbox", "kafka:c"), ("outbox", "sqs:b"), ("queue", "a"), ("queue", "r")]
+
+    ledger.run("select idemconsumer.publish_bytes(each, 'x') from unnest(array['q', 'kafka:b']) as each")
+    assert [name for _, name in ledger.run(names)] == ["kafka:b", "kafka:c", "sqs:b", "a", "q", "r"]
+    assert ledger.run("select * from idemconsumer.queue_waiting order by name") == [("a", 1), ("q", 1), ("r", 1)]
+
+
+async def test_the_full_look_finds_what_a_hand_has_put_in_front_of_it(ledger: Ledger, logged: LogCapture) -> None:
+    gone(ledger, 1)
+    ledger.run("insert into idemconsumer.queue (id, name, body) overriding system value values (1, 'q', 'x')")
+    ledger.run("select idemconsumer.publish_bytes('kafka:b', 'x')")
+    await prune_once(ledger.dsn, SCHEMA)
+    assert low(ledger) > 1
+    assert ledger.run("select * from idemconsumer.queue_waiting") == []
+
+    ledger.run("update idemconsumer.low_water set looked_at = looked_at - interval '2 hours'")
+    await prune_once(ledger.dsn, SCHEMA)
+    assert ledger.run("select * from idemconsumer.queue_waiting") == [("q", 1)]
+    assert low(ledger, "outbox") > 1, "nothing is in front of it"
+    assert any(entry["event"].startswith("messages in front of a low water") for entry in logged.entries)
+
+
+def test_a_counter_that_was_set_back_takes_it_away(ledger: Ledger) -> None:
+    """As that of a logical replica is, which has taken over."""
+    gone(ledger, 2)
+    assert low(ledger) > 300
+    ledger.run("alter sequence idemconsumer.queue_id_seq restart")
+    ledger.run("select idemconsumer.publish_bytes('q', 'x')")
+    raised(ledger, times=1)
+    assert ledger.run("select * from idemconsumer.queue_waiting") == [("q", 1)]
+
+
+def test_what_was_refused_keeps_it_and_what_was_delayed_or_parked_comes_behind(ledger: Ledger) -> None:
+    """X5: what was refused is sent again in its place, so that is in front of nothing."""
+    states = ["due_at = now() - interval '1 hour', tries = 1", "parked_at = now(), tries = 8", "due_at = now()"]
+    numbers = []
+    for state in states:
+        ((number,),) = ledger.run("select idemconsumer.publish_bytes('kafka:b', 'x')")
+        ledger.run(f"update idemconsumer.outbox set {state} where due_at is null and parked_at is null")
+        numbers.append(number)
+    assert raised(ledger, "outbox") == numbers[0]
+
+    given = {"destination": "kafka:b", "limit": 10, "bytes": 1_000_000, "ids": [numbers[1]], "key": None, "error": None,
+             "since": None, "parked": True}  # fmt: skip
+    with psycopg.connect(ledger.dsn, autocommit=True) as connection:
+        connection.execute("delete from idemconsumer.outbox where id = %s", (numbers[0],))
+        low = raised(ledger, "outbox")
+        assert low > numbers[2]
+        connection.execute(load(SCHEMA)["retry_outgoing"], given)
+        connection.execute(load(SCHEMA)["fall_due_outgoing"], given)
+        assert [row[0] >= low for row in connection.execute(load(SCHEMA)["read_outgoing"], given)] == [True, True]
