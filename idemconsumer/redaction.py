@@ -6,15 +6,17 @@ Never shown: passwords in addresses, and what Postgres quotes of rows and statem
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
-
-import psycopg
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
+
+if TYPE_CHECKING:
+    import psycopg
 
 _HIDDEN: Final = "***"
 _MOST_TRACE: Final = 16_000  # characters
@@ -57,7 +59,7 @@ def error_text(error: BaseException) -> str:
     quotes one, as SQLAlchemy's do, is cut off there; not one of ours for operators, which quotes the primary message
     alone, and goes on with what to do.
     """
-    if isinstance(error, psycopg.Error):
+    if is_of_database(error):
         return redact(_database_text(error))
     try:
         text = str(error)
@@ -66,9 +68,15 @@ def error_text(error: BaseException) -> str:
     if isinstance(error, ConfigurationError | StoreUnavailable):
         return redact(text)
     for inner in (error.__cause__, error.__context__):
-        if isinstance(inner, psycopg.Error) and str(inner) and str(inner) in text:
+        if is_of_database(inner) and str(inner) and str(inner) in text:
             text = text.partition(str(inner))[0] + _database_text(inner)
     return redact(text)
+
+
+def is_of_database(error: object) -> TypeGuard[psycopg.Error]:
+    """There is none where nobody has imported psycopg: a launcher does not wait for that before it starts a worker."""
+    driver = sys.modules.get("psycopg")
+    return driver is not None and isinstance(error, driver.Error)
 
 
 def type_name(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from idemconsumer.app.results import Results
 from idemconsumer.engine.engine import Engine
@@ -25,7 +25,9 @@ from idemconsumer.stores.accepting import Acceptance, Standing, accept, look_up,
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.signals import Signal
 from idemconsumer.user_code.resources import Resources
-from idemconsumer.worker.saga_lease import SagaLease
+
+if TYPE_CHECKING:
+    from idemconsumer.worker.saga_lease import SagaLease
 
 _NESTED: Final = (
     "{}: app.{} was called in a transaction that app.process has opened, so it would wait for a second connection with "
@@ -165,6 +167,8 @@ class InlineRunner:
         return Signalled(answer)
 
     async def _open_saga_lease(self, handler: BoundHandler) -> SagaLease:
+        from idemconsumer.worker.saga_lease import SagaLease  # with all that runs sagas: only who has some waits for it
+
         async with self._opening:
             if self._saga_lease is None:
                 leased = [*(plan.options for plan in self._leased), handler.options]  # which may not be included

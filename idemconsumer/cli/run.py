@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +63,7 @@ class _Service(click.Command):
         except click.UsageError as error:
             if is_console(given, sys.stderr):
                 raise
-            configure(given, "info")
+            configure(given, "info", app=False)
             log.critical("cannot run", error=error.format_message())
             sys.exit(Exit.USAGE)
         context.meta[_FORMAT] = given
@@ -71,7 +72,7 @@ class _Service(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         if is_console(ctx.meta[_FORMAT], sys.stderr):
             return super().invoke(ctx)
-        configure(ctx.meta[_FORMAT], "info")  # until the settings are read
+        configure(ctx.meta[_FORMAT], "info", app=False)  # until the settings are read
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -122,7 +123,7 @@ def dev(target: str, **flags: Any) -> None:
     from idemconsumer.stores.migrations import migrate
 
     settings = load(**flags)
-    configure(settings.log_format, settings.log_level)
+    configure(settings.log_format, settings.log_level, app=False)
     with ExitStack() as stack:
         if settings.dsn is None:
             server = stack.enter_context(EmbeddedPostgres())
@@ -146,7 +147,7 @@ def _run(
     reload: bool,
     dev: bool = False,
 ) -> Exit:
-    configure(settings.log_format, settings.log_level)
+    configure(settings.log_format, settings.log_level, app=LIFELINE in os.environ)
     SHOWN.text = settings.log_error_text
     if LIFELINE in os.environ:
         return _serve(target, settings)
@@ -180,13 +181,16 @@ async def _supervised(supervisor: Supervisor, beside: AbstractAsyncContextManage
 
 def _serve(target: str, settings: Settings) -> Exit:
     # Only here: these are most of the program, and the launcher would import them before it starts a worker.
+    gc.disable()  # what is imported stays: each collection meanwhile is in vain
     try:
         from idemconsumer.cli.banner import announce
         from idemconsumer.cli.target import load_app
+
+        app = load_app(target)
     except ImportError as error:
         raise cannot_import("what idemconsumer needs", error) from error
-
-    app = load_app(target)
+    finally:
+        gc.enable()
     keep_enabled()
 
     def make() -> Worker:

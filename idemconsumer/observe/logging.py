@@ -13,15 +13,16 @@ import sys
 import threading
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
-import psycopg
-import structlog
-from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 
 from idemconsumer.logs import Fields, log
-from idemconsumer.redaction import SHOWN, redact, traceback_text
+from idemconsumer.redaction import SHOWN, is_of_database, redact, traceback_text
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 
 # These log the same thing hundreds of times while a server is down; our adapters log it once. Not below WARNING at
 # debug either: there botocore writes each request with its body and the session token, aiormq each frame.
@@ -30,9 +31,10 @@ _LOUD = ("aiokafka", "aio_pika", "aiormq", "pamqp", "aiobotocore", "botocore")
 _SILENT = ("psycopg", "psycopg.pool")
 
 
-def configure(log_format: str, level: str, stream: TextIO | None = None) -> None:
+def configure(log_format: str, level: str, stream: TextIO | None = None, *, app: bool = True) -> None:
     """Send the standard library's logging, and so our events, to `stream` (default stderr); and those of structlog, for
-    an app that uses it.
+    an `app` that uses it. A launcher has none, and imports structlog with its first line, when its worker has
+    begun (P10).
 
     `auto` is `console` on a terminal, else `json`, one object a line. If the application configures
     logging at its import, that comes later and wins. The values are those of the settings.
@@ -40,21 +42,10 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> None
     stream = stream or sys.stderr
     number = logging.getLevelNamesMapping()[level.upper()]
     console = is_console(log_format, stream)
-    rendering = _rendering(console=console, colors=stream.isatty())
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            _with_worker,
-            _redacted,
-            *rendering,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(stream),
-    )
+    if app:
+        _configure_structlog(number, stream, console=console)
     handler = _Lines(stream)
-    handler.setFormatter(_Formatter(rendering, console=console))
+    handler.setFormatter(_Formatter(console=console, colors=stream.isatty()))
     logging.basicConfig(handlers=[handler], level=number, force=True)
     logging.getLogger("idemconsumer").setLevel(number)
     for name in _LOUD:
@@ -66,6 +57,23 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> None
     sys.excepthook = lambda _, error, __: log.critical("uncaught exception", exc_info=error)
     sys.unraisablehook = _log_ignored
     threading.excepthook = lambda caught: log.error("thread ended by an exception", exc_info=caught.exc_value)
+
+
+def _configure_structlog(number: int, stream: TextIO, *, console: bool) -> None:
+    import structlog
+
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _with_worker,
+            _redacted,
+            *_rendering(console=console, colors=stream.isatty()),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.WriteLoggerFactory(stream),
+    )
 
 
 def keep_enabled() -> None:
@@ -82,7 +90,7 @@ def log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> N
 
 def _log_ignored(caught: sys.UnraisableHookArgs) -> None:
     # psycopg drops a pipeline of each connection that breaks. The loss of the server is logged elsewhere, once.
-    level = logging.DEBUG if isinstance(caught.exc_value, psycopg.OperationalError) else logging.ERROR
+    level = logging.DEBUG if is_of_database(caught.exc_value) else logging.ERROR
     log.log(level, "exception ignored", exc_info=caught.exc_value)
 
 
@@ -105,10 +113,17 @@ class _Lines(logging.StreamHandler[TextIO]):
 class _Formatter(logging.Formatter):
     """A record of any logger, rendered as the events of structlog are."""
 
-    def __init__(self, rendering: list[Processor], *, console: bool) -> None:
+    def __init__(self, *, console: bool, colors: bool) -> None:
         super().__init__()
         self._console = console
-        self._processors = [structlog.contextvars.merge_contextvars, _with_worker, _redacted, *rendering]
+        self._colors = colors
+
+    @cached_property
+    def _processors(self) -> list[Processor]:
+        import structlog
+
+        rendering = _rendering(console=self._console, colors=self._colors)
+        return [structlog.contextvars.merge_contextvars, _with_worker, _redacted, *rendering]
 
     def format(self, record: logging.LogRecord) -> str:
         event, exception = _event(record), record.exc_text
@@ -132,6 +147,8 @@ def _event(record: logging.LogRecord) -> EventDict:
 
 
 def _rendering(*, console: bool, colors: bool) -> list[Processor]:
+    import structlog
+
     if console:
         # Not its default for exceptions, which prints local variables where `rich` is installed.
         return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_print_traceback)]

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
@@ -18,9 +18,11 @@ from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.rules.replies import pause_after
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import Settlement, settle
-from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.worker.outage import Outage
 from idemconsumer.worker.replies import Replies
+
+if TYPE_CHECKING:
+    from idemconsumer.sagas.engine import LeasedEngine  # who has no sagas does not wait for what runs them
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from idemconsumer.admin.orphans import Sagas
 from idemconsumer.brokers.connecting import connect
@@ -45,9 +45,11 @@ from idemconsumer.worker.relay import Relay, reachable
 from idemconsumer.worker.replies import Replies
 from idemconsumer.worker.reporting import Reporting
 from idemconsumer.worker.retention import Retention
-from idemconsumer.worker.saga_lease import SagaLease
 from idemconsumer.worker.schedules import Schedules
 from idemconsumer.worker.steering import Steering
+
+if TYPE_CHECKING:
+    from idemconsumer.worker.saga_lease import SagaLease
 
 T = TypeVar("T")
 _LAST_LOOK: Final = 5.0  # seconds
@@ -209,6 +211,8 @@ class Worker:
         )
 
     async def _open_saga_lease(self, dsn: str, engine: Engine) -> SagaLease:
+        from idemconsumer.worker.saga_lease import SagaLease  # with all that runs sagas: only who has some waits for it
+
         settings, leased = self._settings, self._leased
         return await SagaLease.open(
             dsn,
