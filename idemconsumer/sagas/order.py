@@ -19,6 +19,7 @@ from idemconsumer.rules.values import StepRow
 from idemconsumer.sagas.step import StepSpec
 
 TURNS: Final = 10  # from the end of a step to who waits for the first of several tasks, two levels up
+_LOOK: Final = 0.005  # seconds, while a step is being cancelled
 
 
 @dataclass(slots=True)
@@ -52,7 +53,8 @@ class Order:
         self._behind: dict[str, int] = {}  # the last of the writes that may have an earlier position
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._queue: list[tuple[int, str]] = []  # of these, with some that wait no more
-        self._pausing = self._resting = self._closed = False
+        self._pausing = self._closed = False
+        self._resting: asyncio.Handle | None = None
         self._turns = 0  # to go in this pause
         self._loop = asyncio.get_running_loop()
         # What asyncio's loop runs next. If it is empty, what was given out has led as far as it goes without waiting.
@@ -153,16 +155,17 @@ class Order:
     def ended(self) -> None:
         """A step that was cancelled has: what waited for it, such as a TaskGroup, goes on now."""
         self._turns = TURNS
-        if self._resting:
-            self._resting = False
-            self._loop.call_soon(self._pause)
+        if self._resting is not None:
+            self._resting.cancel()
+            self._resting = self._loop.call_soon(self._pause)
 
     def _pause(self) -> None:
+        self._resting = None
         if self._turns and self._ready:
             self._turns -= 1
             self._loop.call_soon(self._pause)
         elif not self._closed and self.ending():
-            self._resting = True
+            self._resting = self._loop.call_later(_LOOK, self._pause)  # a wait's own timeout withdraws it
         else:
             self._pausing = False
             self._go_on()

@@ -294,6 +294,18 @@ async def test_the_handlers_own_steps_wait_for_branches_alone() -> None:
     assert given == ["own", "gone", "branch", "own"]
 
 
+async def test_a_step_that_is_being_cancelled_may_go_on() -> None:
+    """A timeout inside it, as a wait has one, cancels its task, and withdraws that."""
+    order, given, cancelled = Order([row("a", 1), row("b", 2)], 60.0), list[str](), True
+    order.ending = lambda: cancelled
+    waiting = asyncio.gather(give(order, given, "a"), give(order, given, "b"))
+    await asyncio.sleep(0.01)
+    assert given == ["a"], "what the end of that step leads to comes first"
+    cancelled = False
+    async with asyncio.timeout(5):
+        await waiting
+
+
 async def test_a_run_that_is_interrupted_lets_nobody_wait() -> None:
     order, given = Order([row("a", 1), row("b", 2)], 60.0), list[str]()
     waiting = asyncio.create_task(give(order, given, "b"))
