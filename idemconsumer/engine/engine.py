@@ -71,7 +71,7 @@ class Engine:
         failing, telling = Failing(watched=watched), Telling(every=tell_all, failed=tracing.failed)
         self.endings = Endings(store, self._at, chance, failing, telling, in_worker=watched)
         self._suspects = Suspects(store, self._at)
-        self.lost_connections = LostConnections(store.server_started)
+        self.lost_connections = LostConnections(store.server_started, store.cut_within)
         self.deliveries = DeliveryLog(store)
         self._groups = Groups(
             store, self._at, self._sizes, self.endings, self.lost_connections, self.deliveries, tracing

@@ -2,7 +2,8 @@
 
 A message can do that: it closes the connection, asks the server to end its session, or crashes it. So can a server that
 is restarted. What it was is judged when the message comes again, since only a server that answers can tell. When one
-session crashes, the server ends all the others too, and says so: their losses are nobody's.
+session crashes, the server ends all the others too, and says so: their losses are nobody's. Nor are those of which a
+connection that did nothing has ended as well: somebody has cut them all.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Final
 from idemconsumer.errors import ConnectionLost, CrashedBeside
 
 _IN_A_ROW: Final = 3
+_CUTS: Final = 20  # in a row that are nobody's: there might be a message of which a proxy or a pooler ends
+_LATELY: Final = 60.0  # seconds; a function may notice late that its connection has ended
 _MOST: Final = 10_000  # keys; those of more are forgotten, oldest first
 
 
@@ -23,15 +26,21 @@ class _Losses:
     """`count` in a row, all with the server that was `started` then; `last` is not judged yet."""
 
     count: int = 0
+    cuts: int = 0
     started: datetime | None = None
     last: ConnectionLost | None = None
 
 
 class LostConnections:
-    """By key, since the broker may deliver it anew. `server_started`: see `ports.JoinedStore`."""
+    """By key, since the broker may deliver it anew. `server_started` and `cut_within`: see `ports.JoinedStore`."""
 
-    def __init__(self, server_started: Callable[[], Awaitable[datetime]]) -> None:
+    def __init__(
+        self,
+        server_started: Callable[[], Awaitable[datetime]],
+        cut_within: Callable[[float], bool] = lambda _: False,
+    ) -> None:
         self._server_started = server_started
+        self._cut_within = cut_within
         self._losses: dict[bytes, _Losses] = {}
 
     def __bool__(self) -> bool:
@@ -57,6 +66,9 @@ class LostConnections:
             return None
         started = await self._server_started()
         error, losses.last = losses.last, None
+        if losses.cuts < _CUTS and self._cut_within(_LATELY):
+            losses.cuts += 1
+            return None
         losses.count = losses.count + 1 if losses.started in (None, started) else 0
         losses.started = started
         return error if losses.count >= _IN_A_ROW else None

@@ -223,6 +223,10 @@ class JoinedStore(Protocol):
         """
         ...
 
+    def cut_within(self, seconds: float) -> bool:
+        """Whether a connection on which nothing ran has been found ended so lately, for no crash of another session."""
+        ...
+
     async def server_started(self) -> datetime:
         """When the server was started, by its clock: another time is another server, or a restart."""
         ...

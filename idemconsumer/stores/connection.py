@@ -45,7 +45,7 @@ class Connection(AnsweringConnection[Any]):
     made = 0.0  # time.monotonic()
     schema = ""  # ours
     barred = False  # nothing more is sent
-    _crashed_beside = False  # the server said that it ends this session because another one has crashed
+    crashed_beside = False  # the server said that it ends this session because another one has crashed
     changed = False  # a handler may have changed the session: it is reset before anybody else has it (J21)
     _watched: int | None = None
     _lookout: asyncio.TimerHandle | None = None
@@ -63,7 +63,7 @@ class Connection(AnsweringConnection[Any]):
 
     def _noticed(self, notice: psycopg.errors.Diagnostic) -> None:
         if notice.sqlstate == CrashShutdown.sqlstate:
-            self._crashed_beside = True
+            self.crashed_beside = True
 
     async def simple(self, statements: bytes) -> list[PGresult]:
         """Several statements as one simple query, and their results. psycopg's cursors take twice as long for that."""
@@ -194,7 +194,7 @@ class Connection(AnsweringConnection[Any]):
             ending = psycopg.AsyncConnection.wait(self, _Cancelled(gen), interval)
             return await self._cancelled(self.ended_within(_CANCEL_SECONDS, ending))
         except psycopg.OperationalError as error:
-            if self._crashed_beside:  # B13: a warning said so, and psycopg raises only what came after it
+            if self.crashed_beside:  # B13: a warning said so, and psycopg raises only what came after it
                 raise CrashShutdown("another session of the server crashed, and ended this one") from error
             if not self.silent:
                 raise

@@ -75,6 +75,9 @@ class PostgresStore:
     def transaction(self, *, group: int, gate: str | None = None) -> AbstractAsyncContextManager[PostgresClaims]:
         return transaction(self.pool, group=group, gate=gate)
 
+    def cut_within(self, seconds: float) -> bool:
+        return self.pool.cut_within(seconds)
+
     async def server_started(self) -> datetime:
         return await self.pool.server_started()
 

@@ -85,7 +85,7 @@ class Pool:
         self._most = connections
         self._dsn = dsn
         self.forget_scopes()
-        self._silent_at = self._changed_at = -math.inf
+        self._silent_at = self._changed_at = self._cut_at = -math.inf
         # Queueing for a connection is no outage, however long it takes; what the pool times out on is one.
         self._sharing = Sharing(connections, parties)
         self._rules = SessionRules(dsn, longest_run, lease, beside)
@@ -205,6 +205,8 @@ class Pool:
             connection.look()
             if not connection.closed and connection.made >= max(self._silent_at, self._changed_at):
                 return connection
+            if connection.closed and not connection.crashed_beside:
+                self._cut_at = time.monotonic()
             await connection.close()
             await self._pool.putconn(connection)
 
@@ -232,6 +234,10 @@ class Pool:
                     blocked = await asking.execute(self.queries["waits_for_lock"], {"pid": connection.server_pid})
                     return bool((await blocked.fetchall())[0][0])
         return False
+
+    def cut_within(self, seconds: float) -> bool:
+        """See `ports.JoinedStore`."""
+        return time.monotonic() - self._cut_at < seconds
 
     async def server_started(self) -> datetime:
         """See `ports.JoinedStore`."""

@@ -8,23 +8,27 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import App, Batch, Message, Saga, Tx, idempotent_handler
 from idemconsumer.embedded.postgres import EmbeddedPostgres
 from idemconsumer.engine.engine import Engine
+from idemconsumer.engine.lost_connections import LostConnections
 from idemconsumer.engine.work import Suspicion, Work
-from idemconsumer.errors import StoreUnavailable
+from idemconsumer.errors import ConnectionLost, StoreUnavailable
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, kinds, message, works, write
 from tests.support.servers.made import PrivatePostgres
 from tests.support.servers.postgres import fresh_database
+from tests.support.servers.proxy import Proxy
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -289,7 +293,7 @@ async def test_a_server_that_restarts_again_and_again_ends_no_message(
 
         acts = [False] + [True] * 8
         losing = Losing(act, max_attempts=1)
-        store = await PostgresStore.open(dsn, SCHEMA, connections=4, longest_run=30.0)
+        store = await PostgresStore.open(dsn, SCHEMA, connections=1, longest_run=30.0)  # none rests
         outcomes = await Lane(Engine(store)).to_the_end(works(losing.handler, "a", "bad", "b", suspect=suspect))
         await store.close()
         assert (kinds(outcomes), acts) == (["applied"] * 3, [])
@@ -300,6 +304,42 @@ async def test_a_server_that_restarts_again_and_again_ends_no_message(
 def restart(server: EmbeddedPostgres) -> None:
     server.kill()
     server.start()
+
+
+async def test_what_loses_its_connection_with_others_that_did_nothing_is_not_to_blame(ledger: Ledger) -> None:
+    """Somebody cuts them all, as a pooler does that restarts again and again."""
+    async with Proxy(int(str(conninfo_to_dict(ledger.dsn)["port"]))) as proxy:
+
+        async def act(tx: Tx) -> None:
+            if acts.pop():
+                proxy.cut()
+                await proxy.restore()
+                await tx.execute("select 1")
+
+        acts = [False] + [True] * 8
+        losing = Losing(act, looks=True, max_attempts=1)
+        dsn = make_conninfo(ledger.dsn, host="127.0.0.1", port=proxy.port)
+        store = await PostgresStore.open(dsn, SCHEMA, connections=4, longest_run=30.0)
+        async with AsyncExitStack() as stack:
+            for _ in range(3):
+                await stack.enter_async_context(store.pool.connection())
+        outcomes = await Lane(Engine(store)).to_the_end(works(losing.handler, "a", "bad", "b"))
+        await store.close()
+    assert (kinds(outcomes), acts) == (["applied"] * 3, [])
+    assert ledger.run("select count from idemconsumer.attempt") == []
+
+
+async def test_a_message_of_which_a_proxy_ends_each_time_is_found_in_the_end() -> None:
+    """It takes all connections along, and is not the fault of somebody who cuts them for ever."""
+
+    async def started() -> datetime:
+        return datetime.fromtimestamp(0, UTC)
+
+    losses, judged = LostConnections(started, lambda seconds: True), list[object]()
+    while not any(judged):
+        losses.lost(b"bad", ConnectionLost("it is cut"))
+        judged.append(await losses.judge(b"bad"))
+    assert len(judged) == 20 + 3
 
 
 # ------------------------------------------------------------------------------------------------- a session crashes

@@ -72,7 +72,7 @@ class _Script:
 
 
 # Nothing of these tests reaches it.
-NO_STORE = cast(JoinedStore, SimpleNamespace(most_locks=1, server_started=None))
+NO_STORE = cast(JoinedStore, SimpleNamespace(most_locks=1, server_started=None, cut_within=None))
 
 
 async def _told() -> None:
