@@ -466,7 +466,7 @@ def test_a_child_that_a_server_forks_has_a_loop_of_its_own(make: Make, tmp_path:
     """H50: also one that is forked from a process that has served already, which then goes on."""
     script = tmp_path / "forking.py"
     script.write_text(FORKING)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=3 * PATIENCE)
     assert (done.returncode, done.stdout) == (0, "served\n"), done.stderr
 
 

@@ -417,11 +417,11 @@ async def test_nobody_waits_for_the_lock_without_end(store: PostgresStore) -> No
     async with store.pool.connection() as connection:
         await connection.simple(b"begin")
         connection.patience = 0.1
-        await connection.lock.acquire()
-        for use in (connection.simple(b"select 1"), connection.rollback()):
-            async with asyncio.timeout(PATIENCE):
-                with pytest.raises(psycopg.OperationalError):
-                    await use
+        async with connection.lock:
+            for use in (connection.simple(b"select 1"), connection.rollback()):
+                async with asyncio.timeout(PATIENCE):
+                    with pytest.raises(psycopg.OperationalError):
+                        await use
         assert connection.closed
 
 
