@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,10 +57,17 @@ SLOW: list[Slow] = [waits, swallows_its_cancellation, computes, computes_and_the
 every_slow = pytest.mark.parametrize("slow", SLOW, ids=lambda fn: fn.__name__)
 
 
+async def opened(open_station: OpenStation) -> Station:
+    """Of a short lease. A machine that stands still for longer ends a session that is being made ready."""
+    while True:
+        with suppress(StoreUnavailable):
+            return await open_station(lease=LEASE)
+
+
 @pytest.fixture
 async def bounded(open_station: OpenStation) -> Station:
     """Of a worker with a short lease."""
-    station = await open_station(lease=LEASE)
+    station = await opened(open_station)
     station.engine._lease = LEASE
     return station
 
@@ -128,7 +136,7 @@ async def test_a_transaction_that_the_server_ended_for_being_idle_is_the_failure
     bench: Bench, open_station: OpenStation
 ) -> None:
     """The server may look at its clock a moment before us."""
-    station = await open_station(lease=LEASE)
+    station = await opened(open_station)
 
     async def idle(tx: Tx) -> None:
         ((pid,),) = await (await tx.execute("select pg_backend_pid()")).all()
