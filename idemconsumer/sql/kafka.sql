@@ -6,7 +6,7 @@ select s.started, p.topic, p.partition, p.history, p.former, p.base, p.counter, 
        p.leader
 from (select pg_postmaster_start_time()) as s (started)
 left join {schema}.kafka_position as p
-    on p.cluster = %(cluster)s and p.group_name = %(group)s and p.topic = any(%(topics)s)
+    on p.cluster = %(cluster)s and p.group_name = %(group)s and p.topic = any(%(topics)s::text[])
 
 -- name: begin_kafka_positions
 -- The counter grows, so that a former owner that is late cannot say of this reading that it is over (K10).

@@ -225,7 +225,7 @@ on conflict (key) do nothing
 returning key
 
 -- name: unmark_attempts
-delete from {schema}.attempt where key = any(%(keys)s) and count = 0
+delete from {schema}.attempt where key = any(%(keys)s::bytea[]) and count = 0
 
 -- name: count_attempt
 -- By the scope's name: in a transaction that is open none can be met, and what a process remembers it may forget.
@@ -320,7 +320,7 @@ select id from reopened union all select id from known union all select id from 
 -- O19. Those that are due, which nobody else takes for so many seconds.
 with due as (
     select f.letter from {schema}.forward as f
-    where f.app = %(app)s and f.handler = any(%(handlers)s) and f.forwarded_at is null
+    where f.app = %(app)s and f.handler = any(%(handlers)s::text[]) and f.forwarded_at is null
       and f.due_at <= (select clock_timestamp()) and exists (select from {schema}.dead_letter as d where d.id = f.letter)
     order by f.due_at limit %(limit)s for update of f skip locked
 ), taken as (

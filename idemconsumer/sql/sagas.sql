@@ -245,7 +245,7 @@ with recursive {owners}, {versions}, lost as materialized (
     select one.* from unnest(%(unheld)s::bytea[], %(tokens)s::bigint[]) as u (key, token)
     cross join lateral (
         select s.key, s.handler, s.worker, s.token, s.attempt, false as lost from {schema}.saga as s
-        where s.key = u.key and s.token = u.token and s.worker = %(worker)s and s.handler = any(%(handlers)s) and {ours}
+        where s.key = u.key and s.token = u.token and s.worker = %(worker)s and s.handler = any(%(handlers)s::text[]) and {ours}
         for update skip locked
     ) as one limit %(limit)s
 ), stale as materialized (
@@ -283,7 +283,7 @@ with recursive {owners}, {versions}, lost as materialized (
 with candidate as materialized (
     select s.key, s.worker, s.token, s.attempt, coalesce(s.worker <> %(worker)s, false) as lost
     from {schema}.saga as s
-    where s.key = %(key)s and s.handler = any(%(handlers)s) and s.parked is null and {ours}
+    where s.key = %(key)s and s.handler = any(%(handlers)s::text[]) and s.parked is null and {ours}
       and case when s.worker is null then s.due <= clock_timestamp()
                when s.worker = %(worker)s then (s.key, s.token) in (
                    select * from unnest(%(unheld)s::bytea[], %(tokens)s::bigint[]))

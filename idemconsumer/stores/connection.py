@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import generators
 from psycopg.errors import CrashShutdown, QueryCanceled, error_from_result
-from psycopg.pq import ConnStatus, ExecStatus, TransactionStatus
+from psycopg.pq import ConnStatus, ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
@@ -46,6 +46,7 @@ class Connection(AnsweringConnection[Any]):
     schema = ""  # ours
     barred = False  # nothing more is sent
     crashed_beside = False  # the server said that it ends this session because another one has crashed
+    _at_once = False  # the last exchange ended without a wait
     changed = False  # a handler may have changed the session: it is reset before anybody else has it (J21)
     _watched: int | None = None
     _lookout: asyncio.TimerHandle | None = None
@@ -60,6 +61,13 @@ class Connection(AnsweringConnection[Any]):
         self.ahead = Ahead(self.pgconn, self.heard)
         self.statements = PreparedStatements(self)
         self.add_notice_handler(self._noticed)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the server has answered all that it was sent, and has no transaction open. In a pipeline libpq cannot
+        tell: what has no Sync behind it is a transaction there, and none here."""
+        idle = self.pgconn.transaction_status == TransactionStatus.IDLE
+        return idle and self.pgconn.pipeline_status == PipelineStatus.OFF
 
     def _noticed(self, notice: psycopg.errors.Diagnostic) -> None:
         if notice.sqlstate == CrashShutdown.sqlstate:
@@ -167,10 +175,14 @@ class Connection(AnsweringConnection[Any]):
         if timeout is not None:
             self.unwatch()
             return await super().wait(gen, interval, timeout)
+        if self._at_once:  # never behind it: what is done would be cut off, and a pipeline be entered and never left
+            self._at_once = False
+            await psycopg.AsyncConnection.wait(self, nothing(), interval)
         try:
             state = next(gen)
         except StopIteration as end:
-            return await psycopg.AsyncConnection.wait(self, _returned(end.value), interval)
+            self._at_once = True
+            return end.value  # type: ignore[no-any-return]
         except BaseException:
             self.unwatch()
             raise
@@ -302,9 +314,9 @@ class Connection(AnsweringConnection[Any]):
         await super().close()
 
 
-def _returned(value: RV) -> Exchange[RV]:
+def nothing() -> Exchange[None]:
     """Ended without a wait. psycopg then sees to it that the loop is not starved, as by a long COPY."""
-    return value
+    return
     yield
 
 

@@ -102,8 +102,7 @@ class PostgresStore:
             return {row[0] for row in await self.pool.run(connection, "mark_attempts", params)}
 
     async def unmark_attempts(self, keys: Sequence[bytes]) -> None:
-        # A plan kept from when the table was small would be a scan of all of it (G5), and this is rare.
-        await self.pool.alone("unmark_attempts", {"keys": list(keys)}, prepare=False)
+        await self.pool.alone("unmark_attempts", {"keys": list(keys)})
 
     async def count_attempt(self, claim: Claim, error: str | None) -> int:
         async with self.pool.connection() as connection:
@@ -115,7 +114,7 @@ class PostgresStore:
         await self.pool.alone("uncount_attempt", {"key": claim.key})
 
     async def forget_attempts(self, keys: Sequence[bytes]) -> None:
-        await self.pool.alone("forget_attempts", {"keys": list(keys)}, prepare=False)  # as for unmark_attempts
+        await self.pool.alone("forget_attempts", {"keys": list(keys)})
 
     async def note_error(self, claim: Claim, error: str) -> int:
         rows = await self.pool.alone("note_error", {"key": claim.key, "error": clean(error)})
@@ -130,7 +129,7 @@ class PostgresStore:
 
     async def end_reading(self, claims: Sequence[Claim], reader: int) -> None:
         params = {"keys": [claim.key for claim in claims], "reader": reader}
-        await self.pool.alone("end_reading", params, prepare=False)  # as for unmark_attempts
+        await self.pool.alone("end_reading", params)
 
     # ---------------------------------------------------------------------------------------------- ends and hand-overs
     async def take_over(self, queue: str, message: Message) -> None:

@@ -136,8 +136,7 @@ class PostgresLeases:
         params = self._ours(app, handlers)
         params |= {"unheld": [key for key, _ in unheld], "tokens": [token for _, token in unheld]}
         statement, more = ("take_sagas", {"limit": limit}) if key is None else ("take_saga", {"key": key})
-        # Planned each time: a plan that was made when there were few sagas may scan them all when there are many (G5).
-        rows = await self._pool.alone(statement, params | more, prepare=False)
+        rows = await self._pool.alone(statement, params | more)
         return [_leased_saga(row, params["worker"]) for row in rows]
 
     def _ours(self, app: str, handlers: Sequence[str]) -> dict[str, Any]:
@@ -272,7 +271,7 @@ class PostgresLeases:
         return float(seconds)
 
     async def kinship(self, key: bytes, child: bytes) -> Kinship:
-        (row,) = await self._pool.alone("kinship", {"key": key, "child": child}, prepare=False)
+        (row,) = await self._pool.alone("kinship", {"key": key, "child": child})
         return Kinship(*row)
 
     async def stop_child(self, saga: LeasedSaga, child: bytes, scope: str, queued: tuple[str, str]) -> State:

@@ -21,6 +21,7 @@ from psycopg.pq.abc import PGconn, PGresult
 
 from idemconsumer.errors import HandlerFault
 from idemconsumer.sql.answering import Exchange
+from idemconsumer.stores.connection import nothing
 from idemconsumer.stores.session import Session
 
 RV = TypeVar("RV")
@@ -107,7 +108,7 @@ class LentConnection(psycopg.AsyncConnection[Any]):
         """Wait for what was sent ahead (J26): psycopg refuses some things in a pipeline, and looks before it waits."""
         if self._lender.ahead.on:
             async with self.lock:
-                await self.wait(_nothing())
+                await self.wait(nothing())
 
     @property
     def pgconn(self) -> PGconn:
@@ -175,11 +176,6 @@ class _LentPipeline(psycopg.AsyncPipeline):
         self,
     ) -> str:  # psycopg logs it, and asks the connection for its pgconn, which raises after the run (R13)
         return f"<a pipeline of {self._conn!r}>"
-
-
-def _nothing() -> Exchange[None]:
-    return
-    yield
 
 
 class LentCursor(psycopg.AsyncCursor[Any]):

@@ -6,6 +6,7 @@ psycopg's own literals take four to ten times as long.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 import psycopg
 from psycopg import pq
@@ -33,6 +34,8 @@ def literal(value: object, connection: Connection) -> bytes:
             if b"\0" in text:  # libpq would cut it off there
                 raise psycopg.DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
             return bytes(pq.Escaping(connection.pgconn).escape_literal(text))
+        case datetime():
+            return b"'%s'::pg_catalog.timestamptz" % value.isoformat().encode()
         case list():
             return b"array[%s]" % b",".join([literal(item, connection) for item in value])
         case _:

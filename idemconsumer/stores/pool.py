@@ -160,12 +160,9 @@ class Pool:
                     await self._pool.putconn(connection)
 
     async def _leave(self, connection: Session) -> None:
-        """Roll back what is open (J15), and reset what was changed (J21). A connection on which that does not work is
-        closed, and the pool drops it."""
-        if connection.closed:
-            return
-        idle = connection.info.transaction_status == pq.TransactionStatus.IDLE
-        if idle and not connection.changed:
+        """Roll back what is open (J15), and reset what was changed (J21). A connection that is not idle then is closed,
+        and the pool drops it."""
+        if connection.closed or (connection.idle and not connection.changed):
             return
         connection.patience = min(connection.patience, PATIENCE)
         try:
@@ -178,6 +175,8 @@ class Pool:
         except BaseException:
             await connection.close()
             raise
+        if not connection.idle:
+            await connection.close()
 
     async def reset(self, connection: Session) -> None:
         """Roll back, and make the session what it was: in one message, behind which a pooler gives it away."""
@@ -266,7 +265,7 @@ class Pool:
             scopes[name] = scopes.pop(name)
         if new := [name for name in retains if name not in ids]:
             given = {"names": new, "retains": [retains[name] for name in new]}
-            met = dict(await self.run(connection, "meet_scopes", given, prepare=False))
+            met = dict(await self.run(connection, "meet_scopes", given))
             # Only now: what the server has not committed may be rolled back, and its id given to another scope (R30).
             scopes |= met
             ids |= met
@@ -279,13 +278,14 @@ class Pool:
         self._scopes: dict[str, int] = {}  # the one used last at the end
         self._scopes_since = time.monotonic()
 
-    async def alone(self, name: str, params: dict[str, Any], *, prepare: bool | None = None) -> list[tuple[Any, ...]]:
-        """One statement on tables that the guard does not watch, in a transaction of its own, and its rows.
+    async def alone(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """One statement on tables that the guard does not watch, in a transaction of its own, and its rows. Planned
+        each time: a plan that was made when a table was small may scan all of it when it is large (G5).
 
         Raises StoreUnavailable also for a lock that a rival holds: nothing happened, and it can be done again.
         """
         async with self.connection() as connection:
-            return await self.run(connection, name, params, prepare=prepare)
+            return await self.run(connection, name, params)
 
     async def read(self, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         """One statement that writes nothing, sent without BEGIN and COMMIT and planned each time. Raises as `alone`."""
@@ -314,31 +314,25 @@ class Pool:
         (answer,) = await connection.simple(written(self.queries[name], params, connection))
         return loaded(connection, answer)
 
-    async def run(
-        self, connection: Session, name: str, params: dict[str, Any], *, prepare: bool | None = None
-    ) -> list[tuple[Any, ...]]:
+    async def run(self, connection: Session, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
         """As `alone`, on a connection with no open transaction."""
         try:
             try:
-                return await self._run(connection, name, params, prepare)
+                return await self._run(connection, name, params)
             except psycopg.Error as error:
                 if not may_be_changed(connection, error):
                     raise
             await self.reset(connection)  # J25
-            return await self._run(connection, name, params, prepare)
+            return await self._run(connection, name, params)
         except psycopg.Error as error:
             raise cause_of(connection, error) from error
 
-    async def _run(
-        self, connection: Session, name: str, params: dict[str, Any], prepare: bool | None
-    ) -> list[tuple[Any, ...]]:
-        async with connection.pipeline():
-            await OwnCursor(connection).execute(self.queries["begin"])
-            cursor = await OwnCursor(connection).execute(self.queries[name], params, prepare=prepare)
-            if self.require_standby:
-                await OwnCursor(connection).execute(self.queries["standby"])
-            await OwnCursor(connection).execute("COMMIT")
-        return await cursor.fetchall() if cursor.description else []
+    async def _run(self, connection: Session, name: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """In one simple query, which is answered whole or not at all: of psycopg's pipelines a cancellation may leave
+        the mode on, and a part of what was to be one transaction on the server (J15)."""
+        standby = [self.queries["standby"]] if self.require_standby else []
+        statements = [self.queries["begin"], written(self.queries[name], params, connection), *standby, b"COMMIT"]
+        return loaded(connection, (await connection.simple(b"; ".join(statements)))[1])
 
 
 def cause_of(connection: Connection, error: psycopg.Error) -> Exception:

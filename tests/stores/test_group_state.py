@@ -109,9 +109,9 @@ async def test_what_ends_with_the_transaction_costs_no_prepared_statement(book: 
 
     @idempotent_handler(SOURCE, key="id", group_size=8)
     async def handler(order: dict[str, Any], tx: Tx) -> None:
-        await tx.execute("select set_config('app.tenant', 'a', true)")
         await write(tx, order["id"])
         names.append(await (await tx.execute("select name from pg_prepared_statements", into=str)).all())
+        await tx.execute("select set_config('app.tenant', 'a', true)")
 
     assert kinds(await to_the_end(engine, works(handler, *range(6)))) == ["applied"] * 6
     assert names[-1]

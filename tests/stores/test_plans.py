@@ -258,14 +258,12 @@ def test_who_relays_does_not_walk_over_what_is_parked_or_not_due(shared_ledger: 
 
 
 async def test_what_a_kept_plan_could_make_a_scan_is_not_prepared(store: PostgresStore) -> None:
-    for _ in range(8):
+    for _ in range(8):  # more often than what is run again and again is not prepared
         await store.unmark_attempts([b"k"])
         await store.forget_attempts([b"k"])
         await store.count_dead(b"k")
     async with store.pool.connection() as connection:
-        prepared = await (await connection.execute("select statement from pg_prepared_statements")).fetchall()
-    assert [statement for (statement,) in prepared if "delete from" in statement] == []
-    assert [statement for (statement,) in prepared if "dead_letter" in statement] != []  # else nothing is prepared here
+        assert await (await connection.execute("select statement from pg_prepared_statements")).fetchall() == []
 
 
 @pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])

@@ -164,7 +164,7 @@ async def test_names_that_are_of_no_use_any_more_are_dropped_together(
             await tx.execute("update item set qty = %s", (number,))
             kept.append(await (await tx.execute("select count(*) from pg_prepared_statements", into=int)).one())
             await claims.complete([], [])
-    assert max(kept) == 4
+    assert max(kept) == 2
     assert min(kept[3:]) == 1
 
 
