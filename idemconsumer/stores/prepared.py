@@ -47,6 +47,7 @@ class Names(PrepareManager):
         self.epoch = self._passing = 0
         self._pgconn = pgconn
         self._path: bytes | None = None
+        self._often: set[Any] = set()  # what was prepared for one transaction, and will be for the next one
 
     def key(self, query: PostgresQuery) -> Any:  # type: ignore[override]
         types = query.types
@@ -59,8 +60,35 @@ class Names(PrepareManager):
             self._passing += 0 in query.types
         return ready, name
 
+    def ahead(self, query: PostgresQuery) -> tuple[bool, bytes]:
+        """For what is sent ahead, as `get` and what psycopg does behind it: whether to prepare it, and its name. What
+        another transaction has prepared before is prepared at once, which costs no round trip here."""
+        if not self.by_itself or self.prepare_threshold is None:
+            return False, b""
+        self._path = self._pgconn.parameter_status(b"search_path")
+        key = self.key(query)
+        if name := self._names.get(key):
+            self._names.move_to_end(key)
+            return False, name
+        passing = key[:-1] if key[-1] else None
+        if (count := self._counts.get(key, 0)) < self.prepare_threshold and passing not in self._often:
+            self._counts[key] = count + 1
+            self._counts.move_to_end(key)
+            self._rotate()
+            return False, b""
+        self._counts.pop(key, None)
+        self._names[key] = name = b"_pg3_%d" % self._prepared_idx
+        self._prepared_idx += 1
+        if passing is not None:
+            self._passing += 1
+            self._often.add(passing)
+        self._rotate()
+        return True, name
+
     def next_epoch(self) -> None:
         self.epoch += 1
+        if len(self._often) > _MOST:
+            self._often.clear()
         if self._passing > _PASSING:  # one by one it would cost more than it saves
             self.clear()
 
@@ -141,12 +169,11 @@ class PreparedStatements:
                 self._ahead[known] = converted
         else:
             converted.dump(params)
-        names = self._connection._prepared
+        names = self._names
         while names._to_flush:  # psycopg's cursors see to it, and there may be none
             ahead.send(Sent(), b"DEALLOCATE " + (names._to_flush.popleft() or b"ALL"))
-        ready, name = names.get(converted)
-        self._count(converted, ready, name)
-        ahead.send(sent, converted.query, converted, prepare=ready is Prepare.SHOULD, name=name)
+        prepare, name = names.ahead(converted)
+        ahead.send(sent, converted.query, converted, prepare=prepare, name=name)
         converted.params = None
 
     def _count(self, converted: PostgresQuery, ready: Prepare, name: bytes) -> None:

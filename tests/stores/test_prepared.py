@@ -168,6 +168,21 @@ async def test_names_that_are_of_no_use_any_more_are_dropped_together(
     assert min(kept[3:]) == 1
 
 
+async def test_what_one_transaction_has_prepared_is_prepared_at_once_in_the_next_one(store: PostgresStore) -> None:
+    """Where it is sent ahead, that costs no round trip; one that each transaction runs once is not prepared (J28)."""
+    names: list[int] = []
+    for runs in (1, 1, 3, 1):
+        async with store.transaction(group=1) as claims:
+            await claims.begin()
+            tx = claims.tx(Habits())
+            for run in range(runs):
+                await tx.send(INSERT, (f"i{len(names)}-{run}", 1))
+            inserts = "select count(*) from pg_prepared_statements where statement like 'insert%'"
+            names.append(await (await tx.execute(inserts, into=int)).one())
+            await claims.complete([], [])
+    assert names == [0, 0, 1, 2]
+
+
 async def test_who_registers_types_on_the_connection_has_them_used(tx: Tx) -> None:
     class Name(str):
         pass
