@@ -146,21 +146,26 @@ def test_a_kill_does_not_leave_a_busy_backend_behind(server: EmbeddedPostgres) -
 @pytest.mark.kill
 @pytest.mark.parametrize("temporary", [True, False])
 def test_the_server_goes_when_its_process_is_killed(folder: Path, temporary: bool) -> None:
+    """Also while a child lives that its process has forked."""
     argument = "None" if temporary else repr(str(folder / "pg"))
     program = (
-        "from pathlib import Path\nfrom idemconsumer.embedded.postgres import EmbeddedPostgres\n"
+        "import os, time\nfrom pathlib import Path\nfrom idemconsumer.embedded.postgres import EmbeddedPostgres\n"
         f"server = EmbeddedPostgres({argument} and Path({argument})); server.start()\n"
-        "print(server.pid, server.directory, flush=True); input()"
+        "child = os.fork() or time.sleep(60)\nprint(child, server.pid, server.directory, flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
         assert owner.stdout is not None
-        pid, directory = owner.stdout.readline().split()
+        child, pid, directory = owner.stdout.readline().split()
         assert alive(int(pid))
         owner.send_signal(signal.SIGKILL)
-    eventually(lambda: not alive(int(pid)))
-    eventually(lambda: Path(directory).exists() is not temporary)
+    try:
+        eventually(lambda: not alive(int(pid)))
+        eventually(lambda: Path(directory).exists() is not temporary)
+        assert alive(int(child))
+    finally:
+        os.kill(int(child), signal.SIGKILL)
 
 
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing() -> None:

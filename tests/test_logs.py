@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -17,7 +18,7 @@ import pytest
 
 from idemconsumer import App, Message, Reject, Tx
 from idemconsumer.logs import Log, log
-from idemconsumer.observe.summing import Summing
+from idemconsumer.observe.summing import Summing, say_all
 from idemconsumer.redaction import SHOWN
 from tests.support.inside import kinds_summed
 from tests.support.logs import LogCapture, entries
@@ -194,6 +195,18 @@ async def test_what_is_remembered_is_bounded_and_nothing_unsaid_is_lost(
     assert [entry["handler"] for entry in entries(logged, "failed again")] == ["a", "b"]
     failures.close()
     assert len(entries(logged, "failed again")) == 2
+
+
+async def test_a_child_says_nothing_of_what_its_parent_has_summed(logged: LogCapture) -> None:
+    failures = Summing()
+    for _ in range(2):
+        failures.say(logging.WARNING, "failed", "failed again", {"handler": "keep"}, {})
+    if (child := os.fork()) == 0:
+        say_all()
+        os._exit(len(entries(logged, "failed again")))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    say_all()
+    assert len(entries(logged, "failed again")) == 1
 
 
 async def test_in_dev_nothing_is_summed(logged: LogCapture) -> None:

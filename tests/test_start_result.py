@@ -394,9 +394,10 @@ async def test_the_lease_of_the_process_suits_all_of_its_sagas_whichever_comes_f
 
     await rides.app.process(Message("memory:slow", msgspec.json.encode(Ride("ann"))))
     assert await rides.sql("select lease from idemconsumer.worker") == [(timedelta(seconds=30),)]
-    assert rides.app._inline is not None
-    assert rides.app._inline._saga_lease is not None
-    assert rides.app._inline._saga_lease._heartbeat._patience == 50
+    inline = rides.app._opened.here().inline
+    assert inline is not None
+    assert inline._saga_lease is not None
+    assert inline._saga_lease._heartbeat._patience == 50
 
 
 async def test_the_next_call_goes_on_with_what_a_lost_answer_left(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,11 +15,13 @@ from idemconsumer.app.builds import build_of
 from idemconsumer.app.enqueuing import enqueue_in, store_in
 from idemconsumer.app.following import tracing_of
 from idemconsumer.app.inline import InlineRunner
+from idemconsumer.app.opened import Opened
 from idemconsumer.app.pausing import Pausing
 from idemconsumer.app.sagas import AppStarter, SagaCalls
 from idemconsumer.brokers.connecting import check_delay, connect
 from idemconsumer.brokers.connecting import destination as parse_destination
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.forks import PerLoop
 from idemconsumer.handlers.decorator import Decorate, Handler, asks_for_key, idempotent_handler
 from idemconsumer.handlers.durations import parse_duration
 from idemconsumer.handlers.handler import BoundHandler, given_key
@@ -71,14 +72,10 @@ class App(SagaCalls, Accepting, Pausing):
         self.name = name
         self._publishes = tuple(publishes)
         self._handlers: dict[str, Handler[..., Any]] = {}
-        self._opening = asyncio.Lock()
         self._schedules: list[Schedule] = []
         self._resources: dict[type, Resource] = {}
-        self._open_resources = Resources(())
-        self._inline: InlineRunner | None = None
-        self._bound: dict[Handler[..., Any], BoundHandler] = {}
         self._settings: Settings | None = None
-        self._brokers: dict[str, Broker] = {}
+        self._opened = PerLoop(Opened)
 
     @property
     def handlers(self) -> Mapping[str, Handler[..., Any]]:
@@ -283,9 +280,9 @@ class App(SagaCalls, Accepting, Pausing):
         ConfigurationError, with nothing counted, if the handler itself calls this with its transaction open.
         """
         chosen = self._decorated(handler or self._handler_of(message.source))
-        inline = await self._running()
-        if (bound := self._bound.get(chosen)) is None:
-            bound = self._bound[chosen] = self._bind(chosen, inline.settings, self._open_resources)
+        inline, here = await self._running(), self._opened.here()
+        if (bound := here.bound.get(chosen)) is None:
+            bound = here.bound[chosen] = self._bind(chosen, inline.settings, here.resources)
         return await inline.process(bound, message)
 
     async def result(
@@ -330,15 +327,16 @@ class App(SagaCalls, Accepting, Pausing):
         return handler
 
     async def _running(self) -> InlineRunner:
-        if self._inline is not None:
-            return self._inline
-        async with self._opening:  # the first messages often arrive together
-            if self._inline is None:
+        here = self._opened.here()
+        if here.inline is not None:
+            return here.inline
+        async with here.opening:  # the first messages often arrive together
+            if here.inline is None:
                 plans = [handler.plan for handler in self._handlers.values()]
-                self._open_resources, self._bound = Resources(list(self._resources.values())), {}
+                here.resources, here.bound = Resources(list(self._resources.values())), {}
                 settings = self._with_build(self._configured())
-                self._inline = await InlineRunner.open(settings, plans, self._open_resources, tracing_of(settings))
-            return self._inline
+                here.inline = await InlineRunner.open(settings, plans, here.resources, tracing_of(settings))
+            return here.inline
 
     def _configured(self) -> Settings:
         """The settings of this process's worker; without one those of the environment, which is read once."""
@@ -402,9 +400,10 @@ class App(SagaCalls, Accepting, Pausing):
         await self._broker(scheme, settings).publish(name, [message])
 
     def _broker(self, scheme: str, settings: Settings) -> Broker:
-        if scheme not in self._brokers:
-            self._brokers[scheme] = connect(scheme, settings)
-        return self._brokers[scheme]
+        brokers = self._opened.here().brokers
+        if scheme not in brokers:
+            brokers[scheme] = connect(scheme, settings)
+        return brokers[scheme]
 
     async def __aenter__(self) -> Self:
         return self
@@ -413,15 +412,14 @@ class App(SagaCalls, Accepting, Pausing):
         await self.close()
 
     async def close(self) -> None:
-        """Close what `process`, `publish`, `start` and `result` opened, once all of their calls have returned; so does
-        the end of `async with app:`. Sagas that still run are cut off, and resumed by a worker or another call."""
-        for broker in self._brokers.values():
+        """Close what calls in this event loop opened, once all of them have returned; so does the end of `async with
+        app:`. Sagas that still run are cut off, and resumed by a worker or another call."""
+        here = self._opened.forget() or Opened()
+        self._settings = None
+        for broker in here.brokers.values():
             await broker.close()
-        self._brokers.clear()
-        self._settings, self._sagas_admin = None, None
-        inline, self._inline = self._inline, None
-        if inline is not None:
-            await inline.close()
+        if here.inline is not None:
+            await here.inline.close()
 
 
 def _delivery_log(settings: Settings) -> float:

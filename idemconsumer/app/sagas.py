@@ -14,7 +14,9 @@ from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.app.enqueuing import enqueue_in
 from idemconsumer.app.following import tracing_of
 from idemconsumer.app.inline import InlineRunner
+from idemconsumer.app.opened import Opened
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.forks import PerLoop
 from idemconsumer.handlers.decorator import Handler
 from idemconsumer.handlers.handler import TENANT, BoundHandler, given_key
 from idemconsumer.message import codecs
@@ -34,7 +36,7 @@ class SagaCalls(ABC):
     """The calls of `App` that name a saga. What they need of the app comes by the methods below, which it has."""
 
     name: str
-    _sagas_admin: SagaAdmin | None = None
+    _opened: PerLoop[Opened]
 
     @abstractmethod
     def _has(self, handler: Handler[..., Any]) -> bool:
@@ -187,9 +189,10 @@ class SagaCalls(ABC):
         settings = self._configured()
         if settings.dsn is None:
             raise ConfigurationError(f"app {self.name!r}: no database is given; set IDEMCONSUMER_DSN")
-        if self._sagas_admin is None:
-            self._sagas_admin = SagaAdmin(settings.dsn, settings.schema)
-        return self._sagas_admin
+        here = self._opened.here()
+        if here.sagas_admin is None:
+            here.sagas_admin = SagaAdmin(settings.dsn, settings.schema)
+        return here.sagas_admin
 
     def _check_saga(self, handler: Handler[..., Any], what: str) -> None:
         if not self._has(handler) or not handler.plan.signature.needs_saga:

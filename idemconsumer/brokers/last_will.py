@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from os import write
 from typing import Final
 
+from idemconsumer import forks
+
 VARIABLE: Final = "IDEMCONSUMER_LAST_WILL"  # the pipe's file descriptor, in a worker's environment
 _MOST: Final = 4096  # bytes that a pipe takes in one piece
 
@@ -24,6 +26,7 @@ class LastWill:
 
     def address(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        forks.not_inherited(self, lambda _: [descriptor])
 
     def joined(self, group: str, member: str) -> None:
         self._change({**self._members, group: member})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from idemconsumer import forks
+
 
 class Watchdog:
     """Ends process groups and removes a folder when this process is gone, however it went.
 
     It is a shell at the other end of a pipe, which the kernel closes after SIGKILL too. (PR_SET_PDEATHSIG
-    would act when the *thread* that started the server ends.) A process that was forked without exec
-    keeps the pipe open, and so the server, until it ends as well.
+    would act when the *thread* that started the server ends.)
     """
 
     _SCRIPT = """
@@ -36,6 +37,7 @@ done
             cwd="/",
             start_new_session=True,  # a Ctrl-C or a killed group must not take the watchdog along
         )
+        forks.not_inherited(self, Watchdog._pipe)
 
     def watch(self, *groups: int) -> None:
         """These process groups are to be ended, instead of those of the call before."""
@@ -48,3 +50,7 @@ done
         self._shell.wait()
         assert self._shell.stdin is not None
         self._shell.stdin.close()
+
+    def _pipe(self) -> list[int]:
+        """A child that is forked must not keep the server."""
+        return [] if self._shell.stdin is None or self._shell.stdin.closed else [self._shell.stdin.fileno()]

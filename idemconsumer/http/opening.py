@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+from idemconsumer import forks
 from idemconsumer.app.app import App
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.hashing import HASHING
@@ -40,7 +41,7 @@ class _Stores:
 
 
 class Opened:
-    """What was opened belongs to its event loop; in another one, as each test may have its own, all is opened anew."""
+    """What was opened belongs to its process and event loop; in another one all is opened anew (O26)."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Opened:
         self._redis = redis
         self._at = at
         self._longest_run = 30.0
-        self._stores: dict[asyncio.AbstractEventLoop, _Stores] = {}
+        self._stores = forks.PerLoop(_Stores)
 
     def expect(self, policy: Policy) -> None:
         """A route that may be asked for. Raises ConfigurationError for one that this store cannot have."""
@@ -70,7 +71,7 @@ class Opened:
 
     async def joined(self) -> Joined:
         """Raises ConfigurationError or StoreUnavailable, as `leased` does."""
-        here = self._here()
+        here = self._stores.here()
         if here.joined is None:
             async with here.opening:
                 if here.joined is None:
@@ -81,7 +82,7 @@ class Opened:
         return here.joined
 
     async def leased(self) -> Leased:
-        here = self._here()
+        here = self._stores.here()
         if here.leased is None:
             async with here.opening:
                 if here.leased is None:
@@ -91,21 +92,10 @@ class Opened:
 
     async def requests(self) -> RequestStore:
         """Where leased routes keep their keys. Raises as `leased`."""
-        here = self._here()
+        here = self._stores.here()
         await self.leased()
         assert here.requests is not None
         return here.requests
-
-    def _here(self) -> _Stores:
-        """Those of this loop. What another one has stays with it, unless that is closed: it may run in another thread,
-        or be that of the process from which this one was forked. Of what is let go of here, the sockets would be taken
-        from what the parent waits for them with (H50)."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._stores:
-            for closed in [each for each in self._stores.copy() if each.is_closed()]:
-                self._stores.pop(closed, None)
-            self._stores[loop] = _Stores()
-        return self._stores[loop]
 
     async def _open_postgres(self, here: _Stores) -> PostgresStore:
         if here.postgres is None:
@@ -162,7 +152,7 @@ class Opened:
     async def close(self) -> None:
         """What was opened in this loop. What still runs under a key is waited for; what takes longer than a few seconds
         keeps its key, and all is closed behind it, or its lease ends after the process (H14)."""
-        here = self._stores.pop(asyncio.get_running_loop(), None) or _Stores()
+        here = self._stores.forget() or _Stores()
         async with here.opening:  # what is being opened is closed too
             pass
         leased, opened = here.leased, (here.copies, here.requests, here.postgres)

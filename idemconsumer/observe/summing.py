@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,3 +109,4 @@ def say_all() -> None:
 
 
 atexit.register(say_all)
+os.register_at_fork(after_in_child=_ALL.clear)  # what is unsaid is said by the parent

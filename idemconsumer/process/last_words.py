@@ -6,6 +6,7 @@ import contextlib
 import os
 from typing import Final
 
+from idemconsumer import forks
 from idemconsumer.redaction import error_text
 
 VARIABLE: Final = "IDEMCONSUMER_LAST_WORDS"  # the pipe's file descriptor, in a worker's environment
@@ -20,6 +21,7 @@ class LastWords:
 
     def address(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        forks.not_inherited(self, lambda _: [descriptor])
 
     def say(self, text: str) -> None:
         if self._descriptor is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from idemconsumer import forks
 from idemconsumer.user_code.place import place
 
 VARIABLE: Final = "IDEMCONSUMER_PULSE"  # the pipe's file descriptor, in a worker's environment
@@ -30,6 +31,7 @@ class Pulse:
 
     def address(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
+        forks.not_inherited(self, lambda _: [descriptor])
         self._descriptor = descriptor
 
     def begin(self, limit: float, stuck: Callable[[str], None] = lambda _: None) -> None:

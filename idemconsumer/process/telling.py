@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from typing import Final
 
+from idemconsumer import forks
+
 VARIABLE: Final = "IDEMCONSUMER_REPORTS"  # the pipe's file descriptor, in a worker's environment
 EVERY: Final = 1.0  # seconds
 MOST: Final = 1024 * 1024  # bytes of a line
@@ -26,6 +28,7 @@ class Telling:
     def address(self, descriptor: int) -> None:
         """A pipe's end that does not block."""
         os.set_inheritable(descriptor, False)
+        forks.not_inherited(self, lambda _: [descriptor])
         self._descriptor = descriptor
 
     @property

@@ -21,6 +21,8 @@ import psycopg
 from psycopg.rows import Row
 from psycopg.waiting import Ready, Wait
 
+from idemconsumer import forks
+
 RV = TypeVar("RV")
 Exchange = Generator[Wait, Ready | int, RV]  # psycopg's steps of one exchange with the server
 
@@ -50,16 +52,26 @@ class AnsweringConnection(psycopg.AsyncConnection[Row]):
     silent = False
     _since = 0.0  # the loop's time at which it was heard of last
 
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        forks.not_inherited(self, _descriptors)
+
     @classmethod
     async def connect(cls, conninfo: str = "", **more: Any) -> Self:
         """See `psycopg.AsyncConnection.connect`. An attempt that is given up ends at once."""
-        try:
-            return await super().connect(conninfo, **more)
-        except BaseException as error:
-            # psycopg closes its socket with the last reference to it, and its frames have one, which the error keeps.
-            # To the server it would be somebody who logs in: for up to a minute no DROP DATABASE would get on.
-            traceback.clear_frames(error.__traceback__)
-            raise
+        while True:
+            forked = forks.count()
+            try:
+                connection = await super().connect(conninfo, **more)
+            except BaseException as error:
+                # psycopg closes its socket with the last reference to it, and its frames have one, which the error
+                # keeps. To the server it would be somebody who logs in: for up to a minute no DROP DATABASE would get
+                # on.
+                traceback.clear_frames(error.__traceback__)
+                raise
+            if forks.count() == forked:
+                return connection
+            await connection.close()  # O25: a child that was forked meanwhile has it too
 
     async def wait(self, gen: Exchange[RV], interval: float = INTERVAL, timeout: float | None = None) -> RV:
         """See `psycopg.AsyncConnection.wait`."""
@@ -110,6 +122,21 @@ class BlockingConnection(psycopg.Connection[Row]):
     """The same for a thread that may block."""
 
     patience: float = PATIENCE
+    waited_on = -1  # the same socket under another number, during an exchange
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        forks.not_inherited(self, lambda connection: [*_descriptors(connection), connection.waited_on])
+
+    @classmethod
+    def connect(cls, conninfo: str = "", **more: Any) -> Self:
+        """See `psycopg.Connection.connect`."""
+        while True:
+            forked = forks.count()
+            connection = super().connect(conninfo, **more)
+            if forks.count() == forked:
+                return connection
+            connection.close()  # O25: a child that was forked meanwhile has it too
 
     def wait(self, gen: Exchange[RV], interval: float = INTERVAL, timeout: float | None = None) -> RV:
         """See `psycopg.Connection.wait`."""
@@ -118,7 +145,8 @@ class BlockingConnection(psycopg.Connection[Row]):
 
     @contextmanager
     def _answered(self, seconds: float) -> Generator[None]:
-        ours = os.dup(self.pgconn.socket)  # its number cannot become that of another socket before the timer is over
+        # Its number cannot become that of another socket before the timer is over.
+        self.waited_on = ours = os.dup(self.pgconn.socket)
         late = threading.Event()
 
         def give_up() -> None:
@@ -138,4 +166,9 @@ class BlockingConnection(psycopg.Connection[Row]):
         finally:
             timer.cancel()
             timer.join()
+            self.waited_on = -1
             os.close(ours)
+
+
+def _descriptors(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> list[int]:
+    return [] if connection.closed else [connection.pgconn.socket]

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from idemconsumer import forks
 from idemconsumer.admin.orphans import Sagas
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.brokers.due_sagas import SCHEME, DueSagas
@@ -125,6 +126,7 @@ class Worker:
         with backoff, for servers that cannot be reached.
         """
         self._main = asyncio.current_task()
+        forks.use_loop()
         if self._settings.dsn is None:
             raise ConfigurationError("no database is given; set IDEMCONSUMER_DSN, e.g. postgresql://user@host/db")
         planned = self._planned_feeds()  # before anything is open: it raises for a missing driver or address

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import threading
 import time
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from io import BytesIO
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, LiteralString
 from uuid import uuid4
@@ -417,57 +415,6 @@ def test_a_key_that_is_lost_while_its_thread_runs_is_not_answered_for(make: Make
     shop.act = act
     answer = ask(make(shop, store=store))
     assert (answer.status.split()[0], b"outcome-unknown" in answer.body, store.records) == ("503", True, {})
-
-
-FORKING = """
-import os, sys
-from io import BytesIO
-from idemconsumer import App
-from idemconsumer.http import Idempotency, Route
-from idemconsumer.http.wsgi import IdempotencyMiddleware
-
-
-def app(environ, start_response):
-    start_response("201 Made", [])
-    return [b"%d" % os.getpid()]
-
-
-routes = {"POST /orders": Route(tx=True)}
-door = IdempotencyMiddleware(app, Idempotency(App("forks"), tenant=lambda request: "acme", routes=routes))
-
-
-def ask(key):
-    environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/orders", "HTTP_IDEMPOTENCY_KEY": key, "wsgi.input": BytesIO()}
-    started = []
-    return b"".join(door(environ, lambda status, headers: started.append(status))), started
-
-
-def serve(key):
-    served = b"%d" % os.getpid()
-    assert ask(key) == (served, ["201 Made"])
-    assert ask(key) == (served, ["201 Created"])
-
-
-serve("before")
-for child in range(2):
-    pid = os.fork()
-    if pid == 0:
-        assert ask("before") == (b"%d" % os.getppid(), ["201 Created"])
-        serve(f"child-{child}")
-        sys.exit(0)
-    _, status = os.waitpid(pid, 0)
-    assert status == 0, status
-serve("after")
-print("served")
-"""
-
-
-def test_a_child_that_a_server_forks_has_a_loop_of_its_own(make: Make, tmp_path: Path) -> None:
-    """H50: also one that is forked from a process that has served already, which then goes on."""
-    script = tmp_path / "forking.py"
-    script.write_text(FORKING)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=3 * PATIENCE)
-    assert (done.returncode, done.stdout) == (0, "served\n"), done.stderr
 
 
 def test_one_loop_serves_all_threads(make: Make, shop: Shop) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
+import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +16,7 @@ def children(pid: int) -> list[int]:
     threads = Path(f"/proc/{pid}/task")
     while True:
         # A thread that ended has left its children to another one.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        with suppress(FileNotFoundError, ProcessLookupError):
             found = [child for thread in threads.glob("*/children") for child in thread.read_text().split()]
             return [int(child) for child in found if _name(child) != FORKING]
 
@@ -40,3 +42,13 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def connected() -> set[int]:
+    """The descriptors of this process that lead to somebody's port."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as same:
+            if same.family in (socket.AF_INET, socket.AF_INET6) and same.getpeername():
+                found.add(int(name))
+    return found

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from idemconsumer import forks
 from idemconsumer.logs import log
 from idemconsumer.ports.requests import Held
 from idemconsumer.redaction import error_text
@@ -120,6 +121,7 @@ class Keeper:
             self._beating.close()
 
     async def _renew(self, loop: asyncio.AbstractEventLoop) -> None:
+        forks.use_loop()
         redises = Redises(self._address, seconds=min(SECONDS, self._lease / 3))
         scripts = Scripts(redises)
         blocked = False

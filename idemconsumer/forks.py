@@ -1,0 +1,168 @@
+"""What belongs to one process and one event loop, and what becomes of it in another one (O25, O26).
+
+A fork copies every object and shares every socket. If a child closed its copy as usual, libpq would say goodbye in the
+name of the parent, and an event loop would take the socket out of the epoll that both have. So in a child each
+descriptor of ours leads nowhere from its first moment on: its number stays taken, whatever object still has it may
+close it, and the server notices the parent's end although the child lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, Final, Generic, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+from idemconsumer.errors import ConfigurationError
+
+T = TypeVar("T")
+
+_Descriptors = Callable[[Any], Iterable[int]]
+
+_owners: Final[WeakKeyDictionary[object, tuple[asyncio.AbstractEventLoop | None, _Descriptors]]] = WeakKeyDictionary()
+_loops: Final[WeakSet[asyncio.AbstractEventLoop]] = WeakSet()
+_generation = 0  # how many forks lie between the first process and this one
+_begun = 0  # forks of this process, whether or not they have ended
+
+
+# --------------------------------------------------------------------------------------------------------------- to say
+def not_inherited(owner: T, descriptors: Callable[[T], Iterable[int]]) -> None:
+    """In a child that is forked while `owner` lives, what `descriptors` says of it then leads nowhere. Also once its
+    event loop, that which runs now, is known to have been closed."""
+    loop = None
+    with suppress(RuntimeError):  # a thread without one
+        loop = asyncio.get_running_loop()
+    _owners[owner] = loop, descriptors
+
+
+def use_loop() -> None:
+    """The running loop has sockets of ours. A child gets none of what is registered with it, whosever that is: it
+    cannot run that loop."""
+    _loops.add(asyncio.get_running_loop())
+
+
+def count() -> int:
+    """A socket is not ours before it is connected: who has made one looks here whether a child has it too."""
+    return _begun
+
+
+class PerLoop(Generic[T]):
+    """What `make` returns, once for each event loop of this process."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._there: dict[asyncio.AbstractEventLoop, tuple[int, T]] = {}
+
+    def here(self) -> T:
+        """That of the running loop. What other loops have stays with them, unless they are closed: they may run in
+        other threads. Raises ConfigurationError in a child that goes on with its parent's loop."""
+        loop = asyncio.get_running_loop()
+        if (found := self._there.get(loop)) is None:
+            self._drop_closed()
+            use_loop()
+            found = self._there[loop] = _generation, self._make()
+        generation, its = found
+        if generation != _generation:
+            raise ConfigurationError(
+                "this event loop was used before this process was forked, and its sockets are the parent's; "
+                "run the child's code in a loop of its own, with asyncio.run(…)"
+            )
+        return its
+
+    def forget(self) -> T | None:
+        """Returns what the running loop had, for who closes it. Nothing of a parent's."""
+        self._drop_closed()
+        generation, its = self._there.pop(asyncio.get_running_loop(), (_generation, None))
+        return its if generation == _generation else None
+
+    def _drop_closed(self) -> None:
+        """Nobody can use or close what is left there, and until it is collected the servers have its sessions."""
+        for closed in [each for each in self._there.copy() if each.is_closed()]:
+            self._there.pop(closed, None)
+            _lead_nowhere([*_owned_in(closed), *_sockets_of(closed)])
+
+
+# ------------------------------------------------------------------------------------------------------------ at a fork
+def _before() -> None:
+    global _begun
+    _begun += 1
+
+
+def _in_child() -> None:
+    global _generation
+    _generation += 1
+    descriptors = set[int]()
+    for owner, _, of in _all():
+        with suppress(Exception):  # whatever state its driver was in: the others have to be let go of too
+            descriptors.update(of(owner))
+    for loop in list(_loops):
+        with suppress(Exception):
+            descriptors.update(_sockets_of(loop))
+    _lead_nowhere(descriptors)
+    for loop in list(_loops):
+        with suppress(Exception):
+            _give_own_epoll(loop)
+    _owners.clear()
+    _loops.clear()
+
+
+os.register_at_fork(before=_before, after_in_child=_in_child)
+
+
+def _all() -> Iterator[tuple[object, asyncio.AbstractEventLoop | None, _Descriptors]]:
+    for reference in _owners.keyrefs():  # a list, since other threads connect meanwhile
+        if (owner := reference()) is not None:
+            yield owner, *_owners[owner]
+
+
+def _owned_in(loop: asyncio.AbstractEventLoop) -> Iterator[int]:
+    for owner, its, of in _all():
+        if its is loop:
+            yield from of(owner)
+
+
+def _epoll_of(loop: Any) -> int:
+    number: int = loop._selector.fileno() if hasattr(loop, "_selector") else loop._get_backend_id()
+    return number
+
+
+def _registered_with(loop: asyncio.AbstractEventLoop) -> set[int]:
+    with open(f"/proc/self/fdinfo/{_epoll_of(loop)}") as lines:
+        return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
+
+
+def _sockets_of(loop: asyncio.AbstractEventLoop) -> Iterator[int]:
+    """But for those that listen: whoever forks after listening means its children to accept."""
+    found = set[int]() if loop.is_closed() else _registered_with(loop)
+    for transport in getattr(loop, "_transports", {}).values():  # asyncio's; those too of which nothing is read now
+        found.add(transport.get_extra_info("socket").fileno())
+    for descriptor in found:
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as same:
+                    listens = same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if not listens:
+                    yield descriptor
+
+
+def _lead_nowhere(descriptors: Iterable[int]) -> None:
+    """Not closed: a number that is free is given to the next file, and closed there by whoever had it before. What is
+    sent there fails. It can be polled, since libuv aborts a process in which something cannot."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nothing:
+        nothing.setblocking(False)
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                os.dup2(nothing.fileno(), descriptor, inheritable=False)
+
+
+def _give_own_epoll(loop: asyncio.AbstractEventLoop) -> None:
+    """What is closed here would be taken out of the parent's, under the number that it has in both."""
+    with select.epoll() as own:
+        for descriptor in _registered_with(loop):
+            own.register(descriptor, 0)
+        os.dup2(own.fileno(), _epoll_of(loop), inheritable=False)
