@@ -1,4 +1,4 @@
-"""What belongs to one process and one event loop, and what becomes of it in another one (O25, O26).
+"""What belongs to one process and one event loop, and what becomes of it in another one (O25 to O28).
 
 A fork copies every object and shares every socket. If a child closed its copy as usual, libpq would say goodbye in the
 name of the parent, and an event loop would take the socket out of the epoll that both have. So in a child each
@@ -11,14 +11,18 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from typing import Any, Final, Generic, TypeVar
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final, Generic, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.logs import log
 
 T = TypeVar("T")
 
@@ -26,8 +30,10 @@ _Descriptors = Callable[[Any], Iterable[int]]
 
 _owners: Final[WeakKeyDictionary[object, tuple[asyncio.AbstractEventLoop | None, _Descriptors]]] = WeakKeyDictionary()
 _loops: Final[WeakSet[asyncio.AbstractEventLoop]] = WeakSet()
+_workers: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[signal.Signals, ...]]] = WeakKeyDictionary()
 _generation = 0  # how many forks lie between the first process and this one
 _begun = 0  # forks of this process, whether or not they have ended
+_mask: Final = threading.local()
 
 
 # --------------------------------------------------------------------------------------------------------------- to say
@@ -46,9 +52,53 @@ def use_loop() -> None:
     _loops.add(asyncio.get_running_loop())
 
 
+def use_worker_loop(*signals: signal.Signals) -> None:
+    """As `use_loop`. A child that comes back to the running loop leaves at once, and is ended by these signals: else
+    it would do again whatever the loop has in hand, and its SIGTERM would be read by its parent."""
+    use_loop()
+    _workers[asyncio.get_running_loop()] = signals
+
+
 def count() -> int:
     """A socket is not ours before it is connected: who has made one looks here whether a child has it too."""
     return _begun
+
+
+@contextmanager
+def never_in_a_child() -> Generator[None]:
+    """Code of a user's runs inside. A child that was forked there and comes out of it, however that is, ends at once:
+    it would go on with its parent's transaction. After SystemExit with that code, else with 1."""
+    generation = _generation
+    try:
+        yield
+    finally:
+        if _generation != generation:
+            leave()
+
+
+def here() -> int:
+    """The same in two places if no fork lies between them. For `leave`, where `never_in_a_child` costs too much."""
+    return _generation
+
+
+def leave(error: BaseException | None = None) -> NoReturn:
+    """End this process, which is a child, without running anything that is its parent's. `error` is what it came out of
+    a user's code with; else what is being handled now."""
+    error, code = error or sys.exc_info()[1], 1
+    if not isinstance(error, SystemExit):
+        log.error(
+            "a process that was forked in a handler came back from it, ending it",
+            exc_info=error,
+            instead="end it with os._exit(0), or start a function with multiprocessing.Process",
+        )
+    elif error.code is None or isinstance(error.code, int):
+        code = (error.code or 0) & 0xFF
+    else:
+        print(error.code, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
 
 
 class PerLoop(Generic[T]):
@@ -91,6 +141,13 @@ class PerLoop(Generic[T]):
 def _before() -> None:
     global _begun
     _begun += 1
+    # One that comes before the child has its own handlers would be the parent's.
+    blocked = {number for signals in list(_workers.values()) for number in signals}
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+
+
+def _after() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
 
 
 def _in_child() -> None:
@@ -107,11 +164,25 @@ def _in_child() -> None:
     for loop in list(_loops):
         with suppress(Exception):
             _give_own_epoll(loop)
+    for loop, signals in list(_workers.items()):
+        signal.set_wakeup_fd(-1)
+        for number in signals:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        with suppress(RuntimeError):  # it was closed
+            loop.call_soon(_come_back, asyncio.current_task(loop))
+            if isinstance(loop, asyncio.BaseEventLoop):
+                loop._ready.rotate(1)  # type: ignore[attr-defined]  # before what is ready too, which uvloop does not let us
     _owners.clear()
     _loops.clear()
+    _workers.clear()
+    _after()
 
 
-os.register_at_fork(before=_before, after_in_child=_in_child)
+def _come_back(task: asyncio.Task[Any] | None) -> NoReturn:
+    leave(task.exception() if task is not None and task.done() and not task.cancelled() else None)
+
+
+os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_in_child)
 
 
 def _all() -> Iterator[tuple[object, asyncio.AbstractEventLoop | None, _Descriptors]]:

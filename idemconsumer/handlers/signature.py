@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
+from idemconsumer import forks
 from idemconsumer.errors import HandlerError
 from idemconsumer.message.message import Message
 from idemconsumer.ports.handler import Batch, Saga, Tx
@@ -200,7 +201,8 @@ def _invoker(
 
     def in_thread(payload: object, tx: Tx | Saga | None, message: Message, resources: Mapping[type, object]) -> object:
         try:
-            return call(payload, tx, message, resources)
+            with forks.never_in_a_child():
+                return call(payload, tx, message, resources)
         except StopIteration as error:  # a future refuses to hold it, and would never finish
             raise RuntimeError("the handler raised StopIteration") from error
 

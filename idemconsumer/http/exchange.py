@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from idemconsumer import forks
 from idemconsumer.http.messages import COVERED, Headers, Response
 from idemconsumer.logs import log
 from idemconsumer.rules.http import streams
@@ -177,7 +178,8 @@ class _Run:
 
 
 async def _called(app: Asgi, scope: Scope, run: _Run) -> None:
-    await app(scope, run.receive, run.send)
+    with forks.never_in_a_child():
+        await app(scope, run.receive, run.send)
 
 
 def _marked(start: Message, marks: Headers) -> Message:

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
+from idemconsumer import forks
 from idemconsumer.http.current import Slot, slot_in_thread, slot_of_task
 from idemconsumer.http.messages import COVERED, Headers, Response
 from idemconsumer.http.modes import Answer, CutOff, Open
@@ -82,7 +83,7 @@ class Exchange:
         environ = {**self._environ, **_input(self._body), COVERED: True}
         self.last = run = Run(self._app, environ, self._cap, stream=self._stream)
         try:
-            with slot_in_thread(order.slot):
+            with slot_in_thread(order.slot), forks.never_in_a_child():
                 response = run.response()
         except Exception as error:  # noqa: BLE001 - of the application: it is raised where the run was asked for
             order.failed(error)

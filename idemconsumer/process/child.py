@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import NoReturn, Protocol
 
+from idemconsumer import forks
 from idemconsumer.brokers.last_will import VARIABLE, WILL
 from idemconsumer.logs import log
 from idemconsumer.observe.logging import log_unhandled
@@ -85,7 +86,8 @@ def launch(make: Callable[[], Worker], drain_timeout: float) -> Exit:
     stop = _Stop(drain_timeout)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
-            code = runner.run(stop.serve(make))
+            with forks.never_in_a_child():
+                code = runner.run(stop.serve(make))
         except EXITS as error:
             stop.leave_as_killed(error)
             raise
@@ -131,6 +133,7 @@ class _Stop:
 
     async def serve(self, make: Callable[[], Worker]) -> Exit:
         loop = asyncio.get_running_loop()
+        forks.use_worker_loop(signal.SIGTERM, signal.SIGINT, STOP_NOW)
         loop.set_exception_handler(log_unhandled)
         self._worker = make()
         self._worker.when_asked(self._leave_as_asked)

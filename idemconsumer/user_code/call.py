@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
+from idemconsumer import forks
 from idemconsumer.errors import Contention, HandlerFault, IdemConsumerError, OfTheEngine, SelfCancelled
 from idemconsumer.ports.store import OpenTransaction
 from idemconsumer.redaction import typed_text
@@ -63,11 +64,14 @@ async def call_user_code(
     outside = CancellationWatch()
     timer = asyncio.timeout(limit.seconds if opened is None else None)
     question = None if opened is None else _Question(opened, limit, timer)
+    process = forks.here()
     try:
         async with timer:
             try:
                 value = await run
             finally:
+                if forks.here() != process:
+                    forks.leave()  # O27
                 if question is not None:
                     question.withdraw()
     except asyncio.CancelledError as error:
@@ -137,7 +141,8 @@ async def call_in_transaction(
 async def without_exit(run: Awaitable[T]) -> T:
     """As `run`, for a task of its own: there a SystemExit would end the event loop before anybody could catch it."""
     try:
-        return await run
+        with forks.never_in_a_child():
+            return await run
     except EXITS as error:
         raise exit_refused(error) from error
 

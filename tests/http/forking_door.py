@@ -22,12 +22,19 @@ idempotency = Idempotency(App("forks"), tenant=lambda request: "acme", routes=RO
 
 def place(environ: dict[str, Any], start_response: Any) -> list[bytes]:
     start_response("201 Made", [])
-    return [b"%d" % os.getpid()]
+    return [fork() if environ["PATH_INFO"] == "/forks" else b"%d" % os.getpid()]
 
 
 async def place_async(scope: Any, receive: Any, send: Any) -> None:
+    body = fork() if scope["path"] == "/forks" else b"%d" % os.getpid()
     await send({"type": "http.response.start", "status": 201, "headers": []})
-    await send({"type": "http.response.body", "body": b"%d" % os.getpid()})
+    await send({"type": "http.response.body", "body": body})
+
+
+def fork() -> bytes:
+    if (pid := os.fork()) == 0:
+        sys.exit(7)
+    return b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 behind_wsgi: Any = wsgi.IdempotencyMiddleware(place, idempotency)
@@ -84,6 +91,7 @@ def main() -> None:
     ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
     assert ends == [0, 0], ends
     serve("after", loop)
+    assert answer("/forks", "after", loop) == b"7"
     print("served")
 
 

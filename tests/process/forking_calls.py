@@ -43,6 +43,32 @@ async def charge(step: Step) -> int:
     return os.getpid()
 
 
+@app.idempotent_handler("memory:forking", key="id")
+async def forking(order: dict[str, Any], tx: Tx) -> int:
+    return fork()
+
+
+@app.idempotent_handler("memory:forking-rides", key="id", lease="2s")
+async def forking_ride(ride: dict[str, Any], saga: Saga) -> int:
+    return await saga.call("forked", fork_in_a_step)
+
+
+async def fork_in_a_step(step: Step) -> int:
+    return fork()
+
+
+def fork() -> int:
+    if (pid := os.fork()) == 0:
+        sys.exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+async def call_what_forks() -> None:
+    for source in ("memory:forking", "memory:forking-rides"):
+        outcome = await app.process(Message(source, b'{"id": "forks"}'))
+        assert outcome.result == b"7", (source, outcome)
+
+
 async def call(name: str) -> None:
     async with asyncio.timeout(PATIENCE):
         body = json.dumps({"id": name}).encode()
@@ -78,6 +104,7 @@ def main() -> None:
     ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
     assert ends == [0, 0], ends
     loop.run_until_complete(call("after"))
+    loop.run_until_complete(call_what_forks())
     loop.run_until_complete(app.close())
     loop.close()
 

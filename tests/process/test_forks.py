@@ -1,4 +1,4 @@
-"""What a forked process has of its parent, and what an event loop that has ended leaves (O25, O26)."""
+"""What a forked process has of its parent, and what an event loop that has ended leaves (O25 to O28)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from idemconsumer.sql.answering import AnsweringConnection, BlockingConnection
 from tests.support import ROOT, forked
 from tests.support.brokers import Brokers
 from tests.support.ledger import Ledger
-from tests.support.pids import alive
+from tests.support.pids import alive, children
 from tests.support.servers.made import PostgresServer, Server
 from tests.support.servers.postgres import fresh_database
 from tests.support.servers.proxy import Proxy
@@ -67,9 +67,10 @@ class Forking:
         ours = {"FORK_NOTES": str(self.notes), "FORK_SOURCE": f"{scheme}:{self._queue}"}
         servers = {"IDEMCONSUMER_DSN": ledger.dsn, "IDEMCONSUMER_RABBITMQ": rabbitmq or ""}
         command = [sys.executable, "-m", "idemconsumer", "run", "tests.process.forking_app:app", "--workers", "1"]
+        more = ["--handlers", "work"] if rabbitmq else []
         with self._log.open("wb") as log:
             self._launcher = forked.Popen(
-                command, cwd=ROOT, env={**os.environ, **ours, **servers}, stdout=log, stderr=log
+                [*command, *more], cwd=ROOT, env={**os.environ, **ours, **servers}, stdout=log, stderr=log
             )
 
     async def create(self) -> None:
@@ -87,6 +88,22 @@ class Forking:
         broker = connect(self._scheme, self._settings)
         await broker.publish(f"{self._queue}{name}", [Outgoing(json.dumps({"id": id, "how": how}).encode())])
         await broker.close()
+
+    async def ended(self, id: str, how: str = "", name: str = "") -> str:
+        """What the handler has returned."""
+        await self.give(id, how, name)
+        found = "select convert_from(body, 'UTF8') from idemconsumer.result"
+        await self.has(lambda: self._ledger.run(found), f"{how} has ended")
+        ((result,),) = self._ledger.run(found)
+        return str(json.loads(result))
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def workers(self) -> list[int]:
+        return children(self._launcher.pid)
 
     def close(self) -> None:
         self._launcher.terminate()
@@ -113,6 +130,32 @@ async def test_children_of_a_killed_worker_hold_none_of_its_messages(
             for child in its["children"]:
                 with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("how", "name", "end"),
+    [
+        ("exit", "", "7"), ("return", "", "1"), ("await", "", "1"), ("task", "", "7"), ("calls", "", "0"),
+        ("signal", "", "-15"), ("exit", "-sync", "7"), ("return", "-sync", "1"),
+    ],
+)  # fmt: skip
+async def test_a_child_that_comes_back_from_a_handler_ends(
+    ledger: Ledger, tmp_path: Path, how: str, name: str, end: str
+) -> None:
+    """It went on as the worker that it had been forked from, with its sockets."""
+    with closing(Forking(ledger, tmp_path)) as forking:
+        if how == "await":
+            await forking.give("beside", "slow")
+        assert await forking.ended("a", how, name) == end
+        (worker,) = forking.workers
+        await forking.give("b")
+        await forking.has(lambda: "b" in ledger.effects, "the worker goes on")
+        assert forking.workers == [worker]
+        assert "drain requested" not in forking.log
+        if how == "await":
+            await forking.has(forking.notes.exists, "what ran beside it goes on")
+            await forking.has(lambda: "beside" in ledger.effects, "and ends")
+            assert forking.notes.read_text() == "beside\n"
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
