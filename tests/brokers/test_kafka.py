@@ -607,7 +607,7 @@ async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
     caplog: pytest.LogCaptureFixture,
     fault: str,
 ) -> None:
-    tuned(monkeypatch, kafka_probe_pause=0.2, kafka_probe_patience=0.5)
+    tuned(monkeypatch, kafka_probe_pause=0.2, kafka_probe_patience=3.0)
     await mortal.create()
     await mortal.produce(10)
     session = await mortal.open(Bounds(lanes=1, group=1, room=4))

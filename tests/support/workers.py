@@ -105,7 +105,7 @@ class Bench:
     async def until_empty(self, app: App, **settings: Any) -> Worker:
         """Run to the end of all sources."""
         made = app.worker(self.settings(until_empty=True, **settings), Points())
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(3 * PATIENCE):
             await made.run()
         return made
 

@@ -102,7 +102,7 @@ def test_memory_stays_flat_over_twenty_thousand_messages(database: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM],
         env=os.environ | {"IDEMCONSUMER_DSN": database, "IDEMCONSUMER_SCHEMA": SCHEMA},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
