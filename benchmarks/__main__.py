@@ -17,6 +17,7 @@ import click
 import msgspec
 
 from benchmarks import (
+    cuts,
     distance,
     end_to_end,
     front_door,
@@ -53,6 +54,7 @@ PARTS: dict[str, tuple[Part, float]] = {
     "sqs": (end_to_end.sqs, 4),
     "fairness": (neighbours.fairness, 5),
     "take_over": (neighbours.take_over, 4),
+    "cuts": (cuts.cuts, 25),
     "http": (front_door.front_door, 3),
     "sagas": (sagas.sagas, 4),
     "long_sagas": (long_sagas.long_sagas, 4),

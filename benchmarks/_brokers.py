@@ -169,3 +169,16 @@ class SqsQueue(Filling):
             "BENCH_GROUP": "bench",
             "IDEMCONSUMER_SQS": self._address,
         }
+
+
+@asynccontextmanager
+async def opened(stage: Stage, part: str) -> AsyncIterator[Filling]:
+    """The one that this part is about."""
+    match part:
+        case "sqs":
+            async with SqsQueue.open(stage) as queue:
+                yield queue
+        case "postgres_queue":
+            yield PostgresQueue()
+        case _:
+            yield {"kafka": KafkaTopic, "rabbitmq": RabbitQueue}[part](stage)

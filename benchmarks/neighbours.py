@@ -13,7 +13,7 @@ from typing import Any, LiteralString
 
 import psycopg
 
-from benchmarks._brokers import Filling, KafkaTopic, PostgresQueue, RabbitQueue, SqsQueue
+from benchmarks._brokers import Filling, opened
 from benchmarks._measure import Figure, Result, Spread, Subject, Table, Target, side_by_side
 from benchmarks._stage import Stage
 from benchmarks.end_to_end import Consumer, process, row
@@ -37,7 +37,7 @@ async def fairness(stage: Stage) -> Result:
     facts = {"slow messages": f"{_SLOW}, a second each", "fast messages": f"{_RATE} a second"}
     targets = [Target(BESIDE, ALONE, 3.0, "at most")]
     for part in ["postgres_queue"] if stage.quick else ["kafka", "rabbitmq", "postgres_queue", "sqs"]:
-        async with _broker(stage, part) as broker:
+        async with opened(stage, part) as broker:
             subjects = {name: _fast(stage, broker, slow, seconds) for name, slow in ((ALONE, 0), (BESIDE, _SLOW))}
             title = f"A fast handler: {part}"
             tables.append(
@@ -90,7 +90,7 @@ async def take_over(stage: Stage) -> Result:
     figures = []
     for part in ["rabbitmq"] if stage.quick else _TAKE_OVER:
         seen = []
-        async with _broker(stage, part) as broker:
+        async with opened(stage, part) as broker:
             for _ in range(rounds):
                 seen.append(await _taken_over(stage, broker))
                 stage.say(f"Take-over: {part}: {seen[-1]:.3g} s")
@@ -117,18 +117,6 @@ async def _taken_over(stage: Stage, broker: Filling) -> float:
             await _until(connection, "select count(*) > 0 from payment")
             (seconds,) = await row(connection, "select extract(epoch from min(at) - %(k)s) from payment", {"k": killed})
             return float(seconds)
-
-
-@asynccontextmanager
-async def _broker(stage: Stage, part: str) -> AsyncIterator[Filling]:
-    match part:
-        case "sqs":
-            async with SqsQueue.open(stage) as queue:
-                yield queue
-        case "postgres_queue":
-            yield PostgresQueue()
-        case _:
-            yield {"kafka": KafkaTopic, "rabbitmq": RabbitQueue}[part](stage)
 
 
 @asynccontextmanager

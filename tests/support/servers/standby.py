@@ -34,7 +34,9 @@ class Standby:
         data = folder / "data"
         command = [*become, binaries / "pg_basebackup", "-d", primary.dsn, "-D", data, "-R", "-X", "stream"]
         subprocess.run([*command, "--checkpoint=fast"], check=True, capture_output=True, cwd=folder, timeout=60)
-        options = ["-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories="]
+        with psycopg.connect(primary.dsn) as asked:  # it may allow no fewer than its primary
+            most = asked.execute("select 'max_connections=' || current_setting('max_connections')").fetchone() or ("",)
+        options = ["-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories=", "-c", most[0]]
         self._processes.spawn([*become, binaries / "postgres", "-D", data, "-p", str(self.port), *options])
         self._processes.wait_ready(self._answers, _START_SECONDS)
         with psycopg.connect(primary.dsn, autocommit=True) as admin:
