@@ -39,12 +39,12 @@ comment on column {schema}.outbox.parked_at is 'Since when it has waited for a p
 create table {schema}.low_water (
     line       text not null,
     name       text not null,
-    n          bigint generated always as identity,
+    id         bigint generated always as identity,
     low        bigint not null,
     until      bigint not null,
     writers    text[] not null,
     looked_at  timestamptz not null default clock_timestamp(),
-    primary key (line, name, n)
+    primary key (line, name, id)
 );
 
 comment on table {schema}.low_water is 'Where to begin to read what waits; the one of the highest n counts';
@@ -73,7 +73,7 @@ begin
         return 0;
     end if;
     select * into mark from {schema}.low_water as m
-    where m.line = raise_low_water.line and m.name = raise_low_water.name order by m.n desc limit 1;
+    where m.line = raise_low_water.line and m.name = raise_low_water.name order by m.id desc limit 1;
     at := coalesce(case line
         when 'queue' then pg_sequence_last_value('{schema}.queue_id_seq')
         when 'outbox' then pg_sequence_last_value('{schema}.outbox_id_seq')
@@ -85,7 +85,7 @@ begin
           and l.database = (select oid from pg_database where datname = current_database())
           and l.relation = ('{schema}.' || split_part(line, '_', 1))::regclass
     );
-    if mark.n is null or at < mark.low - 1 then
+    if mark.id is null or at < mark.low - 1 then
         delete from {schema}.low_water as m where m.line = raise_low_water.line and m.name = raise_low_water.name;
         insert into {schema}.low_water (line, name, low, until, writers) values (line, name, 0, at, working);
     elsif not mark.writers && working and not exists (select from unnest(working) as w where starts_with(w, '-1/')) then
@@ -110,7 +110,7 @@ begin
                 order by o.due_at limit 1)
         end;
         delete from {schema}.low_water as m
-        where m.line = raise_low_water.line and m.name = raise_low_water.name and m.n = mark.n;
+        where m.line = raise_low_water.line and m.name = raise_low_water.name and m.id = mark.id;
         insert into {schema}.low_water (line, name, low, until, writers, looked_at)
         values (line, name, greatest(mark.low, least(first, mark.until + 1)), at, working, mark.looked_at)
         returning low_water.low into low;
@@ -144,7 +144,7 @@ create view {schema}.line (line, name) as
     )
     select 'queue', s.name from step as s where (
         select true from {schema}.queue as t where t.name = s.name and coalesce(t.moved, t.id) >= coalesce((
-            select m.low from {schema}.low_water as m where m.line = 'queue' and m.name = s.name order by m.n desc limit 1
+            select m.low from {schema}.low_water as m where m.line = 'queue' and m.name = s.name order by m.id desc limit 1
         ), 0) limit 1
     )
 ) union all (
@@ -166,7 +166,7 @@ create view {schema}.line (line, name) as
     )
     select 'delayed', s.name from step as s where (
         select true from {schema}.delayed as t where t.name = s.name and t.due_at >= to_timestamp(coalesce((
-            select m.low from {schema}.low_water as m where m.line = 'delayed' and m.name = s.name order by m.n desc limit 1
+            select m.low from {schema}.low_water as m where m.line = 'delayed' and m.name = s.name order by m.id desc limit 1
         ), 0) / 1e6) limit 1
     )
 ) union all (
@@ -191,7 +191,7 @@ create view {schema}.line (line, name) as
     select 'outbox', s.name from step as s where (
         select true from {schema}.outbox as t where t.destination = s.name and t.due_at is null and t.parked_at is null
           and t.id >= coalesce((
-            select m.low from {schema}.low_water as m where m.line = 'outbox' and m.name = s.name order by m.n desc limit 1
+            select m.low from {schema}.low_water as m where m.line = 'outbox' and m.name = s.name order by m.id desc limit 1
         ), 0) limit 1
     )
 );
@@ -204,13 +204,13 @@ create view {schema}.queue_waiting (name, waiting) as
 select n.name,
     (select count(*) from (
         select from {schema}.queue as q where q.name = n.name and coalesce(q.moved, q.id) >= coalesce((
-            select m.low from {schema}.low_water as m where m.line = 'queue' and m.name = n.name order by m.n desc limit 1
+            select m.low from {schema}.low_water as m where m.line = 'queue' and m.name = n.name order by m.id desc limit 1
         ), 0)
         limit 10000) as q)
     + (select count(*) from (
         select from {schema}.delayed as d
         where d.name = n.name and d.due_at <= (select clock_timestamp()) and d.due_at >= to_timestamp(coalesce((
-            select m.low from {schema}.low_water as m where m.line = 'delayed' and m.name = n.name order by m.n desc limit 1
+            select m.low from {schema}.low_water as m where m.line = 'delayed' and m.name = n.name order by m.id desc limit 1
         ), 0) / 1e6)
         limit 10000) as d)
 from (select name from {schema}.line where line in ('queue', 'delayed') group by name) as n;

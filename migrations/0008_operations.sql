@@ -129,7 +129,8 @@ $$;
 
 -- The sequences that would give a number which a row has already, as logical replication leaves them, and what to run (R43).
 -- Rows are read first, since whoever inserts one meanwhile has asked its sequence before. Where no index begins with the
--- number, only the end of the table is read, and one that somebody has locked is not. With the rights of its owner: others may not read these sequences.
+-- number, only the end of the table is read, and one that somebody has locked is not. The tokens of the queue need no look:
+-- each taker has a range of its own. With the rights of its owner: others may not read these sequences.
 create function {schema}.sequences_behind() returns table (of_table text, remedy text)
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -146,9 +147,8 @@ begin
               and c.relnamespace = (select relnamespace from pg_class where oid = '{schema}.scope'::regclass)
             union all
             select s.sequence::regclass, s.of_table::regclass, s.number
-            from (values ('{schema}.queue_token', '{schema}.queue', 'token'), ('{schema}.saga_token', '{schema}.saga', 'token'),
-                ('{schema}.saga_token', '{schema}.step', 'position'), ('{schema}.saga_token', '{schema}.request', 'token'))
-                as s (sequence, of_table, number)
+            from (values ('{schema}.saga_token', '{schema}.saga', 'token'), ('{schema}.saga_token', '{schema}.step', 'position'),
+                ('{schema}.saga_token', '{schema}.request', 'token')) as s (sequence, of_table, number)
         )
         select n.*, exists (
             select from pg_index as i join pg_attribute as a on a.attrelid = i.indrelid and a.attnum = i.indkey[0]
@@ -172,3 +172,5 @@ begin
     end loop;
 end
 $$;
+
+revoke execute on function {schema}.sequences_behind() from public;

@@ -36,7 +36,7 @@ _ARRAYS: Final = re.compile(rb"\bunnest\((.*?)\)(?=\s+as w \()", re.DOTALL)
 # Tables of ours whose numbers a sequence gives, and which a row may have had before.
 NUMBERED: Final = (
     *("scope", "queue", "delayed", "dead_letter", "redrive", "outbox", "worker", "history", "signal", "process"),
-    *("audit", "delivery_log"),
+    *("audit", "delivery_log", "low_water"),
 )
 _CHECKS_READ_WRITE: Final = "call_bool_check_hook"  # in the server; its text may be in any language
 _UNIQUE: Final = "23505"

@@ -13,20 +13,20 @@ select {schema}.raise_low_water(%(line)s, %(name)s)
 
 -- fragment: queue_low
 -- P9. Nothing of the queue `w.name` is in front of this place.
-coalesce((select m.low from {schema}.low_water as m where m.line = 'queue' and m.name = w.name order by m.n desc limit 1), 0)
+coalesce((select m.low from {schema}.low_water as m where m.line = 'queue' and m.name = w.name order by m.id desc limit 1), 0)
 
 -- fragment: delayed_low
 -- And nothing that waits for its time is due before this one.
 to_timestamp(coalesce((
-    select m.low from {schema}.low_water as m where m.line = 'delayed' and m.name = w.name order by m.n desc limit 1
+    select m.low from {schema}.low_water as m where m.line = 'delayed' and m.name = w.name order by m.id desc limit 1
 ), 0) / 1e6)
 
 -- fragment: outbox_low
-coalesce((select m.low from {schema}.low_water as m where m.line = 'outbox' and m.name = w.name order by m.n desc limit 1), 0)
+coalesce((select m.low from {schema}.low_water as m where m.line = 'outbox' and m.name = w.name order by m.id desc limit 1), 0)
 
 -- fragment: outbox_due_low
 to_timestamp(coalesce((
-    select m.low from {schema}.low_water as m where m.line = 'outbox_due' and m.name = '' order by m.n desc limit 1
+    select m.low from {schema}.low_water as m where m.line = 'outbox_due' and m.name = '' order by m.id desc limit 1
 ), 0) / 1e6)
 
 -- name: fall_due

@@ -170,7 +170,7 @@ select count(*) from gone
 -- P9, the full look, once an hour: everything that is in front of a low water is read. There can be something only if a row
 -- was made by hand, by a replication, or by a clock that was set back.
 with old as materialized (
-    select m.line, m.name, m.n, case m.line
+    select m.line, m.name, m.id, case m.line
         when 'queue' then exists (
             select from {schema}.queue as q where q.name = m.name and coalesce(q.moved, q.id) < m.low)
         when 'delayed' then exists (
@@ -185,10 +185,10 @@ with old as materialized (
     from {schema}.low_water as m where m.looked_at < clock_timestamp() - interval '1 hour'
 ), gone as (
     delete from {schema}.low_water as m using old
-    where old.passed and (m.line, m.name, m.n) = (old.line, old.name, old.n) returning m.n
+    where old.passed and (m.line, m.name, m.id) = (old.line, old.name, old.id) returning m.id
 ), seen as (
     update {schema}.low_water as m set looked_at = clock_timestamp() from old
-    where not old.passed and (m.line, m.name, m.n) = (old.line, old.name, old.n)
+    where not old.passed and (m.line, m.name, m.id) = (old.line, old.name, old.id)
 )
 select count(*) from gone
 

@@ -57,12 +57,16 @@ async def forked(how: str) -> str | None:
             child.start()
             child.terminate()
             return ended(child.pid or 0)
+    sleeping = asyncio.create_task(asyncio.sleep(3.0))
+    await asyncio.sleep(0)  # it has begun: what begins in a child finds no running loop
     if (pid := os.fork()) == 0:
         if how == "exit":
             sys.exit(7)
         if how == "await":
-            await asyncio.sleep(0)
+            NOTES.with_suffix(".forked").touch()
+            await sleeping  # meanwhile the child would do what goes on beside it
         return None
+    sleeping.cancel()
     return ended(pid)
 
 
@@ -96,7 +100,7 @@ async def work(work: Work, tx: Tx) -> str | None:
         case "slow":  # beside one that forks
             NOTES.with_suffix(".slow").touch()
             while not NOTES.with_suffix(".forked").exists():
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(1.0)
             note(work.id)
             return None
         case "pool":
@@ -111,9 +115,7 @@ async def work(work: Work, tx: Tx) -> str | None:
         case "await":
             while not NOTES.with_suffix(".slow").exists():
                 await asyncio.sleep(0.01)
-    end = await forked(work.how)
-    NOTES.with_suffix(".forked").touch()
-    return end
+    return await forked(work.how)
 
 
 @app.idempotent_handler(os.environ["FORK_SOURCE"] + "-sync", key="id")

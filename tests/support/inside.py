@@ -149,8 +149,9 @@ def stand_for(engine: LeasedEngine, seconds: float) -> None:
 # ------------------------------------------------------------------------------------------------------------ Postgres
 def connections_of(app: App) -> Any:
     """The pool of psycopg's of an app whose process runs without a worker."""
-    assert app._inline is not None
-    return own_pool(app._inline._store)
+    inline = app._opened.here().inline
+    assert inline is not None
+    return own_pool(inline._store)
 
 
 def own_pool(store: PostgresStore) -> Any:
@@ -247,9 +248,10 @@ def commits_go_on(pool: Pool, seconds: float) -> None:
 
 def heartbeat_of(app: App) -> Heartbeat:
     """Of an app whose process runs sagas without a worker."""
-    assert app._inline is not None
-    assert app._inline._saga_lease is not None
-    return app._inline._saga_lease._heartbeat
+    inline = app._opened.here().inline
+    assert inline is not None
+    assert inline._saga_lease is not None
+    return inline._saga_lease._heartbeat
 
 
 def renewed_at(heartbeat: Heartbeat) -> float:
