@@ -41,6 +41,7 @@ class Order:
         self.replayed: Callable[[], None] = lambda: None
         self._timeout = timeout
         self._left = {row.name: (row.position, row.overlapped) for row in rows if row.position is not None}
+        self.given = 0  # steps that were given out
         self._recorded = set(self._left)
         self.replaying = bool(self._recorded)  # something of `rows` has not been given out, with what it leads to
         self._heaps: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
@@ -109,7 +110,9 @@ class Order:
         timer = self._loop.call_later(self._timeout, _wake, waiting)
         try:
             await waiting
-            missing = self._missing(name)
+            while (missing := self._missing(name)) in self._sent and not self._closed:  # each write is answered
+                waiting = self._waiting[name] = self._loop.create_future()
+                await waiting
             if last is not None:
                 await last()
         finally:
@@ -141,6 +144,7 @@ class Order:
         return heap[0] if heap else None
 
     def _given(self, name: str) -> None:
+        self.given += 1
         _, overlapped = self._left.pop(name)
         self._behind.pop(name, None)
         self._recorded.discard(name)

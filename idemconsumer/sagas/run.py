@@ -425,7 +425,9 @@ class SagaRun(Settling):
 
         if self._accepted or not replaying():
             return
-        await self._until(lambda: not going())
+        moved = None
+        while going() and moved != (moved := (len(self.asked), self._order.given)):
+            await self._until(lambda: not going())
         if self.interruption is not None:
             raise SagaInterrupted(f"step {name!r} has not begun") from self.interruption
         if going() and (calls := self._unasked.calls):

@@ -306,6 +306,37 @@ async def test_a_step_that_is_cancelled_while_it_is_recorded_is_given_to_its_bra
     assert seen == [["other"], ["other"]]
 
 
+async def test_a_replay_that_gets_on_may_take_longer_than_the_timeout(bench: Bench, one: Station, two: Station) -> None:
+    """What was new was taken for a sign of another handler."""
+    fails = [ValueError("once")]
+
+    async def last(tx: Tx) -> None:
+        if fails:
+            raise fails.pop()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        over = asyncio.Event()
+
+        async def many() -> None:
+            for number in range(5):
+                await saga.tx(f"put_{number}", put, f"{number}")
+                if not fails:
+                    await asyncio.sleep(0.15)
+            over.set()
+
+        async def fewer() -> None:
+            if fails:
+                await over.wait()
+            await saga.tx("last", last)
+
+        await asyncio.gather(many(), fewer())
+
+    handler = saga(book, timeout="300ms")
+    assert (await one.deliver(handler)).kind is OutcomeKind.RETRYING
+    outcome = await two.resume(handler)
+    assert (outcome.kind, bench.effects) == (OutcomeKind.APPLIED, [f"{number}" for number in range(5)])
+
+
 async def test_a_drain_waits_for_no_turn(bench: Bench, one: Station, two: Station, logged: LogCapture) -> None:
     """The branch whose step comes first has not requested it yet."""
     fails, waits = [ValueError("once")], asyncio.Event()

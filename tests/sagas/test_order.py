@@ -253,6 +253,19 @@ async def test_a_write_whose_answer_is_out_may_have_the_earlier_position() -> No
     assert given == ["a", "b"]
 
 
+async def test_an_answer_that_takes_long_is_waited_for() -> None:
+    """Beyond the handler's `timeout` the later one was given out first."""
+    order, given = Order([], 0.05), list[str]()
+    with order.sending(spec("a")) as a:
+        with order.sending(spec("b")) as b:
+            b.position = 2
+        later = asyncio.create_task(give(order, given, "b"))
+        await asyncio.sleep(0.2)
+        a.position = 1
+    await asyncio.gather(give(order, given, "a"), later)
+    assert given == ["a", "b"]
+
+
 async def test_a_write_that_finished_nothing_is_not_waited_for() -> None:
     order, given = Order([], 5.0), list[str]()
     with order.sending(spec("a")):
