@@ -57,9 +57,11 @@ _LIFELINE, _ = os.pipe()
 class Process:
     """One worker process."""
 
-    def __init__(self, log: Path, environment: Mapping[str, str], concurrency: int) -> None:
+    def __init__(
+        self, log: Path, environment: Mapping[str, str], concurrency: int, app: str = "tests.sagas.deployed:app"
+    ) -> None:
         self._log = log
-        command = [sys.executable, "-m", "idemconsumer", "run", "tests.sagas.deployed:app", "--log-format", "json"]
+        command = [sys.executable, "-m", "idemconsumer", "run", app, "--log-format", "json"]
         with log.open("wb") as stream:
             self._process = forked.Popen(
                 [*command, "--concurrency", str(concurrency)], pass_fds=(_LIFELINE,), stdout=stream, stderr=stream,

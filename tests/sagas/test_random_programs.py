@@ -15,7 +15,8 @@ from typing import Final
 
 import pytest
 
-from tests.sagas.programs.disturbed import Theatre, consistent, wrong
+from tests.sagas.programs.disturbed import Theatre
+from tests.sagas.programs.judged import consistent, wrong
 from tests.sagas.programs.source import Program, make, smaller
 from tests.support.sagas import Bench, Station
 

@@ -133,6 +133,11 @@ def set_longest(company: Company, seconds: float) -> None:
     company._longest = seconds
 
 
+def token_of(saga: Any) -> int:
+    """Under which this run of the saga writes."""
+    return int(saga._saga.token)
+
+
 def texts_known(habits: Habits) -> list[str]:
     return list(habits._missing)
 

@@ -1,14 +1,13 @@
-"""Runs random programs on stations, straight or disturbed, and judges what has become of them."""
+"""Runs random programs on stations, straight or disturbed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
@@ -17,14 +16,13 @@ from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.work import Work
 from idemconsumer.errors import CommitUnknown, StoreUnavailable
 from idemconsumer.handlers.handler import BoundHandler
-from idemconsumer.message import keys
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.ports.observer import Point, SagaPoint
-from idemconsumer.rules.values import State, StepState
 from idemconsumer.sagas.engine import LeasedEngine
 from idemconsumer.settings import Settings
-from tests.sagas.programs.interpreter import Run, app_of
-from tests.sagas.programs.source import Program, open_ended, signals
+from tests.sagas.programs.interpreter import Seen, app_of
+from tests.sagas.programs.judged import End, ends
+from tests.sagas.programs.source import Program, signals
 from tests.support.sagas import Bench, Station
 
 ID: Final = "k"
@@ -36,7 +34,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.calls: list[tuple[UUID, str]] = []
-        self.all_runs: dict[str, list[Run]] = defaultdict(list)
+        self.seen: dict[str, list[Seen]] = defaultdict(list)
         self.tried: set[str] = set()
 
     async def note(self, key: UUID, name: str) -> None:
@@ -47,8 +45,11 @@ class Memory:
         self.tried.add(name)
         return new
 
-    def runs(self, run: Run) -> None:
-        self.all_runs[run.id].append(run)
+    def begins(self, saga: str, seen: Seen) -> None:
+        self.seen[saga].append(seen)
+
+    def got(self, saga: str, seen: Seen, name: str, entry: str | None) -> None:
+        return
 
 
 class Disturbance:
@@ -123,19 +124,6 @@ class Unanswering:
             yield opened
 
 
-@dataclass
-class End:
-    """What has become of one program."""
-
-    state: State
-    result: bytes | None
-    effects: Counter[str]
-    undone: list[str]
-    rows: list[tuple[str, StepState, int | None, bool, bool, bytes | None]]
-    runs: list[Run]
-    letters: list[str]
-
-
 class Theatre:
     """Two stations that play programs one after another."""
 
@@ -160,7 +148,7 @@ class Theatre:
     async def play(self, program: Program, disturbances: int) -> End:
         self._bench.clear()
         self.world.calls.clear()
-        self.world.all_runs.clear()
+        self.world.seen.clear()
         self.world.tried.clear()
         self.disturbance.arm(disturbances)
         unsent = signals(program)
@@ -225,85 +213,4 @@ class Theatre:
         return None
 
     def _end(self) -> End:
-        bench = self._bench
-        key = keys.digest("programs", None, "book", ID)
-        effects = bench.effects
-        rows = bench.run(
-            "select name, state, position, has_undo, until is not null, output from idemconsumer.step"
-            " order by key = %s desc, position", (key,)
-        )  # fmt: skip
-        calls = dict(self.world.calls)
-        everything = [*effects, *calls.values()]
-        return End(
-            state=State(bench.run("select state from idemconsumer.record where key = %s", (key,))[0][0]),
-            result=next(
-                (body for (body,) in bench.run("select body from idemconsumer.result where key = %s", (key,))), None
-            ),
-            effects=Counter(name for name in everything if not name.startswith("undo ")),
-            undone=[name for name in everything if name.startswith("undo ")],
-            rows=[(name, StepState(state), *rest) for name, state, *rest in rows],
-            runs=list(self.world.all_runs[ID]),
-            letters=[str(letter) for letter in bench.run("select reason, error from idemconsumer.dead_letter")],
-        )
-
-
-def wrong(program: Program, straight: End, end: End) -> list[str]:
-    """What is not as it should be at `end`."""
-    found = consistent(end)
-    if end.state is not straight.state:
-        found.append(f"state {straight.state} straight, {end.state} disturbed")
-    if not open_ended(program):
-        if straight.effects != end.effects:
-            found.append(f"effects: missing {straight.effects - end.effects}, more {end.effects - straight.effects}")
-        if sorted(straight.undone) != sorted(end.undone):
-            found.append(f"undone: {sorted(straight.undone)} straight, {sorted(end.undone)} disturbed")
-        if _sorted(straight.result) != _sorted(end.result):
-            found.append(f"result: {straight.result!r} straight, {end.result!r} disturbed")
-    return found
-
-
-def _sorted(result: bytes | None) -> Any:
-    if result is None:
-        return None
-    value = json.loads(result)
-    return sorted(value) if isinstance(value, list) else value
-
-
-def consistent(end: End) -> list[str]:
-    """What does not fit together at `end` alone."""
-    found = [f"dead: {letter}" for letter in end.letters]
-    positions = {name: position for name, _, position, *_ in end.rows if position is not None}
-    done, undone = Counter[str](), list[tuple[int, str]]()
-    for name, state, position, has_undo, waits, output in end.rows:
-        if waits or name.startswith("patch:") or state is StepState.REJECTED:
-            continue
-        value = json.loads(output) if output else None
-        if not isinstance(value, str):  # a child: what it left is undone
-            continue
-        done[f"{ID}/{value}"] += 1
-        if state is StepState.UNDONE:
-            undone.append((position or 0, f"undo {ID}/{value}"))
-        elif state is not StepState.DONE:
-            found.append(f"step {name} ends as {state.name}")
-        elif has_undo and end.state is State.FAILED and not name.endswith("_driven"):
-            found.append(f"step {name} is not undone")
-    if done != end.effects:
-        found.append(f"effects without a record {end.effects - done}, records without an effect {done - end.effects}")
-    compensated = {f"undo {ID}/{name}" for name, *_ in end.rows} - {name for _, name in undone}
-    if sorted(name for _, name in undone) != sorted(name for name in end.undone if name not in compensated):
-        found.append(f"recorded as undone {sorted(undone)}, undone {end.undone}")
-    if end.result is not None and end.state is State.COMPLETED:
-        given = json.loads(end.result)
-        if given != end.runs[-1].done:
-            found.append(f"result {given}, last run {end.runs[-1].done}")
-    for number, run in enumerate(end.runs):
-        places = [positions[name] for name in run.given if name in positions]
-        if len(places) < len(run.given):
-            found.append(f"run {number} was given what is not recorded: {set(run.given) - positions.keys()}")
-        if places != sorted(places):
-            found.append(f"run {number} was given {run.given} at positions {places}")
-    for number, (one, other) in enumerate(zip(end.runs, end.runs[1:], strict=False)):
-        shorter = min(len(one.given), len(other.given))
-        if one.given[:shorter] != other.given[:shorter]:
-            found.append(f"run {number} was given {one.given}, the next one {other.given}")
-    return found
+        return ends(self._bench, [ID], self.world.calls, self.world.seen)[ID]

@@ -5,20 +5,40 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol, Unpack
 from uuid import UUID
 
 from idemconsumer import App, Child, Handler, Reject, Retry, Saga, Step, Tx
 from idemconsumer.handlers.options import Options
 from tests.sagas.programs.source import Program
+from tests.support.inside import token_of
 
 QUEUE = "programs"
 Branch = Coroutine[Any, Any, None]
 Way = Callable[[list[Branch]], Awaitable[None]]
+_numbers = count()
 
 
 class CardDeclined(Reject):
     """What a step is refused with."""
+
+
+@dataclass
+class Seen:
+    """What one run saw. `given`: the steps in the order in which the handler got what they return or raise; `done`:
+    what its branches have put into a list."""
+
+    token: int  # under which it ran
+    number: int  # of the runs of its process
+    given: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+
+    def got(self, name: str, entry: str | None) -> None:
+        self.given.append(name)
+        if entry is not None:
+            self.done.append(entry)
 
 
 class World(Protocol):
@@ -30,21 +50,22 @@ class World(Protocol):
 
     async def first_time(self, name: str) -> bool: ...
 
-    def runs(self, run: Run) -> None:
-        """A run of a program begins."""
+    def begins(self, saga: str, seen: Seen) -> None:
+        """A run, which has seen nothing yet."""
+        ...
+
+    def got(self, saga: str, seen: Seen, name: str, entry: str | None) -> None:
+        """That run has been given this."""
         ...
 
 
 class Run:
-    """`given`: the steps in the order in which the handler got what they return or raise; `done`: what its branches
-    have put into a list."""
-
     def __init__(self, world: World, ride: Handler[..., Any], order: dict[str, Any], saga: Saga) -> None:
-        self._world, self._ride, self._saga, self.id = world, ride, saga, str(order["id"])
+        self._world, self._ride, self._saga = world, ride, saga
+        self._key = self.id = str(order["id"])
         self._chosen = random.Random()
-        self.given: list[str] = []
-        self.done: list[str] = []
-        world.runs(self)
+        self.seen = Seen(token_of(saga), next(_numbers))
+        world.begins(self._key, self.seen)
 
     async def sequence(self, program: Program) -> None:
         for kind, *its in program:
@@ -53,9 +74,8 @@ class Run:
     def _got(self, name: str, entry: str | None = None) -> None:
         if getattr(self._saga, "interruption", None) is not None:
             return  # nothing follows from it
-        self.given.append(name)
-        if entry is not None:
-            self.done.append(entry)
+        self.seen.got(name, entry)
+        self._world.got(self._key, self.seen, name, entry)
 
     # ----------------------------------------------------------------------------------------------------- what it does
     async def _pause(self) -> None:
@@ -169,7 +189,7 @@ class Run:
 
     async def loop(self, name: str, kind: str, undo: bool) -> None:
         """Over what is in the list by now."""
-        for place, entry in enumerate(list(self.done)):
+        for place, entry in enumerate(list(self.seen.done)):
             await self._step(kind, f"{name}_{place}", f"{name}:{entry}", undo)
             self._got(f"{name}_{place}")
 
@@ -290,9 +310,9 @@ def _first(group: ExceptionGroup[Reject]) -> Reject:
     return error
 
 
-def app_of(world: World) -> App:
+def app_of(world: World, **options: Unpack[Options]) -> App:
     app = App("programs")
-    given: Options = {"backoff": "1ms, 1ms", "max_attempts": 30, "timeout": "2s"}
+    given: Options = {"backoff": "1ms, 1ms", "max_attempts": 30, "timeout": "2s", **options}
 
     @app.idempotent_handler("postgres:rides", key="id", **given)
     async def ride(order: dict[str, Any], saga: Saga) -> str:
@@ -307,6 +327,6 @@ def app_of(world: World) -> App:
     async def book(order: dict[str, Any], saga: Saga) -> list[str]:
         run = Run(world, ride, order, saga)
         await run.sequence(order["program"])
-        return run.done
+        return run.seen.done
 
     return app
