@@ -144,8 +144,8 @@ async def test_a_consumer_by_hand_empties_the_queue(how: str, stage: Stage) -> N
 
 
 async def test_our_own_consumer_empties_the_queue(stage: Stage) -> None:
-    run = await consume(stage, PostgresQueue(), Consumer.ours(), 1_000, most=20.0)
-    assert run.applied == 1_000
+    run = await consume(stage, PostgresQueue(), Consumer.ours(), 4_000, most=40.0)
+    assert run.applied == 4_000
     assert run.busy > 0  # counted in hundredths of a second
 
 

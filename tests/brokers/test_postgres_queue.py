@@ -506,7 +506,7 @@ async def test_what_others_have_overtaken_is_taken_once_it_is_committed(ledger: 
             while waiting(ledger):
                 await session.settle(await taken(session))
         assert ledger.run(
-            "select low <= 1, cardinality(writers) from idemconsumer.low_water order by n desc limit 1"
+            "select low <= 1, cardinality(writers) from idemconsumer.low_water order by id desc limit 1"
         ) == [(True, 1)]
     (late,) = await taken(session)
     assert late.message.body == b"slow"

@@ -250,7 +250,7 @@ def test_dev_brings_a_migrated_database_and_leaves_at_an_interrupt(empty: Shop) 
         ("unparsable:app", "unparsable.py:1"),
         ("needy:app", "there is no module 'absent' ("),
         ("needy:app", "needy.py:1, in <module>); install the package that has it, for "),
-        ("driven:app", "there is no module 'aiokafka.absent' ("),
+        ("driven:app", "the aiokafka that is installed has no module 'aiokafka.absent' ("),
         ("driven:app", "; pip install 'idemconsumer[kafka]', for "),
         ("wrong:app", "wrong.py:5"),
         ("leaving:app", "'leaving' ends the process when it is imported ("),

@@ -29,7 +29,8 @@ with scope as (
 )
 insert into idemconsumer.saga (key, scope_id, handler, state, token, worker, due, attempt, version, source, position,
     body, headers, started_at)
-select sha256(%(key)s::bytea), id, %(handler)s, 1, 1, %(worker)s, now(), 1, %(version)s, '', '', '', '', now()
+select sha256(%(key)s::bytea), id, %(handler)s, 1, nextval('idemconsumer.saga_token'), %(worker)s,
+    now(), 1, %(version)s, '', '', '', '', now()
 from scope
 """
 

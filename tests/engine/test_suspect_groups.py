@@ -233,7 +233,7 @@ async def test_a_suspect_that_is_too_slow_is_stopped_and_counted(ledger: Ledger,
 
 
 class CutAtMark:
-    """An observer that breaks every connection of the store once suspects are marked, the first times."""
+    """An observer that breaks every connection of the store once suspects are marked and claimed, the first times."""
 
     def __init__(self, ledger: Ledger, times: int) -> None:
         self._ledger = ledger
@@ -243,11 +243,12 @@ class CutAtMark:
     def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
         if point is MARK:
             self.marked += 1
-            if self.marked <= self._times:
-                self._ledger.run(
-                    "select pg_terminate_backend(pid, 5000) from pg_stat_activity"
-                    " where datname = current_database() and application_name = 'idemconsumer'"
-                )
+        elif point is Point.CLAIMED and self._times:
+            self._times -= 1
+            self._ledger.run(
+                "select pg_terminate_backend(pid, 5000) from pg_stat_activity"
+                " where datname = current_database() and application_name = 'idemconsumer'"
+            )
 
 
 @pytest.mark.parametrize("redelivered", [True, False], ids=["redelivered", "held meanwhile"])
@@ -259,6 +260,7 @@ async def test_after_an_outage_the_marks_of_this_process_are_its_own(
     with pytest.raises(StoreUnavailable):
         await engine.run(group)
     assert ledger.attempts == [0, 0, 0]
+    pay.attempts.clear()
     again = pay.suspects(1, 2, 3) if redelivered else group
     assert kinds(await engine.run(again)) == ["applied"] * 3
     assert (observer.marked, pay.attempts, ledger.attempts) == (1, [1] * 3, [])
@@ -268,6 +270,7 @@ async def test_another_process_takes_the_marks_of_an_outage_for_a_death(ledger: 
     pay = Pay(max_attempts=1)
     with pytest.raises(StoreUnavailable):
         await Engine(store, CutAtMark(ledger, 1)).run(pay.suspects(1, 2))
+    pay.attempts.clear()
     assert await one_life_after_the_other(store, lambda: pay.suspects(1, 2)) == [1, 1]
     assert (ledger.effects, ledger.attempts, pay.attempts) == (["1", "2"], [], [1, 1])
 

@@ -243,8 +243,8 @@ async def test_a_step_that_is_cancelled_while_it_is_recorded_is_given_to_its_bra
 
         async def late(self: PostgresLeases, key: Any, step: str, *args: Any, **more: Any) -> Any:
             answer = await write(self, key, step, *args, **more)
-            if step == "other" and fails and not isinstance(answer, float):
-                await asyncio.Event().wait()
+            if step == "other" and fails and refusal.is_set() and not isinstance(answer, float):
+                await asyncio.Event().wait()  # until it is cancelled
             return answer
 
         monkeypatch.setattr(PostgresLeases, name, late)
@@ -282,8 +282,8 @@ async def test_a_step_that_is_cancelled_while_it_is_recorded_is_given_to_its_bra
     others: dict[str, Callable[[Saga], Any]] = {
         "tx": lambda saga: saga.tx("other", in_time),
         "call": lambda saga: saga.call("other", called),
-        "sleep": lambda saga: saga.sleep("other", "40ms"),
-        "first": lambda saga: saga.first(a=saga.sleep("other", "40ms"), b=saga.wait("another")),
+        "sleep": lambda saga: saga.sleep("other", "60ms"),
+        "first": lambda saga: saga.first(a=saga.sleep("other", "60ms"), b=saga.wait("another")),
     }
 
     async def book(order: dict[str, Any], saga: Saga) -> None:

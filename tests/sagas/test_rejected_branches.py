@@ -212,7 +212,7 @@ async def test_a_refusal_of_a_run_that_was_cut_off_leaves_its_undo_to_a_replay(
 
         await asyncio.gather(late(), cut(), refuses())
 
-    handler = saga(book)
+    handler = saga(book, timeout="1s")
     outcomes = await one.to_the_end(handler, await one.deliver(handler))
     ended.set()
     assert (outcomes[-1].kind, bench.letters) == (OutcomeKind.FAILED, [])

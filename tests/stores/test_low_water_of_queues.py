@@ -45,7 +45,7 @@ def ledger(database: str) -> Iterator[Ledger]:
 
 
 def low(ledger: Ledger, line: str = "queue") -> int:
-    query = "select low from idemconsumer.low_water where line = %s and name = %s order by n desc limit 1"
+    query = "select low from idemconsumer.low_water where line = %s and name = %s order by id desc limit 1"
     return next((int(low) for (low,) in ledger.run(query, (line, NAMES[line]))), 0)
 
 

@@ -88,6 +88,7 @@ class Reader:
             list(ids.values()),
             [body(Item(name)) for name in ids],
         )
+        self.bench.do("select setval('idemconsumer.queue_id_seq', max(id)) from idemconsumer.queue")
 
 
 async def test_suspects_are_marked_together_and_new_ones_are_not(bench: Bench) -> None:

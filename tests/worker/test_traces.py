@@ -276,7 +276,8 @@ async def test_without_the_setting_nothing_is_followed_and_nothing_passed_on(
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(sys.modules, "idemconsumer.observe.tracing", None)
+    monkeypatch.delitem(sys.modules, "idemconsumer.observe.tracing", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
     following._opened.cache_clear()
     yield
     following._opened.cache_clear()
