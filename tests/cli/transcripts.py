@@ -114,7 +114,9 @@ class Shell:
                 "idemconsumer", *command.words, env=clean | variables, seconds=60, folder=self._folder,
                 given=command.stdin, stderr=subprocess.PIPE,
             )  # fmt: skip
-            return Answer(done.stdout, done.stderr, done.returncode)
+            # The launcher and its worker write to it side by side.
+            told = sorted(done.stderr.splitlines(keepends=True), key=lambda line: "worker started" not in line)
+            return Answer(done.stdout, "".join(told), done.returncode)
         runner = CliRunner(env={name: None for name in os.environ if name.startswith("IDEMCONSUMER_")})
         with contextlib.chdir(self._folder), _own_modules(self._folder), _own_log():
             result = runner.invoke(main, command.words, input=command.stdin, env=variables, prog_name="idemconsumer")
