@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
+from idemconsumer.sagas.waits import OpenWaits
 from idemconsumer.stores.leases import PostgresLeases, PostgresStep
 from tests.support.logs import LogCapture
 from tests.support.sagas import Bench, Remote, Station, put, saga, take_back
@@ -201,10 +202,11 @@ async def test_what_has_finished_though_it_was_cancelled_is_given_to_its_branch_
 
 async def test_what_was_cut_off_does_not_begin_again_in_a_replay(bench: Bench, one: Station, two: Station) -> None:
     """It took effect in the replay, though the handler had gone on without it long ago."""
-    fails, begun = [ValueError("once")], list[str]()
+    fails, begun, started = [ValueError("once")], list[str](), asyncio.Event()
 
     async def slow(tx: Tx) -> None:
         begun.append("slow")
+        started.set()
         if len(begun) == 1:
             await asyncio.Event().wait()
         await put(tx, "slow")
@@ -214,7 +216,7 @@ async def test_what_was_cut_off_does_not_begin_again_in_a_replay(bench: Bench, o
             raise fails.pop()
 
     async def refuses(saga: Saga) -> None:
-        await asyncio.sleep(0.1)
+        await (started.wait() if fails else asyncio.sleep(0.1))
         await saga.tx("refused", refused)
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
@@ -236,15 +238,18 @@ async def test_a_step_that_is_cancelled_while_it_is_recorded_is_given_to_its_bra
     bench: Bench, one: Station, two: Station, remote: Remote, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """It was left out, and in a replay it was given out if the cancellation took some turns more of the loop."""
-    fails, refusal, seen = [ValueError("once")], asyncio.Event(), list[list[str]]()
+    fails, seen = [ValueError("once")], list[list[str]]()
+    refusal, recorded = asyncio.Event(), asyncio.Event()
 
     def answers_late(name: str) -> None:
         write = getattr(PostgresLeases, name)
 
         async def late(self: PostgresLeases, key: Any, step: str, *args: Any, **more: Any) -> Any:
             answer = await write(self, key, step, *args, **more)
-            if step == "other" and fails and refusal.is_set() and not isinstance(answer, float):
-                await asyncio.Event().wait()  # until it is cancelled
+            if step == "other" and not isinstance(answer, float):
+                recorded.set()
+                if fails and refusal.is_set():
+                    await asyncio.Event().wait()  # until it is cancelled
             return answer
 
         monkeypatch.setattr(PostgresLeases, name, late)
@@ -252,10 +257,16 @@ async def test_a_step_that_is_cancelled_while_it_is_recorded_is_given_to_its_bra
     async def finish_late(step: PostgresStep, *args: Any, **more: Any) -> int:
         answer = await finish(step, *args, **more)
         if refusal.is_set() and not seen[1:]:
+            recorded.set()
             await asyncio.Event().wait()
         return answer
 
+    async def rest(waits: OpenWaits, name: str, *args: Any) -> None:
+        await refusal.wait()
+        await asyncio.sleep(0.06)
+
     finish = PostgresStep.finish
+    monkeypatch.setattr(OpenWaits, "rest", rest)
     answers_late("record")
     answers_late("wait")
     monkeypatch.setattr(PostgresStep, "finish", finish_late)
@@ -276,14 +287,13 @@ async def test_a_step_that_is_cancelled_while_it_is_recorded_is_given_to_its_bra
             await saga.tx("refused", refused)
         finally:
             refusal.set()
-            for _ in range(5):  # the other one commits first
-                await asyncio.sleep(0.01)
+            await recorded.wait()
 
     others: dict[str, Callable[[Saga], Any]] = {
         "tx": lambda saga: saga.tx("other", in_time),
         "call": lambda saga: saga.call("other", called),
-        "sleep": lambda saga: saga.sleep("other", "60ms"),
-        "first": lambda saga: saga.first(a=saga.sleep("other", "60ms"), b=saga.wait("another")),
+        "sleep": lambda saga: saga.sleep("other", "50ms"),
+        "first": lambda saga: saga.first(a=saga.sleep("other", "50ms"), b=saga.wait("another")),
     }
 
     async def book(order: dict[str, Any], saga: Saga) -> None:
@@ -321,7 +331,7 @@ async def test_a_replay_that_gets_on_may_take_longer_than_the_timeout(bench: Ben
             for number in range(5):
                 await saga.tx(f"put_{number}", put, f"{number}")
                 if not fails:
-                    await asyncio.sleep(0.15)
+                    await asyncio.sleep(0.3)
             over.set()
 
         async def fewer() -> None:
@@ -331,7 +341,7 @@ async def test_a_replay_that_gets_on_may_take_longer_than_the_timeout(bench: Ben
 
         await asyncio.gather(many(), fewer())
 
-    handler = saga(book, timeout="300ms")
+    handler = saga(book, timeout="1s")
     assert (await one.deliver(handler)).kind is OutcomeKind.RETRYING
     outcome = await two.resume(handler)
     assert (outcome.kind, bench.effects) == (OutcomeKind.APPLIED, [f"{number}" for number in range(5)])
