@@ -1,0 +1,41 @@
+"""Whose turn it is at a function that fails in all sagas (D17)."""
+
+from __future__ import annotations
+
+import pytest
+
+from idemconsumer.engine.failing import Failing
+from idemconsumer.rules.failing import IN_A_ROW
+from idemconsumer.sagas.probes import Held, Probes
+from tests.support.tuning import tuned
+
+
+def charge() -> None: ...
+
+
+async def fails(probes: Probes, saga: bytes, *, first: bool = False) -> None:
+    """Raises Held if it is not its turn."""
+    error = ConnectionError("the service is down")
+    try:
+        async with probes.trying(charge, saga):
+            raise error
+    except ConnectionError:
+        probes.failed(charge, saga, error, first=first)
+
+
+async def test_of_those_that_have_failed_one_is_let_in_and_the_others_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(monkeypatch, next_probe_pause=0.01, failed_probe_pause=10_000.0)
+    probes = Probes(Failing(watched=True))
+    sagas = [b"bad-%d" % n for n in range(IN_A_ROW)]
+    for saga in sagas:
+        await fails(probes, saga, first=True)
+
+    await fails(probes, sagas[0])
+    with pytest.raises(Held):
+        await fails(probes, sagas[1])
+    await fails(probes, b"bad-new", first=True)  # who has not failed goes first
+    with pytest.raises(Held):
+        await fails(probes, sagas[0])
+    async with probes.trying(charge, b"good"):
+        pass
+    await fails(probes, sagas[1])  # it works again: nobody waits
