@@ -15,17 +15,24 @@ from idemconsumer.settings import Settings
 from idemconsumer.sql.queries import load
 
 GOAL = 2.0  # times what it costs with nothing gone
-_AT_ONCE = 2_000
+AT_ONCE = 2_000
+MARKS = [0, 100_000, 500_000, 2_000_000]  # messages that are gone
 _TIMES = 30
 _GIVEN = {
-    "take": {"names": ["payments"], "limits": [10], "bytes": 1_000_000, "most": 1_000_000, "visibility": 10.0},
+    "take": {
+        "names": ["payments"],
+        "limits": [10],
+        "bytes": 1_000_000,
+        "most": 1_000_000,
+        "visibility": 10.0,
+        "taker": 0,
+    },
     "look_for_messages": {"queues": ["payments", "outbox:"], "ahead": 5.0},
 }
 
 
 async def old_snapshot(stage: Stage) -> Result:
     """The messages go through a session, as a worker's do; a take is then timed alone."""
-    marks = [0, 20_000] if stage.quick else [0, 100_000, 500_000, 2_000_000]
     figures: list[Figure] = []
     with stage.database() as dsn:
         async with (
@@ -36,11 +43,11 @@ async def old_snapshot(stage: Stage) -> Result:
             await old.execute("select 1")
             await connection.execute("set enable_seqscan = off")
             broker = PostgresBroker(Settings(dsn=dsn))
-            bounds = Bounds(lanes=1, group=_AT_ONCE, room=_AT_ONCE)
+            bounds = Bounds(lanes=1, group=AT_ONCE, room=AT_ONCE)
             session = await broker.open([Subscription("postgres:payments", "pay", "bench")], bounds)
             gone, fresh = 0, 0.0
-            for most in marks:
-                while gone < most:
+            for most in MARKS:
+                while gone < (most / 100 if stage.quick else most):
                     gone += await _through(connection, session)
                 await session.fetch()
                 await session.fetch()
@@ -57,15 +64,15 @@ async def old_snapshot(stage: Stage) -> Result:
 
 async def _through(connection: psycopg.AsyncConnection[tuple[int]], session: PostgresSession) -> int:
     await connection.execute(
-        "insert into idemconsumer.queue (name, body) select 'payments', 'x' from generate_series(1, %s)", (_AT_ONCE,)
+        "insert into idemconsumer.queue (name, body) select 'payments', 'x' from generate_series(1, %s)", (AT_ONCE,)
     )
     session.looked({"payments": 0.0})
-    left = _AT_ONCE
+    left = AT_ONCE
     while left > 0:
         deliveries = await session.fetch()
         await session.settle(deliveries)
         left -= len(deliveries)
-    return _AT_ONCE
+    return AT_ONCE
 
 
 async def _cost(connection: psycopg.AsyncConnection[tuple[int]], name: str) -> Spread:

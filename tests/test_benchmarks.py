@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from benchmarks import __main__ as command
-from benchmarks import front_door, report
+from benchmarks import front_door, old_snapshot, report
 from benchmarks._brokers import PostgresQueue, SqsQueue
 from benchmarks._child import child
 from benchmarks._loads import Load
@@ -147,6 +147,16 @@ async def test_our_own_consumer_empties_the_queue(stage: Stage) -> None:
     run = await consume(stage, PostgresQueue(), Consumer.ours(), 4_000, most=40.0)
     assert run.applied == 4_000
     assert run.busy > 0  # counted in hundredths of a second
+
+
+async def test_a_queue_is_measured_by_the_statements_of_its_sessions(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(old_snapshot, "MARKS", [0, 10])
+    (table,) = (await old_snapshot.old_snapshot(stage)).tables
+    assert [figure.name for figure in table.figures] == [
+        f"{name}, {gone:,} gone" for gone in (0, old_snapshot.AT_ONCE) for name in ("take one", "look")
+    ]
 
 
 def script(*lines: str, **more: Any) -> Consumer:
