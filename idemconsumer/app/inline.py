@@ -98,7 +98,8 @@ class InlineRunner:
         if not self._resourceful:
             await self._open_resources()
         work = Work.of(handler, message, own_id=message.position or message.message_id or None)
-        await self._engine.read(work)
+        if work.call is None:
+            await self._engine.read(work)
         if not handler.leased or work.call is None:
             return await self._joined(work)
         lease = self._saga_lease or await self._open_saga_lease(handler)

@@ -71,6 +71,11 @@ class Failing:
         self._watched = watched
         self._accounts: dict[Subject, _Account] = {}
 
+    @property
+    def any(self) -> bool:
+        """Whether something has failed that has not ended."""
+        return bool(self._accounts)
+
     def of(self, subject: Subject) -> Health:
         account = self._accounts.get(subject)
         return _HEALTHY if account is None else account.health

@@ -178,7 +178,8 @@ def _of_class(read: Reject, name: str) -> Reject:
 def _json(value: object, what: str, instead: str) -> bytes:
     cls = getattr(value, "__orig_class__", type(value))  # Box[int], of which the class is Box
     try:
-        written = models.write(value) if models.is_model(type(value)) else msgspec.json.encode(value, enc_hook=_model)
+        model = type(value) not in _PLAIN and models.is_model(type(value))
+        written = models.write(value) if model else msgspec.json.encode(value, enc_hook=_model)
     except _NotReadBack as error:
         raise _NotReadBack(f"{what} cannot be stored: {error}") from None
     except Exception as error:  # noqa: BLE001 - a value's own code runs while it is encoded
@@ -198,7 +199,7 @@ def whole(value: object) -> bytes | None:
     cls: Any = type(value)
     try:
         written = _json(value, "a payload", "give it")
-        if not read_back.field_names(cls):
+        if cls in _PLAIN or not read_back.field_names(cls):
             return written
         return None if read_back.difference(_decoder_of(cls)(written), value) else written
     except Exception:  # noqa: BLE001 - it has no such form, whatever its own code raises

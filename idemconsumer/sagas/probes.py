@@ -47,23 +47,29 @@ class Probes:
     @asynccontextmanager
     async def trying(self, fn: Function, saga: bytes, fail_on: tuple[type[Exception], ...] = ()) -> AsyncIterator[None]:
         """Around a call of a step's function, or of its undo. Raises Held where another saga has to come first."""
-        its = Subject.function(fn)
-        turns = await self._turn(its, saga) if self._failing.of(its).probing else None
+        turns = await self._turn(fn, saga) if self._failing.any else None
         try:
             yield
         except Exception as error:
             if refused(error, fail_on):  # it has decided
-                self._failing.succeeded(its, [saga])
+                self._works(fn, saga)
             raise
         else:
-            self._failing.succeeded(its, [saga])
+            self._works(fn, saga)
         finally:
             if turns is not None:
                 turns.taken = False
 
-    async def _turn(self, its: Subject, saga: bytes) -> _Turns | None:
-        """Take a turn; None once the function works again. A saga that has not failed waits for it here, so that it is
-        known within seconds whether it works; one that has failed is let in now and then."""
+    def _works(self, fn: Function, saga: bytes) -> None:
+        if self._failing.any:
+            self._failing.succeeded(Subject.function(fn), [saga])
+
+    async def _turn(self, fn: Function, saga: bytes) -> _Turns | None:
+        """Take a turn; None where the function works, or works again. A saga that has not failed waits for it here, so
+        that it is known within seconds whether it works; one that has failed is let in now and then."""
+        its = Subject.function(fn)
+        if not self._failing.of(its).probing:
+            return None
         now, turns = asyncio.get_running_loop().time, self._turns.setdefault(its, _Turns())
         has_failed = self._failing.has_failed(its, saga)
         deadline = now() + (_SOON if has_failed else _PATIENCE)

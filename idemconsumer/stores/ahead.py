@@ -134,7 +134,8 @@ class Ahead:
             results = yield from generators.fetch_many(pgconn)
             self._heard()
             if (answered := expected.popleft()) is None:
-                self._expect(timer)
+                if expected:
+                    self._expect(timer)
                 continue
             answered.result = result = results[-1]
             if result.status == ExecStatus.FATAL_ERROR and self._failed is None:
@@ -145,15 +146,17 @@ class Ahead:
     def _expect(self, timer: Timeout | None) -> None:
         """The server answers what is before a Sync at once, and each run has its own time for what it has sent. What is
         the engine's own has none here (R20)."""
-        if timer is None or timer.expired() or self.seconds is None:
+        if timer is None or self.seconds is None or timer.expired():
             return
         runs = set()
         for sent in self._expected:
             if sent is None:
                 break
             runs.add(sent.run)
-        timed = runs and None not in runs
-        timer.reschedule(get_running_loop().time() + self.seconds * len(runs) if timed else None)
+        if runs and None not in runs:
+            timer.reschedule(get_running_loop().time() + self.seconds * len(runs))
+        elif timer.when() is not None:
+            timer.reschedule(None)
 
     def check(self, own: Sent | None = None) -> None:
         """Raise what has failed: of `own`, or of a statement of the engine's, the error itself; else RunEagerly."""

@@ -101,7 +101,8 @@ class PreparedStatements:
     """The prepared statements of one connection."""
 
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        self._connection = connection
+        assert isinstance(connection._prepared, Names)
+        self._connection, self._names = connection, connection._prepared
         self._converted: dict[str, Any] = {}  # the most recently used comes last
         self._ahead: dict[tuple[str, bool], PostgresQuery] = {}
 
@@ -113,27 +114,20 @@ class PreparedStatements:
         """From now on: whether anything may be prepared that nobody asked for."""
         self._names.by_itself = by_itself
 
-    @property
-    def _names(self) -> Names:
-        names = self._connection._prepared
-        assert isinstance(names, Names)
-        return names
-
     def _keeps(self, query: str) -> bool:
         """Whether its conversion is kept, and one that is may be used."""
         return len(query) <= _LONGEST and self._connection.pgconn.parameter_status(b"client_encoding") == b"UTF8"
 
     def dropped(self) -> None:
         """DEALLOCATE ALL was sent."""
-        self._connection._prepared._names.clear()
-        self._connection._prepared._counts.clear()
+        self._names._names.clear()
+        self._names._counts.clear()
 
     def forget(self) -> bool:
         """As psycopg does before it sends DEALLOCATE ALL; whether there is anything to deallocate."""
-        prepared = self._connection._prepared
-        if not prepared.clear():
+        if not self._names.clear():
             return False
-        prepared._to_flush.clear()  # it is to be sent by the caller
+        self._names._to_flush.clear()  # it is to be sent by the caller
         return True
 
     async def run(self, query: object, params: Params | None) -> int | None:
@@ -148,8 +142,8 @@ class PreparedStatements:
             self._converted[query] = converted
             try:
                 converted.dump(params)
-                ready, name = connection._prepared.get(converted)
-                if ready is Prepare.SHOULD or connection._prepared._to_flush:
+                ready, name = self._names.get(converted)
+                if ready is Prepare.SHOULD or self._names._to_flush:
                     return None
                 self._count(converted, ready, name)
                 result = await connection.wait(self._sent(name, converted))
@@ -178,9 +172,8 @@ class PreparedStatements:
 
     def _count(self, converted: PostgresQuery, ready: Prepare, name: bytes) -> None:
         """One more run of it, which keeps it from being evicted next."""
-        names = self._connection._prepared
-        if names.maybe_add_to_cache(converted, ready, name) is not None:
-            names._rotate()
+        if self._names.maybe_add_to_cache(converted, ready, name) is not None:
+            self._names._rotate()
 
     def rows(self, result: PGresult, row_factory: Any) -> psycopg.AsyncCursor[Any]:
         """A cursor that has read this answer."""

@@ -48,7 +48,7 @@ class LateCancellations:
 
     def watch(self) -> CancellationWatch:
         """From now on. If one is pending in this task, it is raised by nobody else, and counts as requested."""
-        task = asyncio.current_task()
+        task = asyncio.current_task() if self._pending else None
         if task is not None and (pending := self._pending.pop(task, None)) is not None:
             watch, handle = pending
             handle.cancel()
@@ -58,8 +58,7 @@ class LateCancellations:
 
     def defer(self, watch: CancellationWatch) -> None:
         """What `watch` has seen is raised later, unless it is withdrawn, as by the end of a TaskGroup."""
-        task = asyncio.current_task()
-        if task is not None and watch.requested:
+        if watch.requested and (task := asyncio.current_task()) is not None:
             self._pending[task] = watch, self._loop.call_soon(self._raise, task)
 
     def _raise(self, task: asyncio.Task[Any]) -> None:
