@@ -32,7 +32,7 @@ def spread(values: Spread) -> str:
 def wanted(measured: Ratio | Figure) -> str:
     """Its goal in words, or nothing."""
     if isinstance(measured, Figure):
-        return "" if measured.goal is None else f"≤ {measured.goal:g}"
+        return "" if measured.goal is None else f"≤ {measured.goal:.3g}"
     target = measured.target
     return "" if target.goal is None else f"{'≥' if target.bound == 'at least' else '≤'} {target.goal:g}"
 
