@@ -133,6 +133,12 @@ class Branches(Generic[T]):
                 self._outputs[n] = await branch
             except NotBegun:
                 pass
+            except BaseExceptionGroup as group:  # of a TaskGroup
+                _, rest = group.split(NotBegun)
+                if isinstance(rest, Exception):
+                    self._fail(n, rest)
+                elif rest is not None:
+                    raise rest from None
             except Exception as error:  # noqa: BLE001 - raised when the others have ended
                 self._fail(n, error)
             # Recorded branches may end without waiting. Those taken before must have begun: one may have been rejected.

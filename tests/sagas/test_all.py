@@ -14,6 +14,7 @@ from idemconsumer import OutcomeKind, Reject, Saga, Step, Tx
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.rules.values import State
 from tests.support.sagas import SCHEMA, Bench, Remote, Station, order, put, saga, take_back
+from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -468,3 +469,91 @@ async def test_a_wait_of_a_stopped_all_that_is_over_by_now_holds_up_nothing(
         outcomes = await two.to_the_end(handler, await one.deliver(handler))
     assert [each.kind for each in outcomes] == [OutcomeKind.RETRYING, OutcomeKind.RETRYING, OutcomeKind.APPLIED]
     assert bench.effects == ["next", "last"]
+
+
+async def test_a_task_group_in_a_branch_ends_with_its_steps_that_do_not_begin(
+    bench: Bench, one: Station, two: Station
+) -> None:
+    fails = [ValueError("once")]
+
+    async def beside(tx: Tx) -> None:
+        if fails:
+            await until(lambda: "no" in bench.steps)
+            raise fails.pop()
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        async def branch() -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(saga.tx("beside", beside))
+
+        with pytest.raises(Reject):
+            await saga.all([saga.tx("no", refuse), branch()])
+        await saga.tx("instead", put, "instead")
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.RETRYING
+    assert (await two.resume(saga(book))).kind is OutcomeKind.APPLIED
+    assert (bench.steps, bench.effects) == (["no", "instead"], ["instead"])
+
+
+async def refused(saga: Saga, stopped: asyncio.Event) -> None:
+    try:
+        await saga.tx("no", refuse)
+    finally:
+        stopped.set()  # whoever waits for it goes on behind this branch's end
+
+
+async def test_what_an_error_beside_a_step_that_does_not_begin_means_stays(bench: Bench, one: Station) -> None:
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        stopped = asyncio.Event()
+
+        async def branch() -> None:
+            async def fail() -> None:
+                await asyncio.sleep(0)
+                raise ZeroDivisionError
+
+            await saga.tx("first", put, "first")
+            await stopped.wait()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(fail())
+                group.create_task(saga.tx("later", put, "later"))
+
+        with pytest.raises(ExceptionGroup) as raised:
+            await saga.all([branch(), refused(saga, stopped)])
+        assert [type(each) for each in raised.value.exceptions] == [ZeroDivisionError]
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.APPLIED
+    assert bench.effects == ["first"]
+
+
+async def test_a_call_beside_a_step_that_does_not_begin_is_learnt_in_a_replay(
+    bench: Bench, one: Station, two: Station, remote: Remote
+) -> None:
+    """A TaskGroup around both cuts it off."""
+
+    async def charge(step: Step, name: str) -> str:
+        if not remote.calls:
+            await remote.charge(step, name)
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.05)  # the step beside it is requested meanwhile
+        return await remote.charge(step, name)
+
+    async def book(order: dict[str, Any], saga: Saga) -> None:
+        stopped = asyncio.Event()
+
+        async def later() -> None:
+            await stopped.wait()
+            await until(lambda: remote.calls)
+            await saga.tx("later", put, "later")
+
+        async def branch() -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(saga.call("charged", charge, "a"))
+                group.create_task(later())
+
+        with pytest.raises(Reject):
+            await saga.all([refused(saga, stopped), branch()])
+        await saga.tx("instead", put, "instead")
+
+    assert (await one.deliver(saga(book))).kind is OutcomeKind.RETRYING
+    assert (await two.resume(saga(book))).kind is OutcomeKind.APPLIED
+    assert (remote.effects, len(remote.calls), bench.effects) == (["a"], 2, ["instead"])

@@ -33,6 +33,8 @@ FOUND: Final = {
     "two steps in groups within the group": """[["group", [[["group", [[["tx", "t1", true], ["call", "c2", false]],
         [["wait", "w3", false], ["first", "f4", ""]]], true, 4]], [["refuse", "r5", "call", false]]], true, 3],
         ["loop", "l6", "tx", true]]""",
+    "a group in a stopped all": """[["all", [[["refuse", "r1", "call", false]],
+        [["group", [[["flaky", "f2", "tx", "retry"]]], false, 4]]], true, 2], ["loop", "l3", "tx", false]]""",
     "a wait in a stopped all": """[["all", [[["refuse", "r1", "call", false]], [["wait", "w2", false]]], true, 4],
         ["loop", "l3", "call", true], ["flaky", "f4", "call", "error"], ["tx", "t5", true]]""",
     "a first that is recorded while a refusal cuts it off": """
