@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import ipaddress
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-import psycopg
-from psycopg import pq
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
-
 from idemconsumer.errors import ConfigurationError
 
 _REFUSED: Final = ("invalid ", "could not match ", "weak sslmode")  # libpq gives nothing but its text
+# libpq takes whatever looks like this. To ask it about the rest takes psycopg, which is most of what a launcher would
+# import before it starts a worker (P10).
+_WORD: Final = r"(?:[\w.~-]|%(?!00)[0-7][0-9A-Fa-f])+"
+_HOST: Final = r"[\w-]{1,63}(?:\.[\w-]{1,63})*(?::(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}))?"
+_TLS: Final = rf"sslmode=(?:disable|allow|prefer|require|verify-ca|verify-full)(?:&sslrootcert=(?:/{_WORD})+)?"
+_PLAIN_DSN: Final = re.compile(rf"postgres(?:ql)?://(?:{_WORD}(?::{_WORD})?@)?{_HOST}/{_WORD}(?:\?{_TLS})?", re.ASCII)
 _LISTENING: Final = re.compile(r"(?:(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):)?(?P<port>[0-9]{1,5})")
 _OF_RABBITMQ: Final[Mapping[str, tuple[str, Callable[[str], object]]]] = {  # parameters that its client obeys
     "heartbeat": (
@@ -149,6 +151,11 @@ def check_dsn(dsn: str, label: str = "the database address") -> None:
 
     Neither the text nor the driver's message about it is quoted: both may hold a password.
     """
+    if _PLAIN_DSN.fullmatch(dsn) and not any(name.startswith("PG") for name in os.environ):
+        return
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
     instead = f"write postgresql://user:password@host:5432/database, {_ENCODED}"
     try:
         parts = conninfo_to_dict(dsn)
@@ -169,6 +176,9 @@ def check_dsn(dsn: str, label: str = "the database address") -> None:
 def _refused_by_libpq(given: dict[str, Any]) -> str:
     """What libpq says of a value before it connects, without the value. Nobody listens where this leads, so no server
     is asked."""
+    from psycopg import pq
+    from psycopg.conninfo import make_conninfo
+
     defaults = {each.keyword.decode(): each.val.decode() for each in pq.Conninfo.get_defaults() if each.val}
     known = defaults | given
     if "service" in known:  # its file may name hosts and ports that we do not see
@@ -185,6 +195,8 @@ def is_local(host: str | None) -> bool:
     """Whether what is sent to that host stays on this machine. None and a path are Unix sockets."""
     if not host or host.startswith(("/", "@")) or host == "localhost":
         return True
+    import ipaddress
+
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -193,6 +205,8 @@ def is_local(host: str | None) -> bool:
 
 def _host(address: str) -> str:
     """Of `host[:port]`; empty for anything else."""
+    import ipaddress
+
     try:
         return str(ipaddress.IPv6Address(address))
     except ValueError:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given as given_by
+from hypothesis import strategies as st
 
-from idemconsumer.addresses import listening_at
+from idemconsumer.addresses import _PLAIN_DSN, check_dsn, listening_at
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.settings import PREFIX, Settings, load
 
@@ -56,6 +58,36 @@ def test_a_dsn_that_cannot_be_read_is_never_quoted(tmp_path: Path, dsn: str) -> 
 )
 def test_every_form_of_a_dsn_is_taken(tmp_path: Path, dsn: str) -> None:
     assert given(tmp_path, DSN=dsn).dsn == dsn
+
+
+WORDS = st.text("az09_.~-", min_size=1, max_size=9) | st.just("p%40ss%2Fword")
+HOSTS = st.lists(st.text("az09_-", min_size=1, max_size=63), min_size=1, max_size=4).map(".".join)
+MODES = st.sampled_from(["disable", "allow", "prefer", "require", "verify-ca", "verify-full"])
+
+
+@given_by(WORDS, WORDS, HOSTS, st.none() | st.integers(1, 59_999), WORDS, st.none() | MODES)
+def test_what_is_taken_without_libpq_is_what_libpq_takes(
+    user: str, password: str, host: str, port: int | None, name: str, mode: str | None
+) -> None:
+    dsn = f"postgresql://{user}:{password}@{host}{'' if port is None else f':{port}'}/{name}"
+    dsn += "" if mode is None else f"?sslmode={mode}&sslrootcert=/etc/{name}.pem"
+    with pytest.MonkeyPatch.context() as patch:
+        assert _PLAIN_DSN.fullmatch(dsn)
+        patch.setenv("PGAPPNAME", "x")  # libpq reads such variables too, so it is asked
+        check_dsn(dsn)
+
+
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        "postgresql://h:0/d", "postgresql://h:65536/d", "postgresql://h:1:2/d", "postgresql://h..x/d",
+        f"postgresql://{'h' * 64}/d", "postgresql://u@v@h/d", "postgresql://h/d@e", "postgresql://h/%00",
+        "postgresql://h/%zz", "postgresql://h/d?sslmode=on", "postgresql://h/d?sslmode=require&sslrootcert=system",
+        "postgresql://h/d?no=1", "postgresql://h/d\n",
+    ],
+)  # fmt: skip
+def test_what_libpq_refuses_is_never_taken_without_it(dsn: str) -> None:
+    assert not _PLAIN_DSN.fullmatch(dsn)
 
 
 @pytest.mark.parametrize(

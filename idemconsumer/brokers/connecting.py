@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Final
 
-from idemconsumer.brokers.last_will import memberships
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message.sources import BadSource, is_pattern, split_source
 from idemconsumer.missing import cannot_import
@@ -20,7 +19,6 @@ _ADAPTERS: Final = {
     "memory": ("idemconsumer.brokers.memory", "MemoryBroker"),
 }
 _NAMES: Final = {"kafka": "Kafka", "rabbitmq": "RabbitMQ"}
-_LEAVING: Final = "idemconsumer.brokers.kafka.leaving"
 
 
 def destination(text: str) -> tuple[str, str]:
@@ -55,14 +53,3 @@ def connect(scheme: str, settings: Settings) -> Broker:
         raise cannot_import(f"{scheme}: its driver", missing) from missing
     broker: Broker = adapter(settings)
     return broker
-
-
-def prepare_to_leave() -> None:
-    """Import what `leave_for` takes, which is most of its time."""
-    import_module(_LEAVING)
-
-
-async def leave_for(settings: Settings, written: bytes) -> None:
-    """Execute the last will of a worker that has died, as it was written. Raises BrokerUnavailable."""
-    if members := memberships(written):
-        await import_module(_LEAVING).leave(settings, members)

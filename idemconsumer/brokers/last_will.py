@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from os import write
 from typing import Final
 
 from idemconsumer import forks
+from idemconsumer.settings import Settings
 
 VARIABLE: Final = "IDEMCONSUMER_LAST_WILL"  # the pipe's file descriptor, in a worker's environment
+_LEAVING: Final = "idemconsumer.brokers.kafka.leaving"
 _MOST: Final = 4096  # bytes that a pipe takes in one piece
 
 
@@ -51,3 +54,14 @@ def memberships(written: bytes) -> Mapping[str, str]:
     """Member ids by group, as the last whole line says."""
     lines = written.rpartition(b"\n")[0].split(b"\n")
     return dict(json.loads(lines[-1])) if lines[-1] else {}
+
+
+def prepare_to_leave() -> None:
+    """Import what `leave_for` takes, which is most of its time."""
+    import_module(_LEAVING)
+
+
+async def leave_for(settings: Settings, written: bytes) -> None:
+    """Execute the last will of a worker that has died, as it was written. Raises BrokerUnavailable."""
+    if members := memberships(written):
+        await import_module(_LEAVING).leave(settings, members)

@@ -11,23 +11,25 @@ from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from idemconsumer.addresses import listening_at
-from idemconsumer.brokers.connecting import leave_for, prepare_to_leave
+from idemconsumer.brokers.last_will import leave_for, prepare_to_leave
 from idemconsumer.cli.failures import failure, reports
 from idemconsumer.cli.options import database
 from idemconsumer.errors import IdemConsumerError
 from idemconsumer.logs import log
 from idemconsumer.missing import cannot_import
-from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.logging import configure, is_console, keep_enabled
 from idemconsumer.process.child import DEV, LIFELINE, WORKER, Exit, Worker, launch
 from idemconsumer.process.supervisor import Supervisor, python_changes
 from idemconsumer.redaction import SHOWN, error_text
 from idemconsumer.settings import FORMATS, LEVELS, PREFIX, Settings, load, log_format
+
+if TYPE_CHECKING:
+    from idemconsumer.observe.crew import Crew
 
 F = TypeVar("F", bound=Callable[..., Any])
 _FORMAT: Final = "idemconsumer.log_format"
@@ -154,7 +156,9 @@ def _run(
     crew: Crew | None = None
     ops: AbstractAsyncContextManager[None] = nullcontext()
     if settings.ops_port is not None:
-        from idemconsumer.observe.ops import Ops  # what serves is for those alone who want it
+        # What serves, and knows what it serves, is for those alone who want it.
+        from idemconsumer.observe.crew import Crew
+        from idemconsumer.observe.ops import Ops
 
         crew = Crew(settings.workers)
         ops = Ops(crew, settings).serving(*listening_at(settings.ops_port))

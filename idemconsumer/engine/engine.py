@@ -12,9 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_delay, wait_exponential, wait_random
-from tenacity.stop import stop_base
-
 from idemconsumer.engine.company import Company
 from idemconsumer.engine.delivery_log import DeliveryLog
 from idemconsumer.engine.endings import Endings
@@ -34,16 +31,6 @@ from idemconsumer.ports.tracing import NO_TRACING, Tracing
 from idemconsumer.rules.failing import Health
 from idemconsumer.rules.values import Mark, Outcome, OutcomeKind, Record
 from idemconsumer.rules.verdicts import Settlement, Verdict, settle
-
-
-class _Abandoned(stop_base):
-    """Ends the waiting for a rival once the broker has taken the delivery back (D10)."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def __call__(self, retry_state: RetryCallState) -> bool:
-        return self._work.abandoned()
 
 
 class Engine:
@@ -183,14 +170,9 @@ class Engine:
             outcomes = await rerun([head], defer=True)
             return outcomes[0] if outcomes else busy  # the rival has died of it, perhaps
 
-        poll = AsyncRetrying(
-            retry=retry_if_result(lambda outcome: outcome.kind is OutcomeKind.BUSY),
-            wait=wait_exponential(multiplier=0.05, max=1.0) + wait_random(0, 0.05),
-            stop=stop_after_delay(head.handler.options.wait) | _Abandoned(head),
-            retry_error_callback=lambda polled: busy,
-        )
-        outcome: Outcome = await poll(again)
-        return outcome
+        from idemconsumer.engine.rivals import outlive  # with tenacity
+
+        return await outlive(again, busy, head.handler.options.wait, head.abandoned)
 
     async def _on_record(self, group: Sequence[Work], run: Awaitable[list[Outcome]]) -> list[Outcome]:
         """Await a run of suspects, then take back what it put on record about those that did not run."""

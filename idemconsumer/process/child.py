@@ -23,7 +23,7 @@ from idemconsumer.logs import log
 from idemconsumer.observe.logging import log_unhandled
 from idemconsumer.observe.summing import say_all
 from idemconsumer.process import last_words, pulse, telling
-from idemconsumer.user_code.call import EXITS
+from idemconsumer.user_code.cancellation import EXITS
 
 LIFELINE = "IDEMCONSUMER_LIFELINE"  # the pipe's file descriptor, in a child's environment
 WORKER = "IDEMCONSUMER_WORKER"  # the child's index, from 0

@@ -15,17 +15,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from idemconsumer.brokers.last_will import VARIABLE
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.logs import log
 from idemconsumer.missing import cannot_import
-from idemconsumer.observe.crew import Crew
 from idemconsumer.process import last_words, pulse, telling
 from idemconsumer.process.child import GRACE, LIFELINE, STOP_NOW, WORKER, Exit
 from idemconsumer.process.notify import ServiceManager
 from idemconsumer.process.pulse import Watch
 from idemconsumer.user_code.cancellation import end
+
+if TYPE_CHECKING:
+    from idemconsumer.observe.crew import Crew
 
 # From the deadline to SIGKILL, which is for a worker that cannot even end itself.
 _KILL_AFTER = 2 * GRACE + 1.0

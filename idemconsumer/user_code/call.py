@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from idemconsumer import forks
 from idemconsumer.errors import Contention, HandlerFault, IdemConsumerError, OfTheEngine, SelfCancelled
 from idemconsumer.ports.store import OpenTransaction
 from idemconsumer.redaction import typed_text
-from idemconsumer.user_code.cancellation import CancellationWatch, from_cancellation
+from idemconsumer.user_code.cancellation import EXITS, CancellationWatch, from_cancellation
 from idemconsumer.user_code.time_limit import TimeLimit
 
 T = TypeVar("T")
 R = TypeVar("R")
 E = TypeVar("E", bound=BaseException)
-
-EXITS: Final = (SystemExit, KeyboardInterrupt)
 
 
 class _Question:

@@ -14,6 +14,8 @@ from idemconsumer.errors import SelfCancelled
 
 T = TypeVar("T")
 
+EXITS: Final = (SystemExit, KeyboardInterrupt)  # asyncio lets these end its loop
+
 _AGAIN: Final = 1.0  # seconds that a task has for what it does once it is cancelled, before it is cancelled again
 _LEFT_BEHIND: Final[set[asyncio.Task[Any]]] = set()  # else Python would close them, and they would not end then either
 
