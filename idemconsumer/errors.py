@@ -69,6 +69,10 @@ class NotReadNow(BadMessage):
         self.error = error
 
 
+class CannotKeep(IdemConsumerError):
+    """A store's own word that it can keep this result for nobody. Nothing of it is stored."""
+
+
 class Retry(IdemConsumerError):
     """Raised by a handler: roll back and run me again after `after`: seconds, a duration like "5s", or the backoff.
 

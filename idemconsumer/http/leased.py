@@ -20,12 +20,12 @@ from idemconsumer.ports.handler import NotDone, Unknown
 from idemconsumer.ports.observer import Point
 from idemconsumer.ports.requests import Held, RequestStore, Running
 from idemconsumer.ports.store import Claim
-from idemconsumer.redaction import error_text
+from idemconsumer.redaction import error_text, typed_text
+from idemconsumer.rules.doubt import Meaning, meaning
 from idemconsumer.rules.http import kept_by_default
 from idemconsumer.rules.values import Record
-from idemconsumer.stores.unfinished import PASSING
 from idemconsumer.user_code.call import mark
-from idemconsumer.user_code.cancellation import uninterrupted
+from idemconsumer.user_code.cancellation import ends_this_task, uninterrupted
 
 _AGAIN: Final = 0.2  # seconds between two attempts to store a response
 _PATIENCE: Final = 10.0  # seconds: a client waits for what has happened already
@@ -116,7 +116,6 @@ class Leased:
         self._at(Point.SEALING, policy.name, (claim.key,))
         failed = response.status >= 400
         if not await self._stored(held, result, lost, failed=failed):
-            log.warning("the response of a request could not be stored", route=policy.name, key=claim.key)
             return refusal(OUTCOME_UNKNOWN)
         self._at(Point.COMMITTED, policy.name, (claim.key,))
         return Answer(response, live=True)
@@ -175,34 +174,38 @@ class Leased:
         raise SelfCancelled
 
     async def _stored(self, held: Held, result: StoredResult, lost: asyncio.Future[None], *, failed: bool) -> bool:
-        """Whether the response is stored. Raises what says that no store can keep it, and gives the key back: it would
-        be held for as long as this process lives."""
-        try:
-            return await uninterrupted(self._completed(held, result, lost, failed=failed))
-        except Exception:
-            await uninterrupted(self._release(held))
-            raise
+        """Whether the response is stored. Raises CannotKeep: then the store has given the key back (H52)."""
+        return await uninterrupted(self._completed(held, result, lost, failed=failed))
 
     async def _completed(self, held: Held, result: StoredResult, lost: asyncio.Future[None], *, failed: bool) -> bool:
         """Whether the response is stored. What has happened is worth some patience; the key is renewed meanwhile."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _PATIENCE
+        said: object = "another owner has its key"
         while not lost.done():
             try:
-                return await self._store.complete(held, result, failed=failed)
+                if await self._store.complete(held, result, failed=failed):
+                    return True
+                break
             except CommitUnknown:
                 continue
-            except PASSING:  # a lock that is not given, too: to give the key back would run the request again
+            except BaseException as error:
+                if ends_this_task(error) or meaning(error) is Meaning.REFUSED:
+                    raise
+                said = typed_text(error)  # whatever it is: to give the key back would run the request again (H52)
                 if loop.time() > until:
                     break
                 await asyncio.sleep(_AGAIN)
+        log.warning("the response of a request could not be stored", key=held.claim.key, error=said)
         return False
 
     async def _release(self, held: Held, *, ran: bool = False) -> None:
         try:
             await self._store.release(held, ran=ran)
-        except PASSING:  # its lease ends by itself
-            log.warning("the key of a request could not be given back", key=held.claim.key)
+        except BaseException as error:  # its lease ends by itself
+            if ends_this_task(error):
+                raise
+            log.warning("the key of a request could not be given back", key=held.claim.key, error=typed_text(error))
 
 
 def _kept(response: Response, policy: Policy) -> bool:

@@ -78,8 +78,9 @@ class RequestStore(Protocol):
         """Store the response, final: COMPLETED, or FAILED. False: another owner has the key by now, and nothing was
         stored. It can be repeated: True if exactly this response is what is stored.
 
-        When it raises StoreUnavailable or CommitUnknown, or is cancelled, the store goes on trying by itself, and the
-        claim stays held meanwhile; call it again to know more."""
+        Raises CannotKeep for a response that this store can keep for nobody: it has given the key back then. Whatever
+        else it raises, or when it is cancelled, the store goes on trying by itself, and the claim stays held meanwhile;
+        call it again to know more."""
         ...
 
     async def release(self, held: Held, *, ran: bool = False) -> None:

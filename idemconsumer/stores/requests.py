@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Protocol
 
-from idemconsumer.errors import CommitUnknown, Contention, StoreUnavailable
+import psycopg
+
+from idemconsumer.errors import CannotKeep, CommitUnknown, Contention, StoreUnavailable
 from idemconsumer.message.keys import parts_of
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Held, LostRequest, Running
 from idemconsumer.ports.store import Claim
+from idemconsumer.redaction import error_text, typed_text
+from idemconsumer.rules.doubt import Meaning, meaning
 from idemconsumer.rules.recent import Recent
 from idemconsumer.rules.values import ENDED, Record, State
 from idemconsumer.rules.verdicts import Verdict, judge
@@ -28,12 +31,14 @@ from idemconsumer.stores.claims import Statement, transaction
 from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.looks import Looks
 from idemconsumer.stores.pool import Pool
-from idemconsumer.stores.results import stored_row
-from idemconsumer.stores.unfinished import PASSING, Unfinished
+from idemconsumer.stores.results import kept_row
+from idemconsumer.stores.unfinished import Unfinished
+from idemconsumer.user_code.cancellation import ends_this_task
 
 LEASE: Final = 30.0  # seconds
 _ATTEMPTS: Final = 3  # at a claim whose COMMIT is unknown, or that met a lock
 _PAUSE: Final = 1.0  # seconds in which no lease is asked for after one could not be had
+_NO_SUCH_TEXT: Final = ("22021", "22P05")  # in the encoding of the database
 _OVER: Final = "the lease of this process is over, and it has no other one yet"
 
 
@@ -143,9 +148,11 @@ class PostgresRequests:
                     self._doubt(claim.key, worker)
                 if attempt == _ATTEMPTS:
                     raise StoreUnavailable(str(error)) from error
-            except BaseException:
+            except BaseException as error:
                 self._doubt(claim.key, worker)  # it may be committed
-                raise
+                if ends_this_task(error) or meaning(error) is not Meaning.DOUBT:
+                    raise
+                raise StoreUnavailable(f"a claim got no answer: {typed_text(error)}") from error
         if not isinstance(found, Held):
             return found
         self._unfinished.drop(claim.key)
@@ -215,20 +222,30 @@ class PostgresRequests:
         state = State.FAILED if failed else State.COMPLETED
 
         async def complete() -> bool:
-            stored = await self._completed(held.claim.key, held.token, result, state)
+            try:
+                stored = await self._completed(held.claim.key, held.token, result, state)
+            except CannotKeep:
+                await self.release(held)
+                raise
             self._over(held)
             return stored
 
-        return bool(await self._ended(held, complete))
+        return await self._unfinished.do(held.claim.key, complete)
 
     async def _completed(
         self, key: bytes, token: int, result: StoredResult, state: State, *, lost_by: str | None = None
     ) -> bool:
         """`lost_by`: only if it was lost, and who has decided about it."""
         given: dict[str, Any] = {"key": key, "token": token, "state": int(state), "lost": lost_by is not None}
-        given |= stored_row(result)
+        given |= kept_row(result)
         statement = "complete_request" if lost_by is None else "settle_lost_request"
-        if await self._commit((statement, given | ({} if lost_by is None else {"by": lost_by}))):
+        try:
+            done = await self._commit((statement, given | ({} if lost_by is None else {"by": lost_by})))
+        except psycopg.DataError as error:
+            if error.sqlstate in _NO_SUCH_TEXT:
+                raise CannotKeep(f"a response that this database has no text for: {error_text(error)}") from error
+            raise
+        if done:
             return True
         # Another owner has it; or this is a repetition, after a COMMIT whose answer was lost.
         record = await self.peek(key)
@@ -239,17 +256,11 @@ class PostgresRequests:
             await self._drop(held.claim.key, held.token, None, None if ran else held.since, ran=ran)
             self._over(held)
 
-        with suppress(*PASSING):  # then it is done later
-            await self._ended(held, release)
-
-    async def _ended(self, held: Held, act: Callable[[], Any]) -> Any:
-        """What ends a claim is done until it is done, whoever asked for it goes on or not."""
-        self._unfinished.drop(held.claim.key)
         try:
-            return await act()
-        except (*PASSING, asyncio.CancelledError):
-            self._unfinished.add(held.claim.key, act)
-            raise
+            await self._unfinished.do(held.claim.key, release)
+        except BaseException as error:  # then it is done later
+            if ends_this_task(error):
+                raise
 
     def _over(self, held: Held) -> None:
         self._unfinished.drop(held.claim.key)

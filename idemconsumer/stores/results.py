@@ -7,7 +7,9 @@ from typing import Any, Final
 
 import msgspec
 
+from idemconsumer.errors import CannotKeep
 from idemconsumer.message.message import StoredResult
+from idemconsumer.redaction import error_text
 
 _HEADERS: Final = msgspec.json.Decoder(tuple[tuple[str, str], ...])
 
@@ -30,6 +32,18 @@ def stored_row(result: StoredResult | None) -> dict[str, Any]:
         return dict.fromkeys(("result", "content_type", "status", "sent"))
     sent = _written(result)
     return {"result": result.body, "content_type": result.content_type, "status": result.status, "sent": sent}
+
+
+def kept_row(result: StoredResult) -> dict[str, Any]:
+    """As `stored_row`. Raises CannotKeep for what Postgres has no column for, before anything is sent."""
+    try:
+        row = stored_row(result)
+        result.content_type.encode()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CannotKeep(f"a response that no row can be made of: {error_text(error)}") from error
+    if "\0" in result.content_type:
+        raise CannotKeep("a response with a NUL in its content type, which no text in Postgres has")
+    return row
 
 
 def read_result(body: bytes | None, kind: str, status: int | None, headers: bytes | None) -> StoredResult | None:

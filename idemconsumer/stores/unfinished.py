@@ -1,17 +1,19 @@
-"""What a store could not do when it was asked to, and still has to: it is tried again until it is done (H23)."""
+"""What a store could not do when it was asked to, and still has to: it is tried again until it is done (H23), or until
+the store itself says that it cannot be done (H52)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from idemconsumer.errors import ConfigurationError, Interrupted, Unavailable
 from idemconsumer.logs import log
-from idemconsumer.user_code.cancellation import being_cancelled, end
+from idemconsumer.redaction import error_text
+from idemconsumer.rules.doubt import Meaning, meaning
+from idemconsumer.user_code.cancellation import being_cancelled, end, ends_this_task
 
-PASSING: Final = (Unavailable, Interrupted, ConfigurationError)
-"""What another attempt may not meet: somebody has the lock, or has to mend what the database says of itself (R22)."""
+T = TypeVar("T")
+
 _PAUSE: Final = 0.5  # seconds
 _LAST: Final = 2.0  # seconds, when the process ends
 
@@ -26,6 +28,16 @@ class Unfinished:
     @property
     def idle(self) -> bool:
         return not self._acts
+
+    async def do(self, key: bytes, act: Callable[[], Awaitable[T]]) -> T:
+        """Do it now, and else later, whoever asked for it goes on or not. Raises what the first attempt raises."""
+        self.drop(key)
+        try:
+            return await act()
+        except BaseException as error:
+            if meaning(error) is not Meaning.REFUSED:
+                self.add(key, act)
+            raise
 
     def add(self, key: bytes, act: Callable[[], Awaitable[Any]]) -> None:
         self._acts[key] = act
@@ -62,9 +74,12 @@ class Unfinished:
                 continue
             try:
                 await act()
-            except PASSING:
-                continue
-            except Exception as error:  # noqa: BLE001 - it would fail each time, and keep the others waiting
-                log.error("a request cannot be ended, and is over with its lease", error=type(error).__name__)
+            except BaseException as error:
+                if ends_this_task(error):
+                    raise
+                if meaning(error) is not Meaning.REFUSED:
+                    log.debug("a request could not be ended, will retry", error=error_text(error))
+                    continue
+                log.error("the response of a request cannot be kept, so it is new", error=error_text(error))
             if self._acts.get(key) is act:
                 del self._acts[key]

@@ -15,7 +15,7 @@ from idemconsumer.errors import SelfCancelled
 T = TypeVar("T")
 
 EXITS: Final = (SystemExit, KeyboardInterrupt)  # asyncio lets these end its loop
-
+_ENDS: Final = (*EXITS, GeneratorExit)
 _AGAIN: Final = 1.0  # seconds that a task has for what it does once it is cancelled, before it is cancelled again
 _LEFT_BEHIND: Final[set[asyncio.Task[Any]]] = set()  # else Python would close them, and they would not end then either
 
@@ -74,6 +74,12 @@ def being_cancelled() -> bool:
     """Whether this task's cancellation was requested. True outside of a task, where nothing can be awaited."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
+
+
+def ends_this_task(error: BaseException) -> bool:
+    """Whether an exception that a library has raised is for whoever runs it: this task is being cancelled, or the
+    process ends. Any other one says nothing but that the call has failed, also a CancelledError of its own."""
+    return isinstance(error, _ENDS) or (isinstance(error, asyncio.CancelledError) and being_cancelled())
 
 
 async def uninterrupted(act: Coroutine[Any, Any, T], *, hurry: Callable[[], None] | None = None) -> T:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from idemconsumer.errors import BrokerUnavailable, StoreUnavailable
+from idemconsumer.errors import BadMessage, BrokerUnavailable, ConfigurationError, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
@@ -21,11 +21,14 @@ from idemconsumer.redaction import error_text
 from idemconsumer.rules.session_pause import SOON
 from idemconsumer.rules.verdicts import backoff
 from idemconsumer.stores.pool import Pool
+from idemconsumer.user_code.cancellation import ends_this_task
 
 _TOGETHER: Final = 16  # letters in one publish
 _SWEEP: Final = 15.0  # seconds between two looks for what other workers have left
 _TAKEN: Final = 60.0  # seconds until others may take what this one is sending; a publish has 30 s
 _LONGEST: Final = 60.0  # seconds between two tries
+_UNFIT: Final = (BadMessage, ConfigurationError)
+"""What a broker's adapter says of a message that cannot be sent as it is. Nothing else is a message's fault (X10)."""
 _GROUP: Final = "MessageGroupId"
 
 
@@ -124,7 +127,9 @@ class Forwarder:
                         break
             except StoreUnavailable:
                 longest = SOON  # said by the lanes
-            except Exception as error:  # noqa: BLE001 - nobody would notice letters that are forwarded no more
+            except BaseException as error:  # nobody would notice letters that are forwarded no more
+                if ends_this_task(error):
+                    raise
                 self._failed(error)
             if last:
                 return
@@ -154,7 +159,9 @@ class Forwarder:
             return 0
         try:
             await self._send(letters)
-        except Exception:
+        except BaseException as error:
+            if ends_this_task(error):
+                raise
             after = backoff(max(row[0] for row in rows), first=0.5, factor=2.0, cap=_LONGEST, jitter=0.0)
             await self._pool.alone("forward_later", _named(letters) | {"after": after})
             raise
@@ -166,23 +173,19 @@ class Forwarder:
         try:
             messages = [outgoing(letter, self._app, self._destination) for letter in letters]
             await self._broker.publish(self._name, messages)
-        except BrokerUnavailable:
-            raise
-        except Exception:  # noqa: BLE001 - no outage, so the fault of one of them: its size, the name of a header
+        except _UNFIT:  # one of them: its size, the name of a header
             for letter in letters:
                 await self._send_alone(letter)
 
     async def _send_alone(self, letter: Letter) -> None:
         try:
             await self._broker.publish(self._name, [outgoing(letter, self._app, self._destination)])
-        except BrokerUnavailable:
-            raise
-        except Exception as error:  # noqa: BLE001 - of that message
+        except _UNFIT as error:
             log.warning("dead letter forwarded without its message", handler=letter.handler, letter=letter.id,
                         destination=self._destination, error=type(error).__name__)  # fmt: skip
             await self._broker.publish(self._name, [outgoing(letter, self._app, self._destination, whole=False)])
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         self._failures += 1
         if self._failures == 1:
             text = error_text(error) if isinstance(error, BrokerUnavailable) else type(error).__name__

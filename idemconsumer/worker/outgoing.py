@@ -10,19 +10,21 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from idemconsumer.brokers.low_water import Line, LowWater
-from idemconsumer.errors import BrokerUnavailable, ConfigurationError, StoreUnavailable
+from idemconsumer.errors import BrokerUnavailable, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.replies import MESSAGE_ID
 from idemconsumer.observe.counts import Counts
 from idemconsumer.ports.broker import BEHIND, Outgoing, Relaying, Unsent
 from idemconsumer.ports.observer import Point
-from idemconsumer.redaction import error_text
+from idemconsumer.redaction import error_text, typed_text
+from idemconsumer.rules.doubt import Meaning, meaning
 from idemconsumer.rules.outbox import holdable, next_look, next_try, together
 from idemconsumer.rules.session_pause import SOON
 from idemconsumer.sql.connecting import OwnCursor
 from idemconsumer.sql.queries import Queries
 from idemconsumer.stores.literals import clean
+from idemconsumer.user_code.cancellation import ends_this_task
 from idemconsumer.worker.outage import within
 from idemconsumer.worker.relay_connections import Connection, Connections
 
@@ -101,7 +103,9 @@ class Lane:
                 return
             except StoreUnavailable:
                 longest = SOON  # said by the lanes of handlers
-            except Exception as error:  # noqa: BLE001 - nobody would notice what is relayed no more
+            except BaseException as error:  # nobody would notice what is relayed no more
+                if ends_this_task(error):
+                    raise
                 self._say(error)
             self._failures += 1
             if await within(min(longest, next_look(self._failures, random.random())), self._leaving):
@@ -159,34 +163,42 @@ class Lane:
         until = clock() + _SENDING
         for indexes in together([row.order for row in rows], [row.tries for row in rows]):
             part = [rows[index] for index in indexes]
-            found = await self._relayed(part)
+            found = await self._sent(part)
             answers |= {row.id: answer for row, answer in zip(part, found, strict=True)}
             if any(map(_of_an_outage, found)) or clock() > until:
                 break
         return answers
 
-    async def _relayed(self, rows: Sequence[Row]) -> list[Unsent | None]:
-        try:
-            return await self._broker.relay(self._name, [outgoing(row, self._destination) for row in rows])
-        except (BrokerUnavailable, ConfigurationError) as error:
-            return [Unsent(error_text(error))] * len(rows)
-        except Exception as error:  # noqa: BLE001 - no outage, so the fault of one of them
-            if len(rows) == 1:
-                return [Unsent(f"{type(error).__name__}: {error_text(error)}", final=True)]
+    async def _sent(self, rows: Sequence[Row]) -> list[Unsent | None]:
+        found, why = await self._relayed(rows)
+        if why in (None, Meaning.PASSING) or len(rows) == 1:
+            return found
         return await self._one_by_one(rows)
 
+    async def _relayed(self, rows: Sequence[Row]) -> tuple[list[Unsent | None], Meaning | None]:
+        """And what an exception meant, if there was one."""
+        try:
+            return await self._broker.relay(self._name, [outgoing(row, self._destination) for row in rows]), None
+        except BaseException as error:
+            if ends_this_task(error):
+                raise
+            why = meaning(error)
+            text = typed_text(error) if why is Meaning.DOUBT else error_text(error)
+            return [Unsent(text, final=why is Meaning.REFUSED)] * len(rows), why
+
     async def _one_by_one(self, rows: Sequence[Row]) -> list[Unsent | None]:
-        """One of them is at fault, whichever it is. No longer than the transaction may stay open (X4)."""
+        """It may be for the sake of one of them, whichever it is, which then costs the others nothing. No longer than
+        the transaction may stay open (X4)."""
         found: list[Unsent | None] = [BEHIND] * len(rows)
         clock = asyncio.get_running_loop().time
         until, stopped = clock() + _SENDING, set[str | None]()
         for index, row in enumerate(rows):
             if row.order in stopped:
                 continue
-            (found[index],) = await self._relayed([row])
+            (found[index],), why = await self._relayed([row])
             if found[index] is not None and row.order is not None:
                 stopped.add(row.order)
-            if _of_an_outage(found[index]) or clock() > until:
+            if (why is not Meaning.DOUBT and _of_an_outage(found[index])) or clock() > until:
                 break
         return found
 
@@ -218,7 +230,7 @@ class Lane:
         cursor = await OwnCursor(connection).execute(self._queries[query], given, binary=True)
         return await cursor.fetchall() if cursor.description else []
 
-    def _say(self, error: Exception) -> None:
+    def _say(self, error: BaseException) -> None:
         if not self._said:
             log.error("outgoing messages cannot be relayed, will retry", destination=self._destination,
                       error=error_text(error))  # fmt: skip

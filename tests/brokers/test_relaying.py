@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from itertools import product
 from uuid import uuid4
 
 import aio_pika
+import aiormq
 import pytest
+from aiobotocore.client import AioBaseClient
 from aiobotocore.session import get_session
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import UnknownError
@@ -17,6 +21,7 @@ from idemconsumer.brokers.sqs.broker import SqsBroker
 from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.ports.broker import BEHIND, Outgoing, Unsent
 from idemconsumer.settings import Settings
+from tests.support.foreign import FOREIGN, Faults
 from tests.support.kafka import World, world_of
 from tests.support.servers.made import Server
 
@@ -167,4 +172,57 @@ async def test_sqs_confirms_each_and_refuses_what_is_too_large_alone(sqs: Server
             answer = await client.receive_message(QueueUrl=url, MaxNumberOfMessages=10, WaitTimeSeconds=1)
             found += [message["Body"] for message in answer.get("Messages", ())]
         assert sorted(found) == (["a1", "b1", "b2"] if fifo else ["a1", "a3", "b1", "b2"])
+    await broker.close()
+
+
+Relays = Callable[[], Awaitable[list[Unsent | None]]]
+
+
+async def counts_against_none(faults: Faults, relay: Relays) -> None:
+    """Whatever the client raises, at each of its calls."""
+    await relay()  # it is connected
+    faults.calls = 0
+    assert await relay() == [None] * 3
+    calls = faults.calls
+    assert calls
+    for error, at, behind in product(FOREIGN.values(), range(calls), (False, True)):
+        answers: list[Unsent | None] = []
+        with faults.one(error, at, behind=behind), suppress(BaseException):  # which its lane takes for an outage
+            answers = await relay()
+        assert faults.raised
+        assert True not in final(answers), f"{error().__class__.__name__} at call {at}: {answers}"
+    assert await relay() == [None] * 3
+
+
+async def test_what_kafkas_client_raises_counts_against_no_message(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X10."""
+    await world.create()
+    faults = Faults(monkeypatch)
+    faults.around(AIOKafkaProducer, "partitions_for", "send_batch")
+    await counts_against_none(faults, lambda: world.broker.relay(world.topic, messages("a-1", "a-2", "b-1")))
+
+
+async def test_what_rabbitmqs_client_raises_counts_against_no_message(
+    rabbitmq: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X10."""
+    broker, faults = RabbitmqBroker(Settings(rabbitmq=rabbitmq.address)), Faults(monkeypatch)
+    async with await aio_pika.connect(rabbitmq.address) as connection, connection.channel() as channel:
+        queue = await channel.declare_queue()
+        faults.around(aiormq.Channel, "basic_publish")
+        await counts_against_none(faults, lambda: broker.relay(queue.name, messages("a-1", "a-2", "b-1")))
+        await queue.delete(if_unused=False, if_empty=False)
+    await broker.close()
+
+
+async def test_what_sqs_client_raises_counts_against_no_message(sqs: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X10."""
+    broker, faults = SqsBroker(Settings(sqs=sqs.address)), Faults(monkeypatch)
+    async with get_session().create_client("sqs", endpoint_url=sqs.address) as client:
+        name = f"relay-{uuid4().hex}"
+        await client.create_queue(QueueName=name)
+        faults.around(AioBaseClient, "_make_api_call")
+        await counts_against_none(faults, lambda: broker.relay(name, messages("a-1", "a-2", "b-1")))
     await broker.close()

@@ -11,11 +11,12 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.errors import CannotKeep, ConfigurationError, StoreUnavailable
 from idemconsumer.ports.requests import Held, Running
 from idemconsumer.rules.values import Record, State
 from idemconsumer.stores.redis.checks import examine
@@ -387,6 +388,14 @@ async def test_a_claim_that_fails_does_not_take_the_place_of_an_end_that_is_due(
         await store.claim(A, never)
     await proxy.restore()
     await until_completed(rival, A)
+
+
+async def test_a_response_that_cannot_be_kept_gives_the_key_back(server: RedisServer, opened: Open) -> None:
+    """H52."""
+    store = opened(server.address)
+    with pytest.raises(CannotKeep):
+        await store.complete(await hold(store, A), replace(CREATED, content_type="\udc80"))
+    assert not (await hold(store, A)).again
 
 
 # -------------------------------------------------------------------------------------------------------------- outages

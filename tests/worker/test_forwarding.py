@@ -16,10 +16,12 @@ from idemconsumer.admin.dead_letters import ALL, Admin
 from idemconsumer.admin.redrives import Redrives
 from idemconsumer.brokers.connecting import connect
 from idemconsumer.cli.inspect import findings
+from idemconsumer.errors import BadMessage
 from idemconsumer.message.message import Subscription
 from idemconsumer.ports.broker import Bounds, Outgoing
 from idemconsumer.settings import Settings
 from tests.support.brokers import SCHEMES, Brokers
+from tests.support.foreign import FOREIGN
 from tests.support.inside import give_settings
 from tests.support.logs import LogCapture, times
 from tests.support.requesters import requester_of_kafka
@@ -149,7 +151,7 @@ class Picky:
 
     async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
         if any(len(message.body) > 100 for message in messages):
-            raise ValueError("too large")
+            raise BadMessage("oversized", "too large")
         await self._broker.publish(name, messages)
 
 
@@ -175,6 +177,32 @@ async def test_what_its_destination_refuses_is_forwarded_without_its_message(
     assert bodies[b""]["idemconsumer-dead-truncated"] == str(len(body(Item("x" * 100))))
     assert times(logged, "dead letter forwarded without its message") == 1
     assert unforwarded(bench) == []
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "Gone"])
+async def test_what_a_client_raises_costs_no_letter_its_message(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture, error: str
+) -> None:
+    """X10."""
+    app, errors, publish = App("shop"), [FOREIGN[error]() for _ in range(3)], bench.broker.publish
+
+    @app.idempotent_handler("postgres:orders", key="id", max_attempts=1, dead_letter_to="memory:dlq")
+    async def handle(item: Item, tx: Tx) -> None:
+        raise ValueError(item.id)
+
+    async def reset(name: str, messages: Sequence[Outgoing]) -> None:
+        if errors:
+            raise errors.pop()
+        await publish(name, messages)
+
+    monkeypatch.setattr("idemconsumer.worker.forwarding.backoff", lambda *_, **__: 0.01)
+    monkeypatch.setattr(bench.broker, "publish", reset)
+    bench.enqueue("orders", Item("a"))
+    async with bench.running(app) as running:
+        await running.until(lambda: len(unforwarded(bench, forwarded=True)) == 1)
+    session = await bench.broker.open([Subscription("memory:dlq", "reader", "reader")], Bounds(lanes=1, group=8))
+    assert [delivery.message.body for delivery in await session.fetch()] == [body(Item("a"))]
+    assert times(logged, "dead letter forwarded without its message") == 0
 
 
 async def test_a_letter_is_forwarded_each_time_that_it_is_written_by_whichever_worker_comes(bench: Bench) -> None:

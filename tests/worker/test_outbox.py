@@ -20,6 +20,7 @@ from idemconsumer.message.replies import MESSAGE_ID
 from idemconsumer.ports.broker import Outgoing, Unsent
 from idemconsumer.worker.outgoing import Lane
 from idemconsumer.worker.relay_connections import MOST
+from tests.support.foreign import FOREIGN
 from tests.support.inside import give_settings
 from tests.support.logs import LogCapture, entries, times
 from tests.support.relaying import Taking
@@ -342,6 +343,33 @@ async def test_an_outage_while_the_one_at_fault_is_looked_for_ends_the_round(
         await running.until(lambda: times(logged, "outgoing messages cannot be relayed, will retry") == 1)
     assert calls == [3, 1]
     assert left(bench) == [b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+async def test_what_a_client_raises_counts_against_no_message(
+    bench: Bench, taking: Taking, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    """X10. At each of its first calls, and for ever for one of the messages."""
+    monkeypatch.setattr("idemconsumer.worker.outgoing.next_look", lambda failures, jitter: 0.02)
+    relay, bad = taking.relay, list[int]([1, 2])
+
+    async def raising(name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
+        if bad or any(message.body == b"odd" for message in messages):
+            if bad:
+                bad.pop()
+            raise FOREIGN[error]()
+        return await relay(name, messages)
+
+    monkeypatch.setattr(taking, "relay", raising)
+    publish(bench, "a1", "odd", "a2", key="a")
+    publish(bench, "b1", key="b")
+    async with bench.running(quiet(), kafka=KAFKA) as running:
+        await running.until(lambda: left(bench) == [b"odd", b"a2"])
+        assert bench.do("select tries, due_at from idemconsumer.outbox order by id") == [(0, None), (0, None)]
+        assert times(logged, "outgoing messages cannot be relayed, will retry") == 1
+        monkeypatch.setattr(taking, "relay", relay)
+        await gone(running, bench)
+    assert [each for each in taking.bodies if each != b"b1"] == [b"a1", b"odd", b"a2"]
 
 
 async def test_what_is_in_hand_is_bounded_in_rows_and_bytes(

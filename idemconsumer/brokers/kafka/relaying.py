@@ -28,6 +28,7 @@ from idemconsumer.brokers.kafka.client import words
 from idemconsumer.brokers.kafka.producing import Producing
 from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.ports.broker import BEHIND, Outgoing, Unsent
+from idemconsumer.user_code.cancellation import ends_this_task
 
 CONFIRM: Final = 30.0  # seconds
 _BATCH: Final = 256 * 1024  # bytes; a topic may take less, and then batches are halved
@@ -75,8 +76,8 @@ class Relay:
                 if not await self._partitions(topic):
                     raise BrokerUnavailable(self._missing(topic))
                 await sending.run()
-        except (KafkaError, OSError, TimeoutError) as error:
-            if all(each is not None for each in sending.answers):
+        except BaseException as error:
+            if ends_this_task(error) or all(each is not None for each in sending.answers):
                 raise
             return sending.given_up(f"Kafka at {self._servers} did not confirm it: {words(error)}")
         return sending.answers
@@ -120,7 +121,12 @@ class _Sending:
             key = _key(message)
             if key in self._stopped:
                 continue
-            if self._relay.too_large(message):
+            try:
+                too_large = self._relay.too_large(message)
+            except ValueError as error:
+                self._refuse(index, f"it cannot be encoded: {error}")
+                continue
+            if too_large:
                 self._refuse(index, f"it is larger than the {self._relay.most_bytes} bytes that are sent to Kafka")
                 continue
             partition = any_of_them if key is None else _partitioner(key, there, there)
@@ -168,7 +174,7 @@ class _Sending:
         except _REFUSED as error:
             self._relay.producing.discard(producer)
             return count, error
-        except KafkaError:
+        except BaseException:
             self._relay.producing.discard(producer)
             raise
         for index in indexes[:count]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeGuard
@@ -281,7 +282,7 @@ def route(name: str) -> tuple[str, str]:
 def _refused(answer: object) -> TypeGuard[Exception]:
     """Whether a message is one that no further try would send: too large, also its headers, or not to be encoded."""
     too_large = isinstance(answer, ChannelPreconditionFailed) and "size" in str(answer)
-    return too_large or isinstance(answer, TypeError | _HeadersTooLarge)
+    return too_large or isinstance(answer, _Unsendable)
 
 
 async def _send(wire: Wire, exchange: str, key: str, message: Outgoing) -> object:
@@ -289,10 +290,18 @@ async def _send(wire: Wire, exchange: str, key: str, message: Outgoing) -> objec
         name: value if isinstance(value, str) else bytearray(value) for name, value in message.headers.items()
     }
     _check_headers(wire, message)
-    properties = spec.Basic.Properties(delivery_mode=PERSISTENT, headers=headers, message_id=message.key)
+    properties = _encodable(spec.Basic.Properties(delivery_mode=PERSISTENT, headers=headers, message_id=message.key))
     return await wire.basic_publish(
         message.body, exchange=exchange, routing_key=key, mandatory=True, properties=properties
     )
+
+
+def _encodable(properties: spec.Basic.Properties) -> spec.Basic.Properties:
+    try:
+        properties.marshal()
+    except (TypeError, ValueError, struct.error) as error:
+        raise _Unsendable(f"it cannot be encoded: {error}") from error
+    return properties
 
 
 def _check_headers(wire: Wire, message: Outgoing) -> None:
@@ -303,11 +312,11 @@ def _check_headers(wire: Wire, message: Outgoing) -> None:
         sum(len(name.encode()) + len(_bytes(value)) + 16 for name, value in message.headers.items()) + _AROUND_HEADERS
     )
     if most and size > most:
-        raise _HeadersTooLarge(f"its headers have {size} bytes, of {most} that fit into a frame")
+        raise _Unsendable(f"its headers have {size} bytes, of {most} that fit into a frame")
 
 
-class _HeadersTooLarge(Exception):
-    pass
+class _Unsendable(Exception):
+    """Known before it is sent: what is raised as it is sent says nothing of the message (X10)."""
 
 
 def _bytes(value: str | bytes) -> bytes:
@@ -316,12 +325,14 @@ def _bytes(value: str | bytes) -> bytes:
 
 async def _answer(wire: Wire, reply: Reply) -> object:
     correlation = reply.address.correlation
-    properties = spec.Basic.Properties(
-        delivery_mode=PERSISTENT,
-        headers={OUTCOME: reply.outcome},
-        message_id=reply.id,
-        correlation_id=correlation if isinstance(correlation, str) else None,
-        content_type=reply.content_type,
+    properties = _encodable(
+        spec.Basic.Properties(
+            delivery_mode=PERSISTENT,
+            headers={OUTCOME: reply.outcome},
+            message_id=reply.id,
+            correlation_id=correlation if isinstance(correlation, str) else None,
+            content_type=reply.content_type,
+        )
     )
     to = reply.address.to
     # Older versions return every mandatory message to a requester without a queue, and deliver it as well.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisClusterException, RedisError
+from redis.exceptions import AuthenticationError, NoPermissionError
 
-from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.errors import ConfigurationError
 from idemconsumer.redaction import error_text
 from idemconsumer.stores.redis.client import Redises
+from idemconsumer.stores.redis.scripts import in_doubt
 
 _KEEPS: Final = "noeviction"
 _OLDEST: Final = 5  # the first whose scripts may write after they have asked for the time
@@ -54,9 +55,9 @@ async def examine(address: str) -> list[str]:
 
 
 async def _infos(redises: Redises, section: str) -> Sequence[dict[str, Any]]:
-    try:
-        return await redises.infos(section)
-    except (AuthenticationError, NoPermissionError) as error:
-        raise ConfigurationError(f"redis: {error_text(error)}; grant +info and +eval, or mend the password") from error
-    except (RedisError, RedisClusterException, OSError) as error:
-        raise StoreUnavailable(f"Redis: {type(error).__name__}: {error_text(error)}") from error
+    with in_doubt():
+        try:
+            return await redises.infos(section)
+        except (AuthenticationError, NoPermissionError) as error:
+            text = f"redis: {error_text(error)}; grant +info and +eval, or mend the password"
+            raise ConfigurationError(text) from error

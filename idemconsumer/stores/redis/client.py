@@ -18,7 +18,6 @@ try:
     from redis.asyncio.retry import Retry
     from redis.asyncio.sentinel import Sentinel
     from redis.backoff import NoBackoff
-    from redis.exceptions import RedisError
 except ImportError as missing:
     raise cannot_import("redis: its client library", missing) from missing
 
@@ -116,5 +115,5 @@ class Redises:
 
     async def close(self) -> None:
         for each in (self.client, *self._others):
-            with suppress(RedisError, OSError, RuntimeError):
+            with suppress(Exception):
                 await each.aclose()

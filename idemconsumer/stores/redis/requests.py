@@ -16,9 +16,9 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.errors import CannotKeep, ConfigurationError, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.message.keys import parts_of
 from idemconsumer.message.message import StoredResult
@@ -31,7 +31,7 @@ from idemconsumer.stores.redis.client import Redises
 from idemconsumer.stores.redis.keeping import Keeper, now
 from idemconsumer.stores.redis.scripts import CLAIM, COMPLETE, LEAVE, LOST, READ, RELEASE, RELEASE_LOST, Scripts
 from idemconsumer.stores.redis.values import encode_response, read_record
-from idemconsumer.stores.unfinished import PASSING, Unfinished
+from idemconsumer.stores.unfinished import Unfinished
 
 LEASE: Final = 30.0  # seconds
 KEEP: Final = 86_400.0  # seconds that a response is kept whose handler says nothing else
@@ -149,7 +149,11 @@ class RedisRequests:
         if held.unclaimed:
             return False
         state = State.FAILED if failed else State.COMPLETED
-        given = (held.token, int(state), encode_response(result), self._kept(held.claim), 0)
+        try:
+            given = (held.token, int(state), encode_response(result), self._kept(held.claim), 0)
+        except CannotKeep:
+            await self.release(held)
+            raise
 
         async def complete() -> bool:
             stored = bool(await self._scripts.run(COMPLETE, held.claim.key, *given, writes=True))
@@ -157,7 +161,7 @@ class RedisRequests:
             self._unfinished.drop(held.claim.key)
             return stored
 
-        return bool(await self._ended(held, complete))
+        return await self._unfinished.do(held.claim.key, complete)
 
     async def release(self, held: Held, *, ran: bool = False) -> None:
         if held.unclaimed:
@@ -172,17 +176,8 @@ class RedisRequests:
             self._keeper.drop(held)
             self._unfinished.drop(held.claim.key)
 
-        with suppress(*PASSING):  # then it is done later
-            await self._ended(held, release)
-
-    async def _ended(self, held: Held, act: Callable[[], Any]) -> Any:
-        """What ends a claim is done until it is done, whoever asked for it goes on or not."""
-        self._unfinished.drop(held.claim.key)
-        try:
-            return await act()
-        except (*PASSING, asyncio.CancelledError):
-            self._unfinished.add(held.claim.key, act)
-            raise
+        with suppress(StoreUnavailable):  # then it is done later
+            await self._unfinished.do(held.claim.key, release)
 
     # -------------------------------------------------------------------------------------------------------- the lost
     async def lost(self) -> list[LostRequest]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from hashlib import sha1
 from typing import Any, Final
 
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError
+from redis.exceptions import NoScriptError
 
-from idemconsumer.errors import StoreUnavailable
+from idemconsumer.errors import IdemConsumerError, StoreUnavailable
 from idemconsumer.redaction import error_text
 from idemconsumer.stores.redis.client import Redises
-from idemconsumer.user_code.cancellation import uninterrupted
+from idemconsumer.user_code.cancellation import ends_this_task, uninterrupted
 
 _MOST: Final = 50  # exchanges at a time; the client refuses what is above its own limit instead of waiting
 _PIECE: Final = 1_000  # keys
@@ -177,12 +177,12 @@ class Scripts:
 
     async def keys(self) -> set[bytes]:
         """All that have a value which may be ours, each server asked in pieces. Raises StoreUnavailable."""
-        with _unavailable():
+        with in_doubt():
             names = [name async for name in self._client.scan_iter(match=_PREFIX + b"*", count=_PIECE)]
         return {key for name in names if (key := key_of(name)) is not None}
 
     async def _run(self, script: Script, name: bytes, args: Sequence[object], wait: bool) -> Any:
-        with _unavailable():
+        with in_doubt():
             async with self._turns:
                 try:
                     return await self._send(wait, "EVALSHA", script.digest, 1, name, *args)
@@ -205,10 +205,15 @@ class Scripts:
 
 
 @contextmanager
-def _unavailable() -> Iterator[None]:
+def in_doubt() -> Iterator[None]:
+    """H52: whatever the client raises, of whatever type, is no answer of Redis. Raises StoreUnavailable."""
     try:
         yield
-    except (RedisError, RedisClusterException, OSError) as error:
+    except IdemConsumerError:
+        raise
+    except BaseException as error:
+        if ends_this_task(error):
+            raise
         raise StoreUnavailable(f"Redis: {type(error).__name__}: {error_text(error)}") from error
 
 

@@ -6,8 +6,9 @@ from typing import Final
 
 import msgspec
 
-from idemconsumer.errors import StoreUnavailable
+from idemconsumer.errors import CannotKeep, StoreUnavailable
 from idemconsumer.message.message import StoredResult
+from idemconsumer.redaction import error_text
 from idemconsumer.rules.values import Record, State
 
 
@@ -31,8 +32,11 @@ _COPIES: Final = msgspec.msgpack.Decoder(_Copy)
 
 
 def encode_response(result: StoredResult) -> bytes:
-    """Equal bytes for equal responses."""
-    return _ENCODER.encode(_response(result))
+    """Equal bytes for equal responses. Raises CannotKeep."""
+    try:
+        return _ENCODER.encode(_response(result))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CannotKeep(f"a response that no bytes can be made of: {error_text(error)}") from error
 
 
 def read_record(state: bytes, fingerprint: bytes | None, canonical: bytes | None, response: bytes | None) -> Record:
