@@ -13,7 +13,8 @@ from idemconsumer.message.keys import parts_of
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.handler import Done, NotDone, Unknown
 from idemconsumer.ports.requests import Held, LostRequest, RequestStore
-from idemconsumer.user_code.cancellation import being_cancelled, run_mortal
+from idemconsumer.user_code.call import without_exit
+from idemconsumer.user_code.cancellation import being_cancelled, ends_this_task, run_mortal
 
 _SECONDS: Final = 30.0  # for an answer, where the route has no limit
 _GRACE: Final = 5.0  # seconds for a `reconcile` that was cancelled: its key is held meanwhile, and a client waits
@@ -66,9 +67,9 @@ async def ask(held: Held, policy: Policy) -> Response | NotDone | Unknown:
 
     try:
         async with asyncio.timeout(seconds):
-            answer = await run_mortal(policy.reconcile(lost), _GRACE, left)
-    except (Exception, asyncio.CancelledError) as error:  # of the application: nothing is known
-        if being_cancelled():
+            answer = await run_mortal(without_exit(policy.reconcile(lost)), _GRACE, left)
+    except BaseException as error:  # of the application: nothing is known
+        if being_cancelled() or ends_this_task(error):
             raise
         known = SelfCancelled() if isinstance(error, asyncio.CancelledError) else error
         log.error("reconcile has failed", route=policy.name, key=claim.key, exc_info=known)

@@ -158,7 +158,7 @@ async def test_what_reconcile_says_was_not_done_runs(lose: Lose) -> None:
     assert [(await its.shop.post()).content for _ in range(2)] == [b"run 2"] * 2
 
 
-@pytest.mark.parametrize("how", ["unknown", "raises", "nonsense", "silent"])
+@pytest.mark.parametrize("how", ["unknown", "raises", "exits", "nonsense", "silent"])
 async def test_what_reconcile_does_not_know_is_refused_and_asked_again(lose: Lose, how: str) -> None:
     """H35."""
     asked = 0
@@ -170,6 +170,8 @@ async def test_what_reconcile_does_not_know_is_refused_and_asked_again(lose: Los
             return Done(CHARGED)
         if how == "raises":
             raise RuntimeError("the gateway is down")
+        if how == "exits":
+            raise SystemExit("the gateway is down")
         if how == "silent":
             await asyncio.Event().wait()
         return Unknown() if how == "unknown" else "done"
