@@ -9,7 +9,7 @@ from redis.asyncio.connection import SSLConnection
 from redis.exceptions import RedisError
 
 from idemconsumer.embedded.postgres import free_port
-from idemconsumer.stores.redis.client import Redises, _Renewed
+from idemconsumer.stores.redis.client import Redises, _Ours
 from tests.support.servers.made import PrivateRedis
 from tests.support.servers.tls import authority, issue
 
@@ -42,5 +42,5 @@ async def test_so_does_each_connection_that_finds_another_server(address: str) -
     else:
         kinds = [each.connection_pool.connection_class for each in (redises.client, *redises._others)]
     assert len(kinds) == 2
-    assert all(issubclass(kind, _Renewed) and issubclass(kind, SSLConnection) for kind in kinds)
+    assert all(issubclass(kind, _Ours) and issubclass(kind, SSLConnection) for kind in kinds)
     await redises.close()

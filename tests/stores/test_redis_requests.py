@@ -28,6 +28,7 @@ from tests.support.leases import STEADY
 from tests.support.servers.made import PrivateRedis
 from tests.support.servers.proxy import Proxy
 from tests.support.servers.redis import RedisCluster, RedisSentinels, RedisServer
+from tests.support.tuning import tuned
 from tests.support.waiting import eventually, until
 
 pytest.register_assert_rewrite("idemconsumer.testing.request_contract")
@@ -436,6 +437,69 @@ async def test_a_server_that_evicts_is_refused(private_redis: PrivateRedis, open
         await store.claim(A, never)
     server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
     await hold(store, A)
+
+
+EVICTS = {"maxmemory": "100mb", "maxmemory-policy": "allkeys-lru"}
+
+
+def set_all(server: RedisServer, **settings: str) -> None:
+    for name, value in settings.items():
+        server.ask("CONFIG", "SET", name, value)
+
+
+async def test_a_server_that_begins_to_evict_is_refused_until_it_is_right(
+    private_redis: PrivateRedis, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H28."""
+    tuned(monkeypatch, redis_asked_every=0.0)
+    server = private_redis()
+    store = opened(server.address)
+    held = await hold(store, A)
+    set_all(server, **EVICTS)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="maxmemory-policy is allkeys-lru"):
+            await store.claim(B, never)
+    assert await store.complete(held, CREATED), "what runs may end"
+    set_all(server, **{"maxmemory-policy": "noeviction"})
+    await hold(store, B)
+
+
+async def test_each_new_connection_is_asked_whether_its_server_evicts(
+    private_redis: PrivateRedis, opened: Open
+) -> None:
+    """H28. It may be another server's, as after a failover."""
+    server = private_redis()
+    store = opened(server.address)
+    await hold(store, A)
+    set_all(server, **EVICTS)
+    server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    with pytest.raises(ConfigurationError, match="maxmemory-policy is allkeys-lru"):
+        await store.claim(B, never)
+    await until(lambda: server.ask("EXISTS", name_of(B.key)) == 0, "what was claimed there is taken back")
+
+
+async def test_a_replica_that_would_evict_is_refused_before_it_takes_over(
+    private_redis: PrivateRedis, opened: Open
+) -> None:
+    """H28."""
+    primary, replica = private_redis(), private_redis(maxmemory="100mb", maxmemory_policy="volatile-ttl")
+    replica.follow(primary)
+    store = opened(primary.address)
+    with pytest.raises(ConfigurationError, match="of a replica, which may take over, is volatile-ttl"):
+        await store.claim(A, never)
+    set_all(replica, **{"maxmemory-policy": "noeviction"})
+    await hold(store, A)
+
+
+async def test_a_replica_that_cannot_be_reached_says_nothing(private_redis: PrivateRedis, opened: Open) -> None:
+    """H28: its address may be one that its primary alone can reach."""
+    primary, replica = private_redis(), private_redis()
+    replica.follow(primary)
+    replica.freeze()
+    try:
+        await hold(opened(primary.address), A)
+    finally:
+        replica.thaw()
 
 
 async def test_what_a_server_may_lose_is_said(private_redis: PrivateRedis, server: RedisServer) -> None:

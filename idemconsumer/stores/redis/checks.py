@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
 from redis.exceptions import AuthenticationError, NoPermissionError
@@ -24,12 +24,15 @@ async def refuse_unfit(redises: Redises) -> None:
         major = version.partition(".")[0]
         if major.isdecimal() and int(major) < _OLDEST:
             raise ConfigurationError(f"redis: version {version} is too old; {_OLDEST}.0 or newer is needed")
-    for memory in await _infos(redises, "memory"):
+    replicas = await _asked(redises.replica_infos("memory"))
+    for memory in (*await _infos(redises, "memory"), *replicas):
         policy = str(memory.get("maxmemory_policy", _KEEPS))
         if policy != _KEEPS and int(memory.get("maxmemory", 0)) > 0:
+            whose = "of a replica, which may take over, " if memory in replicas else ""
             raise ConfigurationError(
-                f"redis: maxmemory-policy is {policy}, so a claim could be evicted and its request run again; set it "
-                "to noeviction, on a server of its own if caches need another: CONFIG SET maxmemory-policy noeviction"
+                f"redis: maxmemory-policy {whose}is {policy}, so a claim could be evicted and its request run again; "
+                "set it to noeviction, on a server of its own if caches need another: "
+                "CONFIG SET maxmemory-policy noeviction"
             )
 
 
@@ -55,9 +58,13 @@ async def examine(address: str) -> list[str]:
 
 
 async def _infos(redises: Redises, section: str) -> Sequence[dict[str, Any]]:
+    return await _asked(redises.infos(section))
+
+
+async def _asked(infos: Awaitable[Sequence[dict[str, Any]]]) -> Sequence[dict[str, Any]]:
     with in_doubt():
         try:
-            return await redises.infos(section)
+            return await infos
         except (AuthenticationError, NoPermissionError) as error:
             text = f"redis: {error_text(error)}; grant +info and +eval, or mend the password"
             raise ConfigurationError(text) from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Protocol, cast
 from urllib.parse import parse_qsl, urlencode, urlunsplit
@@ -14,7 +15,7 @@ from idemconsumer.missing import cannot_import
 try:
     from redis.asyncio import Redis
     from redis.asyncio.cluster import ClusterNode, RedisCluster
-    from redis.asyncio.connection import parse_url
+    from redis.asyncio.connection import Connection, parse_url
     from redis.asyncio.retry import Retry
     from redis.asyncio.sentinel import Sentinel
     from redis.backoff import NoBackoff
@@ -23,6 +24,8 @@ except ImportError as missing:
 
 _UNKNOWN: Final = "settings: `redis` has an option that the client does not know"
 SECONDS: Final = 2.0  # for a connection, and for an answer
+_NEAR: Final = 1.0  # seconds, for those of a replica: it may have an address that is reached from its primary alone
+_SILENT: Final = 60.0  # seconds in which one is not asked that was not reached
 
 
 class Client(Protocol):
@@ -34,18 +37,19 @@ class Client(Protocol):
     def scan_iter(self, *, match: bytes, count: int) -> AsyncIterator[bytes]: ...
 
 
-class _Renewed:
-    """A connection that reads its certificate each time it connects; redis-py does so once (R47)."""
+class _Ours:
+    """A connection that is counted, and reads its certificate each time it connects; redis-py does so once (R47)."""
 
-    ssl_context: Any
+    made: Callable[[], None]
+
+    async def _connect(self) -> None:
+        self.made()
+        await super()._connect()  # type: ignore[misc]
 
     def _connection_arguments(self) -> Any:
-        self.ssl_context.context = None
+        if (tls := getattr(self, "ssl_context", None)) is not None:
+            tls.context = None
         return super()._connection_arguments()  # type: ignore[misc]
-
-
-def _renewed(kind: type) -> type:
-    return type(f"Renewed{kind.__name__}", (_Renewed, kind), {})
 
 
 class Redises:
@@ -55,6 +59,8 @@ class Redises:
         """ConfigurationError for an address that cannot be read; nothing of it is quoted."""
         urls = redis_urls(address)
         self.cluster = is_cluster(address)
+        self.made = 0  # connections, also to servers that others have become (H28)
+        self._silent: dict[tuple[str, int], float] = {}  # replicas, and until when they are not asked again
         self._others: list[Any] = []
         # Whether to repeat a command is decided here, by who knows what it does.
         common: dict[str, Any] = {
@@ -77,23 +83,28 @@ class Redises:
         servers = [(str(each.pop("host")), int(each.pop("port", 26379 if service else 6379))) for each in of_one]
         of_one[0].pop("connection_class", None)
         try:
-            self.client = self._made(service, servers, sentinel | tls | common, {**of_one[0], **tls, **common})
+            self._options = {**of_one[0], **tls, **common}
+            self.client = self._made(service, servers, sentinel | tls | common, self._options)
         except TypeError:
             raise ConfigurationError(_UNKNOWN) from None
-        if tls:
-            self._read_again()
+        self._make_ours()
 
-    def _read_again(self) -> None:
-        """Certificates, before each connection."""
+    def _ours(self, kind: type) -> type:
+        def made() -> None:
+            self.made += 1
+
+        return type(f"Our{kind.__name__}", (_Ours, kind), {"made": staticmethod(made)})
+
+    def _make_ours(self) -> None:
         client: Any = self.client
         if self.cluster:
-            kind = _renewed(client.connection_kwargs["connection_class"])
+            kind = self._ours(client.connection_kwargs.get("connection_class", Connection))
             client.connection_kwargs["connection_class"] = kind  # of nodes that are found
             for node in client.nodes_manager.startup_nodes.values():
                 node.connection_class = kind
             return
         for pool in (each.connection_pool for each in (client, *self._others)):
-            pool.connection_class = _renewed(pool.connection_class)
+            pool.connection_class = self._ours(pool.connection_class)
 
     def _made(
         self, service: str, servers: Sequence[tuple[str, int]], sentinel: dict[str, Any], options: dict[str, Any]
@@ -113,7 +124,32 @@ class Redises:
             return list((await self.client.info(section, target_nodes=RedisCluster.PRIMARIES)).values())
         return [await self.client.info(section)]
 
+    async def replica_infos(self, section: str) -> Sequence[dict[str, Any]]:
+        """INFO, of each replica that can be reached from here; of the others nothing is known. Raises RedisError."""
+        primaries, clock = await self.infos("replication"), asyncio.get_running_loop().time
+        at = {(str(each["ip"]), int(each["port"])) for info in primaries for each in info.values() if _is_replica(each)}
+        asked = [address for address in at if self._silent.get(address, 0.0) <= clock()]
+        found = await asyncio.gather(*(self._info_at(address, section) for address in asked))
+        self._silent |= {address: clock() + _SILENT for address, each in zip(asked, found, strict=True) if each is None}
+        return [each for each in found if each is not None]
+
+    async def _info_at(self, address: tuple[str, int], section: str) -> dict[str, Any] | None:
+        options = self._options | {"db": 0, "socket_timeout": _NEAR, "socket_connect_timeout": _NEAR}
+        replica = Redis(host=address[0], port=address[1], **options)
+        try:
+            return dict(await replica.info(section))
+        except Exception:  # noqa: BLE001 - of whatever type: it is as if it could not be reached
+            return None
+        finally:
+            with suppress(Exception):
+                await replica.aclose()
+
     async def close(self) -> None:
         for each in (self.client, *self._others):
             with suppress(Exception):
                 await each.aclose()
+
+
+def _is_replica(value: object) -> bool:
+    """Of INFO replication: `slave0` and so on are fields of their own."""
+    return isinstance(value, dict) and "ip" in value and "port" in value

@@ -26,8 +26,8 @@ from idemconsumer.ports.requests import Held, LostRequest, Running
 from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text
 from idemconsumer.rules.values import Record, State
-from idemconsumer.stores.redis.checks import refuse_unfit
 from idemconsumer.stores.redis.client import Redises
+from idemconsumer.stores.redis.fitness import Fitness
 from idemconsumer.stores.redis.keeping import Keeper, now
 from idemconsumer.stores.redis.scripts import CLAIM, COMPLETE, LEAVE, LOST, READ, RELEASE, RELEASE_LOST, Scripts
 from idemconsumer.stores.redis.values import encode_response, read_record
@@ -73,7 +73,7 @@ class RedisRequests:
         self._open = outage == "open"
         self._keeper = Keeper(address, lease=lease, patience=longest_still)
         self._unfinished = Unfinished()
-        self._fit = False
+        self._fitness = Fitness(self._redises)
         self._failing = False
 
     async def close(self) -> None:
@@ -89,9 +89,7 @@ class RedisRequests:
         if (mine := self._keeper.record(claim.key)) is not None:
             return Running(mine)
         try:
-            if not self._fit:
-                await refuse_unfit(self._redises)
-                self._fit = True
+            await self._fitness.ask()
             found = await self._claim(claim, lost, again)
         except StoreUnavailable as error:
             if not self._open:
@@ -122,6 +120,11 @@ class RedisRequests:
         match answer:
             case [b"held", int(token), int(before), int(since)]:
                 held = Held(claim, token, again=bool(before), since=_time(since) if before else None)
+                try:
+                    await self._fitness.ask()  # H28: it may have been claimed on a new connection
+                except BaseException:
+                    self._take_back(claim.key, call)
+                    raise
                 if not self._keeper.hold(held, self._kept_running(claim), lost, good):
                     self._take_back(claim.key, call)
                     raise StoreUnavailable("Redis: the lease of a claim was over before it was known to be held")
