@@ -46,6 +46,7 @@ from idemconsumer.testing.request_contract import (  # noqa: E402
 )
 
 B = replace_claim(A, key=b"b" * 32)
+C = replace_claim(A, key=b"c" * 32)
 HELD = b"$4\r\nheld"  # how an answer begins
 DONE = b":1\r\n"
 
@@ -510,6 +511,35 @@ async def test_what_a_server_may_lose_is_said(private_redis: PrivateRedis, serve
     assert "maxmemory-policy is not noeviction" in eviction
     with pytest.raises(StoreUnavailable):
         await examine("redis://127.0.0.1:1")
+
+
+# ----------------------------------------------------------------------------------------------------------------- full
+def fill(server: RedisServer) -> None:
+    """It has more than it may have by now, so it takes nothing that needs memory."""
+    server.ask("CONFIG", "SET", "maxmemory", int(server.ask("INFO", "memory")["used_memory"]) // 2)
+
+
+async def test_on_a_server_that_is_full_what_runs_is_renewed_and_stored_and_nothing_is_claimed(
+    private_redis: PrivateRedis, opened: Open
+) -> None:
+    """H53."""
+    lost = asyncio.Event()
+    server = private_redis()
+    store, rival = opened(server.address, lease=STEADY), opened(server.address)
+    held = await store.claim(A, lost.set)
+    left = await hold(rival, C)
+    assert isinstance(held, Held)
+    fill(server)
+    with pytest.raises(StoreUnavailable, match="OutOfMemory"):
+        await rival.claim(B, never)
+    first = server.ask("HGET", name_of(A.key), "u")
+    await until(lambda: server.ask("HGET", name_of(A.key), "u") != first, "it is renewed")
+    assert await store.complete(held, CREATED)
+    assert not lost.is_set()
+    await rival.release(left, ran=True)
+    assert int(server.ask("HGET", name_of(C.key), "u")) == 0, "a run of which nobody knows is lost at once"
+    (full,) = await examine(server.address)
+    assert full.startswith("memory is full")
 
 
 # ------------------------------------------------------------------------------------------------------------- replicas

@@ -50,6 +50,10 @@ async def examine(address: str) -> list[str]:
             "appendonly is off, so a restart loses the claims and responses since the last snapshot, and their "
             "requests run again; set appendonly to yes"
         )
+    if any(0 < int(each.get("maxmemory", 0)) <= int(each.get("used_memory", 0)) for each in memory):
+        found.append(
+            "memory is full, so no request with a key can begin (503), and what runs is still stored; raise maxmemory"
+        )
     if any(each.get("maxmemory_policy", _KEEPS) != _KEEPS for each in memory):
         found.append(
             f"maxmemory-policy is not {_KEEPS}: with a maxmemory, claims would be evicted, and so it is refused then"

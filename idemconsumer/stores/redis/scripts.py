@@ -33,6 +33,9 @@ local function over(u, l)
     return tonumber(u) < now or tonumber(u) > now + 2 * tonumber(l)
 end
 """
+# H53: a server that is full refuses a script what needs memory, until the script has written. This is a write that
+# needs none, and changes nothing: so a claim is refused there, and what has been claimed is renewed and ended.
+_THOUGH_FULL: Final = "redis.call('HDEL', KEYS[1], '')"
 _CLAIM: Final = f"""{_NOW}
 local key, call, lease, keep, f, c = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 local s, t, o, u, l, a, kf, kc, r, b = unpack(
@@ -65,6 +68,7 @@ return {{'running', kf, kc, lost and 1 or 0}}
 _RENEW: Final = f"""{_NOW}
 local s, t, u, l = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'u', 'l'))
 if s == '1' and t == ARGV[1] and not over(u, l) then
+    {_THOUGH_FULL}
     redis.call('HSET', KEYS[1], 'u', now + tonumber(l))
     redis.call('PEXPIRE', KEYS[1], ARGV[2])
     return 1
@@ -75,6 +79,7 @@ return 0
 _COMPLETE: Final = f"""{_NOW}
 local s, t, r, u, l = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'r', 'u', 'l'))
 if s == '1' and t == ARGV[1] and (ARGV[5] == '0' or over(u, l)) then
+    {_THOUGH_FULL}
     redis.call('HSET', KEYS[1], 's', ARGV[2], 'r', ARGV[3])
     redis.call('HDEL', KEYS[1], 'o', 'u', 'l', 'a', 'b', 'n')
     redis.call('PEXPIRE', KEYS[1], ARGV[4])
@@ -84,10 +89,11 @@ return (s == ARGV[2] and r == ARGV[3]) and 1 or 0
 """
 # By its token, or by the call that claimed it, whose answer was lost. What a former owner may have done is still to be
 # told, and since when.
-_RELEASE: Final = """
+_RELEASE: Final = f"""
 local s, t, o, a = unpack(redis.call('HMGET', KEYS[1], 's', 't', 'o', 'a'))
 if s == '1' and (t == ARGV[1] or o == ARGV[1]) then
     if a then
+        {_THOUGH_FULL}
         redis.call('HSET', KEYS[1], 'u', 0, 'o', '')
         if ARGV[2] ~= '' then
             redis.call('HSET', KEYS[1], 'b', ARGV[2])
@@ -99,9 +105,10 @@ end
 return 0
 """
 # As if its lease had ended.
-_LEAVE: Final = """
+_LEAVE: Final = f"""
 local s, t = unpack(redis.call('HMGET', KEYS[1], 's', 't'))
 if s == '1' and t == ARGV[1] then
+    {_THOUGH_FULL}
     redis.call('HSET', KEYS[1], 'u', 0, 'a', 1)
 end
 return 0
