@@ -169,7 +169,7 @@ class Heartbeat:
                 try:
                     connection = connection or self._connect()
                     self._renew(connection)
-                except Exception as error:  # noqa: BLE001 - whatever it is: what is not renewed in time is lost (H52)
+                except BaseException as error:  # noqa: BLE001 - what is not renewed in time is lost, whatever it is (H52)
                     log.debug("lease not renewed", error=error_text(error))
                     _close(connection)
                     connection, pause = None, min(_AGAIN, pause)  # the next one is new, and may be renewed by at once
@@ -231,7 +231,7 @@ class Heartbeat:
         while not self._ends:
             try:
                 self._register()
-            except Exception:  # noqa: BLE001 - of whatever type
+            except BaseException:  # noqa: BLE001 - of whatever type
                 self._stopping.wait(min(1.0, self._lease / 3))
             else:
                 log.info("lease registered again", worker=self.worker)

@@ -22,13 +22,16 @@ from idemconsumer.admin.keys import Keys
 from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.ports.requests import Held, Running
 from idemconsumer.rules.values import Mark, Record, State
+from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.requests import PostgresRequests
 from idemconsumer.testing import RequestHarness, RequestProcess, RequestStoreContract
 from idemconsumer.worker.retention import prune_once
+from tests.support.foreign import FOREIGN
 from tests.support.leases import STEADY, UnkeptLease
 from tests.support.ledger import SCHEMA, Ledger, OpenStore
 from tests.support.servers.proxy import Proxy
+from tests.support.tuning import tuned
 from tests.support.waiting import until
 
 pytest.register_assert_rewrite("idemconsumer.testing.request_contract")
@@ -405,6 +408,27 @@ async def test_the_claim_of_a_killed_process_is_over_with_its_lease_and_not_befo
     assert held.token > token
     assert await rival.complete(held, CREATED)
     await rival.close()
+
+
+async def test_the_thread_goes_on_to_renew_whatever_is_raised_to_it(
+    book: Ledger, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H52: nobody would be told that the lease is over, and its endpoints ran beside their successors."""
+    tuned(monkeypatch, heartbeat_retry_pause=0.01)
+    renew, errors = Heartbeat._renew, [make() for make in FOREIGN.values()]
+
+    def failing(heartbeat: Heartbeat, connection: Any) -> None:
+        if errors:
+            raise errors.pop()
+        renew(heartbeat, connection)
+
+    requests = PostgresRequests.on((await open_store(book.dsn)).pool, book.dsn, SCHEMA, lease=1.5)
+    await hold(requests, A)
+    monkeypatch.setattr(Heartbeat, "_renew", failing)
+    await until(lambda: errors == [], "each was raised")
+    first = book.run(_LEASE)
+    await until(lambda: book.run(_LEASE) != first, "it is renewed")
+    await requests.close()
 
 
 async def test_a_loop_that_is_blocked_for_longer_than_the_lease_keeps_its_keys(

@@ -100,6 +100,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "response_patience": at("http.leased._PATIENCE"),
     "response_retry_pause": at("http.leased._AGAIN"),
     "endpoint_grace": at("http.exchange._GRACE"),
+    "heartbeat_retry_pause": at("stores.heartbeat._AGAIN"),
     "redis_asked_every": at("stores.redis.fitness.EVERY"),
     "reconcile_grace": at("http.lost._GRACE"),
     "closing_grace": at("http.opening._GRACE"),
