@@ -34,6 +34,7 @@ from benchmarks import (
     report,
     sagas,
     store_path,
+    waking,
     workloads,
 )
 from benchmarks._child import ROOT
@@ -67,6 +68,7 @@ PARTS: dict[str, tuple[Part, float]] = {
     "observing": (observing.observing, 7),
     "outbox": (outbox.outbox, 6),
     "old_snapshot": (old_snapshot.old_snapshot, 6),
+    "waking": (waking.waking, 2),
 }
 QUICK = ["store_path", "kafka", "sagas"]
 RESULTS = Path(__file__).parent / "results"

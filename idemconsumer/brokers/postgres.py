@@ -12,22 +12,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import psycopg
 
-from idemconsumer.brokers.listening import Listening
 from idemconsumer.brokers.low_water import Line, LowWater
 from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.brokers.publishers import Publishers
 from idemconsumer.brokers.rows_in_hand import Row, RowsInHand, handles
+from idemconsumer.brokers.waking import FEW_LANES, Waking
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message, Subscription, Whole
 from idemconsumer.ports.broker import Bounds, Delivery, Epoch, Finding, Outgoing
 from idemconsumer.redaction import error_text
+from idemconsumer.rules import fetching
 from idemconsumer.settings import Settings
 from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.connecting import OwnCursor, connect_async, is_pooled
@@ -45,7 +47,7 @@ _TIMEOUT: Final = 10.0  # of any single statement of the session
 _PATIENCE: Final = _TIMEOUT + 2.0  # R20
 _SAGA: Final = "saga:"  # the payload of who has made a saga due that waited (L42)
 _OUTBOX: Final = "outbox:"  # before a destination (X8); by itself, as if it were a queue, in looks
-_CONTROL: Final = "control:"  # and of who has decided about handlers or workers (O13)
+_CONTROL: Final = "control:"  # and of who has decided about handlers or workers (O13); in looks the last decision
 _LARGEST: Final = 1 << 30  # bytes of a value in Postgres
 _TOKENS: Final = 1 << 42  # of one taker: at 10,000 messages a second, in fourteen years
 _FRONT: Final = 10_000  # messages of a queue, among which all are that somebody has in hand
@@ -148,7 +150,7 @@ class PostgresBroker:
         connection = await self._connect(self._dsn)
         names = [each.name for each in subscriptions]
         tell = {_SAGA: self._wake, _CONTROL: self._told}
-        session = PostgresSession(names, connection, self._schema, bounds, tell, self._closed, self._relay)
+        session = PostgresSession(subscriptions, connection, self._schema, bounds, tell, self._closed, self._relay)
         try:
             pooled = await is_pooled(connection)
             listens = self._listen_dsn is not None or not pooled
@@ -224,9 +226,11 @@ class _Queue:
     outstanding: Outstanding
     epoch: Epoch = field(default_factory=lambda: Epoch(takes_back=True))
 
-    @property
-    def room(self) -> int:
-        return self.outstanding.may_take(self.epoch.waiting)
+    def room(self, *, at_once: bool) -> int:
+        """`at_once`: for what its lanes can begin at once."""
+        waiting = self.epoch.waiting
+        room = self.outstanding.may_take(waiting)
+        return fetching.at_once(room, len(self.outstanding) - waiting) if at_once else room
 
 
 class PostgresSession:
@@ -241,7 +245,7 @@ class PostgresSession:
 
     def __init__(
         self,
-        names: Sequence[str],
+        subscriptions: Sequence[Subscription],
         connection: _Answering,
         schema: str,
         bounds: Bounds,
@@ -250,11 +254,14 @@ class PostgresSession:
         relay: Callable[[str], None] | None = None,
     ) -> None:
         """`tell`: whom to call for a notice that names no queue, by its text. `relay`: see `relay_by`."""
+        names = [each.name for each in subscriptions]
+        self._apps = {f"{each.group}/{each.handler}" for each in subscriptions}
         self._relay = relay
         self._connection = connection
         self._tell = tell
         self._closed = closed
-        self._listening: Listening | None = None
+        self._waking: Waking | None = None
+        self._decision: float | None = None
         self._pooled = False
         self._statements = load(schema)
         self._most_of_body = min(bounds.max_message_bytes, _LARGEST)
@@ -262,6 +269,8 @@ class PostgresSession:
         self._in_hand = RowsInHand()
         self._taker = secrets.randbits(21) * _TOKENS  # where its tokens begin
         self._asked: list[str] = []  # the queues of a take whose answer has not come
+        lanes = [fetching.at_once(bounds.wanted(f"postgres:{name}", 0), 0) for name in names]
+        self._listens = min([bounds.lanes, *lanes]) < FEW_LANES  # whatever others do
         self._ready = set(names)
         self._falling: dict[str, float] = {}  # when something of a queue falls due
         self._fallen = set(names)  # of these something may be due that is in no queue yet
@@ -278,16 +287,24 @@ class PostgresSession:
     @property
     def queues(self) -> Sequence[str]:
         """Their names, as a look asks for them."""
-        return list(self._queues) if self._relay is None else [*self._queues, _OUTBOX]
+        return [*self._queues, _CONTROL] if self._relay is None else [*self._queues, _CONTROL, _OUTBOX]
 
     async def start(self, listener: Callable[[], Awaitable[_Answering]] | None, *, pooled: bool) -> None:
         self._pooled = pooled
-        if not pooled:
+        if pooled:
+            self._listens = True  # no lock belongs to it
+        else:
             self._connection.prepare_threshold = 5
         self._visible = asyncio.create_task(self._keep_visible())
         if listener is not None:
-            self._listening = Listening(listener, self._heard, self._missed)
-            await self._listening.start()
+            self._waking = Waking(self._leads, listener, self._heard, self._missed)
+            await self._waking.start()
+
+    async def _leads(self) -> tuple[bool, int]:
+        if self._listens:
+            return True, 0
+        ((leads, others),) = await self._do("lead", {"queues": "\n".join(sorted([*self._apps, *self.queues]))})
+        return leads, others
 
     async def fetch(self) -> Sequence[Delivery]:
         self._raise_if_over()
@@ -316,7 +333,8 @@ class PostgresSession:
             del self._falling[name]
 
     async def _take(self) -> list[tuple[Any, ...]]:
-        rooms = {name: self._queues[name].room for name in self._ready}
+        sparing = self._waking is not None and self._waking.sparing
+        rooms = {name: self._queues[name].room(at_once=sparing) for name in self._ready}
         rooms = {name: room for name, room in rooms.items() if room > 0}
         if not rooms:
             return []
@@ -329,11 +347,19 @@ class PostgresSession:
         rows = await self._do("take", {**limits, "visibility": VISIBILITY, "taker": self._taker})
         self._asked = []
         if rows:
-            self._ready |= rooms.keys()
+            self._ready |= self._left_by(rows, rooms, room)
         if rows and self._stopped:  # a drain began meanwhile
             await self._do("give_back", handles((row[2], row[4]) for row in rows))
             return []
         return rows
+
+    def _left_by(self, rows: Sequence[tuple[Any, ...]], rooms: Mapping[str, int], room: int) -> set[str]:
+        """Queues that may have more. Who listens is told of what comes, so what was not filled is empty."""
+        told = self._waking is not None and self._waking.told
+        if not told or sum(len(row[7]) + len(row[8]) for row in rows) >= room:
+            return set(rooms)
+        taken = Counter(row[3] for row in rows)
+        return {name for name, most in rooms.items() if taken[name] >= most}
 
     async def _move_due(self) -> None:
         moved = await self._do("fall_due", {"names": list(self._fallen), "limit": _DUE_AT_ONCE})
@@ -365,9 +391,15 @@ class PostgresSession:
     def _seen(self, found: Mapping[str, float], *, next_look: float) -> None:
         now = asyncio.get_running_loop().time()
         self._next_look = now + next_look
-        self._falling = {name: now + seconds for name, seconds in found.items() if name in self._queues}
+        falling: Mapping[str, float] = {name: seconds for name, seconds in found.items() if name in self._queues}
+        if self._waking is not None:
+            falling = self._waking.saw(falling)
+        self._falling = {name: now + seconds for name, seconds in falling.items()}
         if _OUTBOX in found and self._relay is not None:
             self._relay("")
+        decision, self._decision = self._decision, found.get(_CONTROL, 0.0)
+        if decision is not None and decision != self._decision:
+            self._tell[_CONTROL]()
         if any(at <= now for at in self._falling.values()):
             self._woken.set()
 
@@ -474,8 +506,8 @@ class PostgresSession:
         self._closed(self)
         if self._visible is not None:
             await end(self._visible)
-        if self._listening is not None:
-            await self._listening.close()
+        if self._waking is not None:
+            await self._waking.close()
         with contextlib.suppress(psycopg.Error, TimeoutError):
             async with asyncio.timeout(2):
                 await self._connection.close()

@@ -66,6 +66,12 @@ def may_take(messages: int, held: int, allowed: int, held_bytes: int, size: floa
     return max(0, min(messages - held, int((allowed - held_bytes) / max(size, 1.0))))
 
 
+def at_once(room: int, held: int) -> int:
+    """How many of those that a source may take besides `held` its lanes can begin at once, if its handler is slow: then
+    every second one is to be begun soon (`per_lane`)."""
+    return max(0, (held + room + 1) // 2 - held)
+
+
 def next_prefetch(now: int, wanted: int, most: int) -> int:
     """What the prefetch is to be: `wanted`, if that is worth the change. `most` is what memory allows."""
     return now if now <= most and now * _LESS < wanted < now * _MORE else min(wanted, most)

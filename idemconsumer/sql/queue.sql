@@ -85,10 +85,23 @@ messages (name, seconds) as (
         {outbox_look}
     ) as next
     group by w.name
+    union all
+    -- For those who are not told (P11).
+    (select 'control:', id::float8 from {schema}.audit where 'control:' = any(%(queues)s::text[]) order by id desc limit 1)
 )
 
 -- name: look_for_messages
 with {messages} select name, seconds from messages
+
+-- name: lead
+-- P11. Whether it is the one, as long as this session lasts, and how many others ask.
+select pg_try_advisory_lock(crew.key), (
+    select count(*) from pg_locks
+    where locktype = 'advisory' and database = (select oid from pg_database where datname = current_database())
+      and objsubid = 1 and classid::bigint << 32 | objid::bigint = crew.key # 1 and pid <> pg_backend_pid()
+) from (
+    select hashtextextended('idemconsumer.listen.' || {schema_name} || '.' || %(queues)s, 0) as key offset 0
+) as crew where pg_try_advisory_lock_shared(crew.key # 1)
 
 -- name: take
 -- The next visible messages; those that others are taking are passed over (P2). Each delivery has a token of its own,

@@ -128,7 +128,7 @@ async def test_a_session_whose_server_says_nothing_ends(
             elif query == "extend":
                 await until(lambda: delivery.epoch.ended)
             with pytest.raises(SessionEnded, match="no answer from the server"):
-                await session.fetch()
+                await taken(session)
             await session.close()
         assert waiting(ledger) == 1
 
@@ -233,7 +233,7 @@ async def test_a_look_of_the_sagas_serves_its_queues_as_well(
     fetching = await at_rest(session)
     sent = counted(session, monkeypatch)
     unannounced(ledger)
-    assert broker.queues == ["emails"]
+    assert broker.queues == ["emails", "control:"]
     broker.looked({"emails": -1.0})
     assert [delivery.message.body for delivery in await fetching] == [b"quiet"]
     assert "look_for_messages" not in sent
@@ -255,7 +255,7 @@ async def test_a_queue_that_held_up_a_look_of_the_sagas_is_in_none_until_it_has_
         await until(lambda: sent == ["look_for_messages"], "it looks itself, and waits for the lock")
         assert broker.queues == []
         await rival.rollback()
-    await until(lambda: broker.queues == ["emails"], "it has looked")
+    await until(lambda: broker.queues == ["emails", "control:"], "it has looked")
     unannounced(ledger)
     broker.looked({"emails": -1.0})
     assert [delivery.message.body for delivery in await fetching] == [b"quiet"]

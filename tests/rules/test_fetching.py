@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from idemconsumer.rules.fetching import (
     ASSUMED,
     allowance,
+    at_once,
     expected_size,
     in_lanes,
     may_hold,
@@ -28,6 +29,12 @@ def test_a_slow_handler_has_one_message_in_front_and_a_fast_one_three_groups() -
     assert per_lane(128, 0.0004) == 4 * 128
     assert per_lane(1, None) == 2
     assert per_lane(64, 1.0) == 64 + 1
+
+
+@given(st.integers(1, 1_000), st.integers(0, 3_000))
+def test_of_slow_messages_a_source_takes_at_once_what_its_lanes_run(lanes: int, held: int) -> None:
+    wanted = lanes * per_lane(1, 1.0)
+    assert at_once(max(0, wanted - held), held) == max(0, lanes - held)
 
 
 def test_what_full_lanes_hold_is_made_up_for_within_limits() -> None:

@@ -209,8 +209,20 @@ async def queue_connection(broker: PostgresBroker, dsn: str) -> Any:
 
 def listening_connection(session: PostgresSession) -> Any:
     """None while it has lost one, and has no other yet."""
-    assert session._listening is not None, "it has not asked to be told"
-    return session._listening._connection
+    assert session._waking is not None, "it cannot listen"
+    assert session._waking._listening is not None, "it has not asked to be told"
+    return session._waking._listening._connection
+
+
+def is_told(session: PostgresSession) -> bool:
+    """Whether it listens."""
+    return session._waking is not None and session._waking.told
+
+
+async def told_how_many(session: PostgresSession) -> None:
+    """It learns how many sessions with its queues there are, as it does every ten seconds."""
+    assert session._waking is not None, "it cannot listen"
+    await session._waking._turn()
 
 
 def look_again_at(session: PostgresSession, when: float) -> None:

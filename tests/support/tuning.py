@@ -107,6 +107,10 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     # the queue in Postgres
     "queue_visibility": at("brokers.postgres.VISIBILITY"),
     "queue_long_in_hand": at("brokers.postgres._LONG"),  # a number
+    "queue_few_listening": at("brokers.waking._FEW"),  # a number
+    "queue_lead_pause": at("brokers.waking._FIRST", "brokers.waking._LEAD"),
+    "queue_others_look_for": at("brokers.waking._ALL"),
+    "queue_busy_for": at("brokers.waking._BUSY"),
     "queue_look_pause": at("brokers.postgres._LOOK"),
     "listening_probe_pause": at("brokers.listening.PROBE"),
     # Kafka

@@ -48,6 +48,7 @@ async def test_one_look_is_for_all_sagas_and_queues_of_a_process(bench: Bench, m
         monkeypatch,
         queue_look_pause=3_600.0,  # no queue is looked at but by the look for sagas
         steering_retry_pause=3_600.0,  # what a worker says of itself comes every twelve seconds (O13)
+        queue_lead_pause=3_600.0,  # who else listens is asked once a minute in the end (P11)
     )
     look, looks = PostgresLeases.look, list[Look]()
     execute, sent = psycopg.AsyncCursor.execute, list[str]()
