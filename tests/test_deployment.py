@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import re
 import secrets
 import shlex
@@ -17,33 +15,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import aio_pika
 import psycopg
 import pytest
 import yaml
-from aiokafka.admin import AIOKafkaAdminClient
 
 from idemconsumer.process.child import GRACE
-from idemconsumer.settings import PREFIX, Settings, load
+from idemconsumer.settings import Settings, load
 from idemconsumer.stores.migrations import migrate
 from tests.support import ROOT
-from tests.support.servers.made import Server
+from tests.support.deploy import CHART, DEPLOY, TEMPLATES, instructions, parsed
 
-DEPLOY = ROOT / "deploy"
-CHART = DEPLOY / "helm" / "idemconsumer"
-TEMPLATES = {path.name: path.read_text("utf-8") for path in sorted((CHART / "templates").iterdir())}
 LONGEST = Settings().drain_timeout + 2 * GRACE + 1.0  # seconds until the launcher kills who is left
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-
-
-def parsed(path: Path) -> Any:
-    return yaml.safe_load(path.read_text("utf-8"))
-
-
-def instructions() -> list[tuple[str, str]]:
-    text = (DEPLOY / "Dockerfile").read_text("utf-8").replace("\\\n", " ")
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
 
 
 def pinned(image: str) -> bool:
@@ -86,28 +69,6 @@ def test_all_that_the_image_copies_is_there_and_nothing_else_is_sent() -> None:
     assert sorted(sent) == sorted(sources)
 
 
-@pytest.mark.long
-def test_what_the_image_installs_runs_without_writing(tmp_path: Path) -> None:
-    """The steps of the build, from those files alone, and then as nobody on files that are not its own."""
-    for source in (rest.split() for word, rest in instructions() if word == "COPY" and "--from" not in rest):
-        for name in source[:-1]:
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-            copy(ROOT / name, tmp_path / Path(name).name)
-    venv = tmp_path / "venv"
-    uv = shutil.which("uv") or pytest.skip("needs uv")
-    steps = ([uv, "venv", "-q", "--python", sys.executable, str(venv)], [uv, "pip", "install", "-q", ".[speed]"])
-    for step in steps:
-        compiled = os.environ | {"VIRTUAL_ENV": str(venv), "UV_COMPILE_BYTECODE": "1"}
-        subprocess.run(step, cwd=tmp_path, env=compiled, check=True)
-    before = set(tmp_path.rglob("*"))
-    said = subprocess.run(
-        [venv / "bin" / "idemconsumer", "migrate", "sql", "--all"], cwd=tmp_path, env={"PATH": ""}, check=True,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert "create table" in said.stdout
-    assert set(tmp_path.rglob("*")) == before, "all was compiled"
-
-
 # ------------------------------------------------------------------------------------------------------------- compose
 def test_compose_has_each_broker_and_a_worker_that_may_do_little() -> None:
     services = parsed(DEPLOY / "compose.yaml")["services"]
@@ -128,32 +89,6 @@ def test_compose_has_each_broker_and_a_worker_that_may_do_little() -> None:
     assert (DEPLOY / build["context"] / build["dockerfile"]).exists()
     assert (DEPLOY / services["prepare"]["volumes"][0].partition(":")[0]).exists()
     assert int(services["worker"]["stop_grace_period"].removesuffix("s")) >= LONGEST
-
-
-async def test_what_compose_prepares_is_what_the_example_needs(
-    database: str, kafka: Server, rabbitmq: Server, sqs: Server
-) -> None:
-    addresses = {"DSN": database, "KAFKA": kafka.address, "RABBITMQ": rabbitmq.address, "SQS": sqs.address}
-    environ = os.environ | {PREFIX + name: address for name, address in addresses.items()}
-    for _ in range(2):
-        made = await asyncio.create_subprocess_exec(sys.executable, DEPLOY / "prepare.py", env=environ)
-        assert await made.wait() == 0
-    migrated = await asyncio.create_subprocess_exec(sys.executable, "-m", "idemconsumer", "migrate", "up", env=environ)
-    assert await migrated.wait() == 0
-    checked = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "idemconsumer", "check", "payments:app", "--json",
-        env=environ, cwd=ROOT / "examples", stdout=subprocess.PIPE,
-    )  # fmt: skip
-    said, _ = await checked.communicate()
-    assert [each for each in json.loads(said) if each["level"] == "error"] == []
-    with psycopg.connect(database) as connection:
-        assert connection.execute("select count(*) from account").fetchone() == (2,)
-    admin = AIOKafkaAdminClient(bootstrap_servers=kafka.address)
-    await admin.start()
-    await admin.delete_topics(["payments"])
-    await admin.close()
-    async with await aio_pika.connect(rabbitmq.address) as broker:
-        await (await broker.channel()).queue_delete("payments")
 
 
 # --------------------------------------------------------------------------------------------------------------- chart

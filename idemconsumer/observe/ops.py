@@ -15,6 +15,7 @@ import msgspec
 
 from idemconsumer.certificates import ours
 from idemconsumer.errors import ConfigurationError
+from idemconsumer.logs import log
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.database import Database
 from idemconsumer.settings import Settings
@@ -22,6 +23,7 @@ from idemconsumer.settings import Settings
 _PATIENCE: Final = 10.0  # seconds for one request and its answer; a look at the database has less
 _MOST: Final = 16 * 1024  # bytes of a request
 _JSON: Final = "application/json"
+_LACKS: Final = "needs prometheus-client: pip install 'idemconsumer[metrics]'"
 
 Answer = tuple[HTTPStatus, str, bytes]
 
@@ -29,12 +31,12 @@ Answer = tuple[HTTPStatus, str, bytes]
 class Ops:
     """Of one launcher. Only `/metrics` asks the database, and has its answer, without the database's part, in any case.
 
-    Raises ConfigurationError where the library for metrics is not installed.
+    It alone needs the library for metrics, and is 501 without it (O29).
     """
 
     def __init__(self, crew: Crew, settings: Settings) -> None:
         if find_spec("prometheus_client") is None:
-            raise ConfigurationError("--ops-port needs prometheus-client; write pip install 'idemconsumer[metrics]'")
+            log.warning("no metrics", error=f"/metrics {_LACKS}")
         self._crew = crew
         self._certificates = dict(ours(settings))
         self._database = None if settings.dsn is None else Database(settings.dsn, settings.schema)
@@ -81,6 +83,8 @@ class Ops:
                 return HTTPStatus.NOT_FOUND, _JSON, b'{"error":"there are /metrics, /livez and /readyz"}\n'
 
     async def _metrics(self) -> Answer:
+        if find_spec("prometheus_client") is None:
+            return HTTPStatus.NOT_IMPLEMENTED, _JSON, msgspec.json.encode({"error": _LACKS}) + b"\n"
         # In a thread: it takes a while, and the workers' pipes are read in this one.
         module = await asyncio.to_thread(import_module, "idemconsumer.observe.exposition")
         found = None if self._database is None else await self._database.look(self._crew.sources)

@@ -26,7 +26,7 @@ from tests.support.servers.postgres import cheap_passwords
 
 _COPIED: Final = (
     "idemconsumer", "migrations", "tests", "docs", "examples", "deploy", "benchmarks", "pyproject.toml", "Makefile",
-    "README.md", "CHANGELOG.md", "SECURITY.md",
+    "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md",
 )  # fmt: skip
 _STRAYS_SECONDS: Final = 10.0
 

@@ -29,11 +29,14 @@ from idemconsumer.errors import SessionEnded
 from idemconsumer.observe import database as measured
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.exposition import exposition
+from idemconsumer.observe.ops import Ops
 from idemconsumer.ports.broker import Delivery
 from idemconsumer.process.child import Exit
 from idemconsumer.rules.health import Phase
+from idemconsumer.settings import Settings
 from idemconsumer.stores.migrations import migrate
 from tests.support import forked
+from tests.support.logs import LogCapture
 from tests.support.servers.made import PrivatePostgres
 from tests.support.tuning import tuned, tuning_source
 from tests.support.waiting import PATIENCE, eventually
@@ -317,6 +320,27 @@ async def test_a_database_that_is_away_or_silent_holds_up_no_scrape(monkeypatch:
     text = exposition(Crew(1), found).decode()
     assert "idemconsumer_database_up 0.0" in text
     assert "idemconsumer_sagas" not in text
+
+
+async def test_probes_need_no_library(monkeypatch: pytest.MonkeyPatch, logged: LogCapture) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)  # as Python marks what is not there
+    monkeypatch.delitem(sys.modules, "idemconsumer.observe.exposition")
+    port = free_port()
+    async with Ops(Crew(0), Settings()).serving("127.0.0.1", port):
+
+        async def get(path: str) -> str:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+            text = (await reader.read()).decode()
+            writer.close()
+            return text
+
+        assert '{"alive":true' in await get("/livez")
+        assert '{"ready":true' in await get("/readyz")
+        said = await get("/metrics")
+    assert said.startswith("HTTP/1.1 501 Not Implemented\r\n")
+    assert "pip install 'idemconsumer[metrics]'" in said
+    assert [each["event"] for each in logged.entries if each["log_level"] == "warning"] == ["no metrics"]
 
 
 def test_a_port_that_is_taken_is_one_line_and_exit_2(tmp_path: Path) -> None:

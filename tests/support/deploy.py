@@ -1,0 +1,25 @@
+"""What deploy/ has, read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support import ROOT
+
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "idemconsumer"
+TEMPLATES = {path.name: path.read_text("utf-8") for path in sorted((CHART / "templates").iterdir())}
+
+
+def parsed(path: Path) -> Any:
+    return yaml.safe_load(path.read_text("utf-8"))
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Of the Dockerfile: each word with the rest of its line."""
+    text = (DEPLOY / "Dockerfile").read_text("utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
