@@ -167,11 +167,43 @@ def test_what_waits_is_counted_by_queue_without_a_right_on_the_tables(database: 
     assert found == [("due", 1), ("few", 1), ("later", 0), ("many", 10000)]
 
 
-def test_helm_takes_the_chart(tmp_path: Path) -> None:
-    helm = shutil.which("helm") or pytest.skip("helm is not installed; docs/deploying.md says what was run by hand")
-    given = ["--set", "image.repository=r/shop,image.tag=1,secret=s,keda.enabled=true"]
-    subprocess.run([helm, "lint", "--strict", *given, str(CHART)], check=True)
-    subprocess.run([helm, "template", "shop", *given, str(CHART)], check=True, stdout=subprocess.DEVNULL)
+FEW = {"image": {"repository": "r/shop", "tag": "1"}, "secret": "s"}
+FULL = FEW | {
+    "image": {"repository": "r/shop", "digest": "sha256:0", "pullSecrets": [{"name": "registry"}]},
+    "settings": {"log_format": "json", "concurrency": 4},
+    "migrate": {"enabled": True, "secret": "owner"},
+    "serviceAccountName": "shop", "podAnnotations": {"a": "b"}, "podLabels": {"c": "d"}, "nodeSelector": {"e": "f"},
+    "tolerations": [{"key": "k", "operator": "Exists"}], "affinity": {"podAntiAffinity": {}},
+    "keda": {
+        "enabled": True,
+        "kafka": [{"bootstrapServers": "k:1", "consumerGroup": "shop", "topic": "t", "lag": 5, "authentication": ""}],
+        "rabbitmq": [{"queue": "q", "length": 200, "authentication": "a"}],
+        "sqs": [{"queueURL": "https://q", "region": "eu-central-1", "length": 200, "authentication": "a"}],
+        "postgresql": [{"queues": ["q", "ann's"], "length": 200, "authentication": "a"}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "kinds"), [
+    (FEW, {"PodDisruptionBudget", "Deployment", "Job"}),
+    (FULL, {"PodDisruptionBudget", "Deployment", "Job", "ScaledObject"}),
+])  # fmt: skip
+def test_helm_takes_the_chart(tmp_path: Path, values: Mapping[str, Any], kinds: set[str]) -> None:
+    helm = shutil.which("helm") or pytest.skip("helm is not installed; docs/deploying.md says how to have it")
+    given = tmp_path / "values.yaml"
+    given.write_text(yaml.safe_dump(values))
+    subprocess.run([helm, "lint", "--strict", "-f", given, CHART], check=True)
+    # A helm from its sources knows no version of Kubernetes.
+    rendered = subprocess.run(
+        [helm, "template", "shop", "-f", given, "--kube-version", "1.30.0", CHART], check=True, stdout=subprocess.PIPE
+    )
+    made = {each["kind"]: each["spec"] for each in yaml.safe_load_all(rendered.stdout)}
+    assert set(made) == kinds
+    (worker,) = made["Deployment"]["template"]["spec"]["containers"]
+    assert worker["args"] == json.loads(next(rest for word, rest in instructions() if word == "CMD"))
+    if "ScaledObject" in made:
+        assert len(made["ScaledObject"]["triggers"]) == 4
+        assert "IN ('q', 'ann''s')" in made["ScaledObject"]["triggers"][3]["metadata"]["query"]
 
 
 # ------------------------------------------------------------------------------------------------------------- systemd
