@@ -25,14 +25,14 @@ create table {schema}.dead_letter (
     traceback    text
 );
 
--- People read each from its end, or from a place in it. `dead_letter_open` is for metrics, which count by handler and
--- reason without reading the table, in which the messages are.
+-- People read each from its end, or from a place in it. `dead_letter_open` is for those who count by handler and
+-- reason (O11, O30), without reading the table, in which the messages are.
 create index dead_letter_key on {schema}.dead_letter (key) where key is not null;
 create index dead_letter_content on {schema}.dead_letter (content) where content is not null;
 create index dead_letter_handler on {schema}.dead_letter (handler, id);
 create index dead_letter_reason on {schema}.dead_letter (reason, id);
 create index dead_letter_last on {schema}.dead_letter (last_at);
-create index dead_letter_open on {schema}.dead_letter (scope, reason, first_at) where redriven_at is null;
+create index dead_letter_open on {schema}.dead_letter (scope, reason, last_at, first_at) where redriven_at is null;
 
 comment on table {schema}.dead_letter is 'Messages that were put aside, and why';
 comment on column {schema}.dead_letter.identity is 'Hash of source, reason, and key or body: the same one is one row (R24)';

@@ -49,12 +49,13 @@ create table {schema}.saga (
     unable      text[]
 );
 
--- `saga_due` is for people. A saga that waits is in `saga_waiting`, a saga that is held in `saga_held`, and one that is put
--- aside in neither, so both are small (L32, L60).
+-- `saga_due` is for people, and `saga_parked` for what waits for them. A saga that waits is in `saga_waiting`, a saga that is
+-- held in `saga_held`, and one that is put aside in neither, so both are small (L32, L60).
 create index saga_due on {schema}.saga (handler, due);
 create index saga_waiting on {schema}.saga (handler, coalesce(version, ''), due)
     where worker is null and parked is null;
 create index saga_held on {schema}.saga (worker, handler, due) where worker is not null;
+create index saga_parked on {schema}.saga (handler) where parked is not null;
 
 comment on table {schema}.saga is
     'A saga while it runs, waits for its next attempt, or waits for a person. Whoever writes for it first locks this row';

@@ -5,6 +5,13 @@
 (select coalesce(json_agg(json_build_object('app', c.app, 'handler', c.handler, 'at', c.at, 'by', c.by,
     'reason', c.reason)), '[]')::text from {schema}.control as c where c.app = %(app)s)
 
+-- fragment: app_of_saga
+coalesce(s.app, split_part((select name from {schema}.scope where id = s.scope_id), '/', 1))
+
+-- fragment: saga_read
+select {app_of_saga} as app, s.state, s.due, s.started_at from {schema}.saga as s
+where (%(app)s::text is null or {app_of_saga} = %(app)s)
+
 -- name: register_process
 -- One instant for both: two looks at the clock differ, and it would seem that the worker had been seen again.
 insert into {schema}.process (app, host, pid, place, version, state, handlers, started_at, seen_at)
@@ -120,50 +127,75 @@ cross join lateral (
 order by w.name
 
 -- name: status_sagas
--- Of each handler so many are read, those that are due first. The app's name is quoted, as in a scope's. `due`: a worker
--- could take it now; `overdue`: for so many seconds.
+-- O30: of each handler, and of each version of those that wait, so many are read of each kind, and of the app alone that is
+-- asked for; without one, apps that have a handler of the same name share these. The app's name is quoted, as in a scope's. `due`: a worker could take it now; `overdue`: for so many seconds.
 with recursive handlers (name) as (
     (select s.handler from {schema}.saga as s order by s.handler limit 1)
     union all
     select (select s.handler from {schema}.saga as s where s.handler > h.name order by s.handler limit 1)
     from handlers as h where h.name is not null
+), free (handler, version) as (
+    (select s.handler, coalesce(s.version, '') from {schema}.saga as s where s.worker is null and s.parked is null
+     order by s.handler, coalesce(s.version, '') limit 1)
+    union all
+    select next.* from free as f cross join lateral (
+        select s.handler, coalesce(s.version, '') from {schema}.saga as s where s.worker is null and s.parked is null
+          and (s.handler, coalesce(s.version, '')) > (f.handler, f.version)
+        order by s.handler, coalesce(s.version, '') limit 1) as next
+), read (kind, handler, app, state, due, started_at, among) as (
+    select 'waiting', f.handler, s.*, count(*) over (partition by f) from free as f cross join lateral (
+        {saga_read} and s.worker is null and s.parked is null and s.handler = f.handler
+          and coalesce(s.version, '') = f.version and s.due > (select clock_timestamp())
+        order by s.due limit %(most)s + 1) as s
+    union all
+    select 'due', f.handler, s.*, count(*) over (partition by f) from free as f cross join lateral (
+        {saga_read} and s.worker is null and s.parked is null and s.handler = f.handler
+          and coalesce(s.version, '') = f.version and s.due <= (select clock_timestamp())
+        order by s.due limit %(most)s + 1) as s
+    union all
+    select 'running', h.name, s.*, count(*) over (partition by h) from handlers as h cross join lateral (
+        {saga_read} and s.worker is not null and s.handler = h.name limit %(most)s + 1) as s
+    union all
+    select 'review', h.name, s.*, count(*) over (partition by h) from handlers as h cross join lateral (
+        {saga_read} and s.parked is not null and s.handler = h.name limit %(most)s + 1) as s
 )
-select a.app, h.name as handler, count(*) filter (where a.worker is not null) as running,
-    count(*) filter (where a.free and a.due > clock_timestamp()) as waiting,
-    count(*) filter (where a.free and a.due <= clock_timestamp()) as due,
-    count(*) filter (where a.state = {UNDOING} and a.parked is null) as undoing,
-    count(*) filter (where a.parked is not null) as review,
-    min(a.started_at) as oldest,
-    extract(epoch from clock_timestamp() - min(a.due) filter (where a.free and a.due <= clock_timestamp()))::float8 as overdue,
-    max(a.read) > %(most)s as more
-from handlers as h
-cross join lateral (
-    select coalesce(s.app, split_part((select name from {schema}.scope where id = s.scope_id), '/', 1)) as app, s.worker,
-        s.state, s.parked, s.due, s.started_at, s.worker is null and s.parked is null as free, count(*) over () as read
-    from (select * from {schema}.saga as s where s.handler = h.name order by s.due limit %(most)s + 1) as s
-) as a
-where h.name is not null and (%(app)s::text is null or a.app = %(app)s)
+select r.app, r.handler, count(*) filter (where r.kind = 'running') as running,
+    count(*) filter (where r.kind = 'waiting') as waiting, count(*) filter (where r.kind = 'due') as due,
+    count(*) filter (where r.kind <> 'review' and r.state = {UNDOING}) as undoing,
+    count(*) filter (where r.kind = 'review') as review, min(r.started_at) as oldest,
+    extract(epoch from clock_timestamp() - min(r.due) filter (where r.kind = 'due'))::float8 as overdue,
+    max(max(r.among)) over (partition by r.handler) > %(most)s as more
+from read as r
 group by 1, 2
 order by 1, 2
 
 -- name: status_letters
--- Of each reason so many letters are read, the newest; counted are those that wait for a person.
-with recursive reasons (name) as (
-    (select d.reason from {schema}.dead_letter as d order by d.reason limit 1)
+-- O30: of each reason so many letters are counted, and only those that wait for a person, of the app that is asked for.
+with recursive open (scope, reason) as (
+    (select d.scope, d.reason from {schema}.dead_letter as d where d.redriven_at is null
+     order by d.scope, d.reason limit 1)
     union all
-    select (select d.reason from {schema}.dead_letter as d where d.reason > r.name order by d.reason limit 1)
-    from reasons as r where r.name is not null
+    select next.* from open as o cross join lateral (
+        select d.scope, d.reason from {schema}.dead_letter as d
+        where d.redriven_at is null and (d.scope, d.reason) > (o.scope, o.reason)
+        order by d.scope, d.reason limit 1) as next
 )
-select r.name as reason, count(*) as letters, max(d.last_at) as newest, max(d.read) > %(most)s as more
-from reasons as r
+select r.reason, counted.letters, r.newest, counted.letters > %(most)s as more
+from (
+    select o.reason, array_agg(o.scope) as scopes, max(newest.last_at) as newest
+    from open as o cross join lateral (
+        select d.last_at from {schema}.dead_letter as d
+        where d.redriven_at is null and d.scope = o.scope and d.reason = o.reason order by d.last_at desc limit 1) as newest
+    where %(scopes)s::text is null or starts_with(o.scope, %(scopes)s)
+    group by 1
+) as r
 cross join lateral (
-    select *, count(*) over () as read from (
-        select scope, redriven_at, last_at from {schema}.dead_letter where reason = r.name
-        order by id desc limit %(most)s + 1) as d
-) as d
-where r.name is not null and d.redriven_at is null
-  and (%(scopes)s::text is null or starts_with(d.scope, %(scopes)s))
-group by 1
+    select count(*) as letters from (
+        select from unnest(r.scopes) as s (name) cross join lateral (
+            select from {schema}.dead_letter as d
+            where d.redriven_at is null and d.scope = s.name and d.reason = r.reason limit %(most)s + 1) as d
+        limit %(most)s + 1) as d
+) as counted
 order by 2 desc, 1
 
 -- name: stale_leases

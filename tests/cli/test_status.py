@@ -82,19 +82,20 @@ class Site:
             scope_name("shop", None, handler),
         )
         self.do(
-            "insert into idemconsumer.saga (key, scope_id, handler, state, token, worker, due, attempt, parked, source,"
-            " position, body, headers, started_at)"
-            " select sha256(%s), min(id), %s, 1, 1, %s, now() + make_interval(secs => %s), 1, %s, '', '', '', '', now()"
+            "insert into idemconsumer.saga (key, scope_id, handler, state, token, worker, due, attempt, parked, app,"
+            " source, position, body, headers, started_at) select"
+            " sha256(%s), min(id), %s, 1, 1, %s, now() + make_interval(secs => %s), 1, %s, %s, '', '', '', '', now()"
             " from idemconsumer.scope",
             key.encode(), handler, columns.get("worker"), columns.get("due", 3600), columns.get("parked"),
+            columns.get("app"),
         )  # fmt: skip
 
-    def letter(self, reason: str) -> None:
+    def letter(self, reason: str, scope: str = "shop/-/send", **columns: str) -> None:
         self.do(
             "insert into idemconsumer.dead_letter (identity, handler, scope, source, position, reason, error, body,"
-            " headers, attempts, first_at, last_at)"
-            " values (%s, 'send', 'shop/-/send', '', '', %s, '', '', '', 1, now(), now())",
-            reason.encode(), reason,
+            " headers, attempts, first_at, last_at, redriven_at)"
+            " values (%s, 'send', %s, '', '', %s, '', '', '', 1, now(), now(), %s)",
+            columns.get("identity", reason).encode(), scope, reason, columns.get("redriven_at"),
         )  # fmt: skip
 
     def lease(self, seconds: int) -> int:
@@ -153,8 +154,37 @@ def test_what_waits_is_counted_and_whose_it_is(site: Site, monkeypatch: pytest.M
     tuned(monkeypatch, status_rows=1)
     (queue,) = [line for line in site("status").output.splitlines() if line.startswith("mails")]
     assert "more than 1 " in queue
+    site.saga("e", parked="saga_changed")
     (sagas,) = [line for line in site("status").output.splitlines() if "1 or more" in line]
     assert sagas.startswith("shop/book")
+    assert "more than 1 " in sagas
+
+
+@pytest.mark.parametrize("app", [None, "shop"])
+def test_what_is_not_counted_hides_nothing_that_waits(
+    site: Site, monkeypatch: pytest.MonkeyPatch, app: str | None
+) -> None:
+    """The first rows are those of another app, redriven, or put aside."""
+    tuned(monkeypatch, status_rows=2)
+    site.letter("attempts_exhausted")
+    for n in range(4):
+        site.letter("attempts_exhausted", identity=f"redriven {n}", redriven_at="now")
+        site.letter("attempts_exhausted", identity=f"another {n}", scope="another/-/send")
+        site.saga(f"parked {n}", due=-3600, parked="saga_changed", app="another")
+        site.saga(f"another {n}", due=-1800, app="another")
+    site.saga("waits", due=3600)
+    site.saga("due", due=-9)
+    site.saga("for review", due=3600, parked="saga_changed")
+
+    found = json.loads(site("status", *([app] if app else []), "--json").stdout)
+
+    ((reason, letters, more),) = [(each["reason"], each["letters"], each["more"]) for each in found["letters"]]
+    assert (reason, letters, more) == ("attempts_exhausted", 1 if app else 3, not app)
+    of = {each["app"]: each for each in found["sagas"]}
+    if app:
+        assert [of["shop"][name] for name in ("waiting", "due", "review", "more")] == [1, 1, 1, False]
+    else:
+        assert [each["more"] for each in of.values()] == [True, True], "they share what is read of a handler"
 
 
 def test_top_shows_rates_since_the_workers_began(site: Site) -> None:
