@@ -14,16 +14,14 @@ from idemconsumer.certificates import expires_at
 from idemconsumer.observe.counts import Histogram
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.database import Found
+from idemconsumer.rules.letters import REASONS
 from idemconsumer.rules.values import OutcomeKind
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _PREFIX: Final = "idemconsumer_"
 _HANDLER: Final = ("app", "handler")
-# There from the beginning, so that a first increase can be seen.
-_EXPECTED: Final = (
-    OutcomeKind.APPLIED, OutcomeKind.DUPLICATE, OutcomeKind.CONFLICT, OutcomeKind.FAILED, OutcomeKind.DEAD,
-    OutcomeKind.RETRYING, OutcomeKind.BUSY,
-)  # fmt: skip
+# There from the beginning (O31); the others are not outcomes of deliveries.
+_EXPECTED: Final = tuple(kind for kind in OutcomeKind if kind not in (OutcomeKind.UNKNOWN, OutcomeKind.ABSENT))
 
 Labels = tuple[str, ...]
 Samples = Iterable[tuple[Labels, float]]
@@ -78,7 +76,11 @@ def _counted(crew: Crew) -> Iterator[Metric]:
     )  # fmt: skip
     yield _counter(
         "dead_letters", "Messages that were put aside for a person", (*_HANDLER, "reason"),
-        (((app, name, reason), n) for name, of in handlers for reason, n in of.letters.items()),
+        (
+            ((app, name, reason), of.letters[reason])
+            for name, of in handlers
+            for reason in dict.fromkeys([*REASONS, *of.letters])
+        ),
     )  # fmt: skip
     yield _histogram(
         "handler_duration_seconds", "How long the function took for a message; in a group, the mean",

@@ -5,6 +5,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
+REASONS: Final = (
+    "undecodable", "tombstone", "unreadable", "key_missing", "key_invalid", "oversized", "conflict",
+    "attempts_exhausted", "killed_worker", "lost_connection", "contended", "saga_changed", "unknown_effect",
+    "result_unencodable", "undo_failed", "max_duration",
+)  # fmt: skip
+"""Why a message, or a saga, is put aside."""
+
 LEFT_OUT: Final = "are left out here"
 """What the error of a letter ends with that lacks headers."""
 

@@ -77,6 +77,8 @@ class Lane:
         self._connections = connections
         self._queries = queries
         self._counts = counts
+        counts.relayed[destination] += 0  # there before the first one (O31)
+        counts.parked[destination] += 0
         self._at = at
         self._woken = asyncio.Event()
         self._leaving = asyncio.Event()

@@ -41,6 +41,7 @@ NEEDS: Final = {
     "RabbitMQ": (Need("/usr/lib/rabbitmq/bin/rabbitmq-server", "rabbitmq-server"), _OPENSSL),
     "Redis": (Need("redis-server", "redis-server"),),
     "Kafka": (*_java(f"kafka-{KAFKA}"), _OPENSSL),
+    "Prometheus": (Need("promtool", "prometheus"),),
     "ElasticMQ": _java(f"elasticmq-{ELASTICMQ}"),
 }
 

@@ -1,0 +1,153 @@
+"""The alert rules, run by Prometheus's own tool over series that end as each rule says (O31)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from idemconsumer.admin.hints import hint
+from idemconsumer.observe.counts import Counts
+from idemconsumer.observe.crew import Crew
+from idemconsumer.observe.exposition import exposition
+from idemconsumer.observe.reports import Report, encoded
+from idemconsumer.rules.health import Phase
+from idemconsumer.rules.letters import REASONS
+from idemconsumer.rules.values import Outcome, OutcomeKind
+from tests.support import ROOT
+
+RULES = ROOT / "deploy" / "prometheus" / "alerts.yml"
+ALL: Mapping[str, Mapping[str, Any]] = {
+    rule["alert"]: rule for group in yaml.safe_load(RULES.read_text("utf-8"))["groups"] for rule in group["rules"]
+}
+PLACE = 'job="shop",instance="a"'
+OF = f'{{{PLACE},app="shop",handler="take"'
+HANDLER = {"app": "shop", "handler": "take"}
+DAY = 24 * 60
+
+
+class Case(NamedTuple):
+    """`series` by the minute, in promtool's notation: 0x9 is ten times 0, and _ is no sample. It fires at the minute
+    `at`, with these labels, and not yet at the minute before `since`."""
+
+    alert: str
+    series: Mapping[str, str]
+    at: int
+    labels: Mapping[str, str]
+    since: int = 1
+
+
+CASES = [
+    Case("NothingConsumes", {f'workers{{{PLACE},state="consuming"}}': "2 0x20"}, 7,
+         {"job": "shop", "instance": "a"}, since=5),
+    Case("WorkersDie", {f"worker_deaths_total{{{PLACE}}}": "0x5 1 2 3x20"}, 9, {"job": "shop", "instance": "a"}, 6),
+    Case("DatabaseAway", {f"database_up{{{PLACE}}}": "1 0x20"}, 4, {"job": "shop", "instance": "a"}, since=2),
+    Case("CertificateExpires",
+         {f'certificate_expiry_timestamp_seconds{{{PLACE},server="kafka"}}': f"{8 * 86400}x{2 * DAY}"},
+         DAY + 2, {"server": "kafka"}, since=DAY - 1),
+    Case("Behind", {f'lag_seconds{{{PLACE},source="s"}}': "0 601x30"}, 12, {"source": "s"}, since=10),
+    Case("StandsStill", {f'lag_messages{{{PLACE},source="s"}}': "1x60", f'deliveries_total{OF},source="s"}}': "0 5x60"},
+         34, {"source": "s"}, since=29),
+    Case("DeadLetters", {f'dead_letters_total{OF},reason="conflict"}}': "0x5 1x30"}, 7,
+         HANDLER | {"reason": "conflict"}, since=5),
+    Case("DeadLettersForgotten", {f'oldest_dead_letter_seconds{OF},reason="r"}}': "0 604801x9"}, 2,
+         HANDLER | {"reason": "r"}),
+    Case("HandlerFails",
+         {f'messages_total{OF},outcome="retrying"}}': "0+6x60", f'messages_total{OF},outcome="applied"}}': "0+5x60"},
+         13, HANDLER, since=10),
+    Case("SagasWaitForAPerson", {f'sagas{OF},state="dead"}}': "0 1x30"}, 17, HANDLER, since=15),
+    Case("SagasNotTaken", {f"oldest_due_saga_seconds{OF}}}": "0 301x30"}, 7, HANDLER, since=5),
+    Case("LeasesLost", {f'leases{{{PLACE},state="lost"}}': "0 1x30"}, 12, {}, since=10),
+    Case("RetriesNotTaken", {f"oldest_due_retry_seconds{OF}}}": "0 301x30"}, 7, HANDLER, since=5),
+    Case("OutboxStuck", {f'oldest_outbox_message_seconds{{{PLACE},destination="d"}}': "0 301x30"}, 7,
+         {"destination": "d"}, since=5),
+    Case("OutgoingMessagesParked", {f'outbox_messages{{{PLACE},destination="d",state="parked"}}': "0 1x9"}, 2,
+         {"destination": "d"}),
+    Case("DeadLettersNotForwarded", {f"oldest_unforwarded_dead_letter_seconds{OF}}}": "0 901x9"}, 2, HANDLER),
+    Case("KeysHeldElsewhere", {f"waiting_room_oldest_seconds{OF}}}": "0 901x9"}, 2, HANDLER),
+    Case("PoolTooSmall", {f'pool_pending_requests{{{PLACE},pool="handlers"}}': "0x9 1x30"}, 22,
+         {"job": "shop", "instance": "a", "pool": "handlers"}, since=15),
+    Case("NotPruned", {f"last_prune_timestamp_seconds{{{PLACE}}}": f"0x{DAY}"}, 362, {}, since=359),
+]  # fmt: skip
+
+
+def expected(alert: str, labels: Mapping[str, str]) -> dict[str, Any]:
+    rule = ALL[alert]
+    texts = {
+        name: re.sub(r"{{ \$labels\.(\w+) }}", lambda found: labels[found[1]], text)
+        for name, text in rule["annotations"].items()
+    }
+    return {"exp_labels": dict(labels) | rule["labels"], "exp_annotations": texts}
+
+
+Passes = Callable[[list[dict[str, Any]]], None]
+
+
+@pytest.fixture
+def promtool(tmp_path: Path) -> Passes:
+    """Without it the tests are skipped, or fail where CI is set: `tests.support.missing`."""
+    program = shutil.which("promtool")
+    assert program, "promtool is not installed: apt-get install prometheus"
+
+    def passes(tests: list[dict[str, Any]]) -> None:
+        file = tmp_path / "tests.yml"
+        file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}))
+        ended = subprocess.run([program, "test", "rules", file], capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+
+    return passes
+
+
+def run_of(series: Mapping[str, str], *at: tuple[int, str, list[dict[str, Any]]]) -> dict[str, Any]:
+    return {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [
+            {"eval_time": f"{minute}m", "alertname": alert, "exp_alerts": alerts} for minute, alert, alerts in at
+        ],
+    }
+
+
+def test_each_alert_fires_when_it_should_and_not_before(promtool: Passes) -> None:
+    assert sorted(f"Idemconsumer{case.alert}" for case in CASES) == sorted(ALL)
+    tests = []
+    for case in CASES:
+        alert = f"Idemconsumer{case.alert}"
+        series = {f"idemconsumer_{name}": values for name, values in case.series.items()}
+        tests.append(run_of(series, (case.since - 1, alert, []), (case.at, alert, [expected(alert, case.labels)])))
+    promtool(tests)
+
+
+def scraped(crew: Crew) -> dict[str, float]:
+    """Each series with its value, as it is written."""
+    return {
+        sample.name + "{" + ",".join(f'{name}="{value}"' for name, value in sample.labels.items()) + "}": sample.value
+        for family in text_string_to_metric_families(exposition(crew, None).decode())
+        for sample in family.samples
+    }
+
+
+def test_the_first_dead_letter_of_each_reason_is_seen(promtool: Passes) -> None:
+    """What a launcher exports before it and behind it, with nothing made up."""
+    assert not [reason for reason in REASONS if hint(reason) == hint("no reason")]
+    counts, crew = Counts(), Crew(1)
+    take = counts.of("take")
+    scrapes = []
+    crew.begun(0)
+    for _ in range(2):
+        crew.told(0, encoded(Report(app="shop", phase=Phase.CONSUMING, patience=5.0, counts=counts)))
+        scrapes.append(scraped(crew))
+        take.ended([Outcome(OutcomeKind.DEAD, reason=reason) for reason in REASONS])
+    before, behind = scrapes
+    series = {name: f"{before.get(name, '_')}x5 {value}x9" for name, value in behind.items() if "dead_letters" in name}
+    assert len(series) == len(REASONS)
+    alert = "IdemconsumerDeadLetters"
+    fires = [expected(alert, HANDLER | {"reason": reason}) for reason in REASONS]
+    promtool([run_of(series, (4, alert, []), (8, alert, fires))])
