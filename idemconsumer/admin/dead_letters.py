@@ -27,13 +27,15 @@ from idemconsumer.stores.hashing import may_hash
 
 _CONNECT_SECONDS = 10
 _PAGE = 500  # letters of one statement
+_WHOLE = 50  # with their bodies
 PATIENCE: Final = 600.0  # seconds: what reads all letters may have a million to read
 
 
 class Which(msgspec.Struct, frozen=True, kw_only=True):
     """Which dead letters: those for which all that is given here holds.
 
-    `error` is a part of the error's text; `since`: they last arrived at most so many seconds ago. `keys` are stored
+    `error` is a part of the error's text; `since`: they last arrived at most so many seconds ago, and `until`: at least
+    so many. `keys` are stored
     keys (`Admin.stored_keys`), and `prefix` hexadecimal digits that a stored key begins with. With `redriven` also
     those that were redriven, and have not failed again.
     """
@@ -41,7 +43,10 @@ class Which(msgspec.Struct, frozen=True, kw_only=True):
     handler: str | None = None
     reason: str | None = None
     error: str | None = None
+    app: str | None = None
+    tenant: str | None = None
     since: float | None = None
+    until: float | None = None
     keys: Sequence[bytes] | None = None
     prefix: str | None = None
     ids: Sequence[int] | None = None
@@ -51,13 +56,15 @@ class Which(msgspec.Struct, frozen=True, kw_only=True):
     def params(self) -> dict[str, Any]:
         """Of the statements that choose letters. Raises ConfigurationError for a prefix that is none."""
         low, high = (None, None) if self.prefix is None else key_range(self.prefix)
-        given = msgspec.structs.asdict(self) | {"low": low, "high": high}
+        app, tenant, _ = keys.scope_name(self.app or "", self.tenant, "").split("/")
+        scope = {"app": self.app and app, "tenant": self.tenant and tenant}
+        given = msgspec.structs.asdict(self) | {"low": low, "high": high} | scope
         del given["prefix"]
         return given | {name: None if given[name] is None else list(given[name]) for name in ("keys", "ids")}
 
     def counted(self, letters: int) -> str:
         """For the audit."""
-        return counted(letters, "dead letters", handler=self.handler, reason=self.reason)
+        return counted(letters, "dead letters", app=self.app, handler=self.handler, reason=self.reason)
 
 
 ALL: Final = Which()
@@ -112,8 +119,9 @@ class DeadLetterDetail(DeadLetter, frozen=True, kw_only=True):
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """Dead letters with one cause. `exception` and `place` are the exception's type and the line that raised it, None
-    for what no exception has caused; `newest` is the id of the newest letter."""
+    """Dead letters with one cause, and of one app and tenant where it was asked for these. `exception` and `place` are
+    the exception's type and the line that raised it, None for what no exception has caused; `newest` is the id of the
+    newest letter."""
 
     handler: str
     reason: str
@@ -124,6 +132,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     first_at: datetime
     last_at: datetime
     newest: int
+    app: str | None = None
+    tenant: str | None = None
 
 
 class Redrive(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,26 +186,27 @@ class Admin:
 
     async def dead_letter(self, number: int) -> DeadLetterDetail | None:
         """The one with this id, or None."""
-        return next(map(_detail, await self._rows("dead_show", {"ids": [number]})), None)
+        given = Which(ids=[number], redriven=True).params | {"before": None, "limit": 1}
+        return next(map(_detail, await self._rows("dead_show", given)), None)
 
     async def export(self, which: Which = ALL) -> AsyncIterator[DeadLetterDetail]:
         """All of them in full, newest first, read page by page."""
         async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
             before: int | None = None
             while True:
-                given = which.params | {"before": before, "limit": _PAGE}
-                page = await (await connection.execute(load(self._schema)["dead_list"], given)).fetchall()
+                given = which.params | {"before": before, "limit": _WHOLE}
+                page = await (await connection.execute(load(self._schema)["dead_show"], given)).fetchall()
                 if not page:
                     return
                 before = page[-1]["id"]
                 for row in page:
-                    query = load(self._schema)["dead_show"]
-                    for each in await (await connection.execute(query, {"ids": [row["id"]]})).fetchall():
-                        yield _detail(each)
+                    yield _detail(row)
 
-    async def causes(self, which: Which = ALL) -> list[Cause]:
+    async def causes(self, which: Which = ALL, *, by_tenant: bool = False) -> list[Cause]:
         """The most frequent first."""
-        return [Cause(**row) for row in await self._rows("dead_groups", which.params, PATIENCE)]
+        rows = await self._rows("dead_groups", which.params | {"by_tenant": by_tenant}, PATIENCE)
+        scopes = [(None, None) if (scope := row.pop("scope")) is None else keys.parts_of(scope)[:2] for row in rows]
+        return [Cause(**row, app=app, tenant=tenant) for row, (app, tenant) in zip(rows, scopes, strict=True)]
 
     async def redrives(self, letter: DeadLetterDetail) -> list[Redrive]:
         """Of this letter, and of others with its key, oldest first."""

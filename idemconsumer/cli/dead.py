@@ -19,12 +19,14 @@ from idemconsumer.cli.options import ID, RATE, as_json, database, deciding, need
 from idemconsumer.cli.unknown import say_unknown
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
+from idemconsumer.process.child import Exit
 from idemconsumer.rules.letters import Redriven
 from idemconsumer.settings import load
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ERROR_WIDTH = 60
+_FILTERS = ("handler", "app", "tenant", "reason", "error", "since", "until", "key", "prefix")
 _LEFT = {
     Redriven.INCOMPLETE: "of which the whole message is not kept; have their producer send them again",
     Redriven.SAGA: "of which sagas have begun meanwhile; repeat this",
@@ -41,9 +43,11 @@ def _chosen(command: F) -> F:
             click.option("--handler", help="Only dead letters of this handler."),
             click.option("--reason", help="Only dead letters with this reason."),
             click.option("--error", metavar="TEXT", help="Only dead letters with this text in their error."),
+            click.option("--app", help="Only dead letters of this app."),
+            click.option("--tenant", help="Only dead letters of this tenant."),
             click.option("--since", metavar="DURATION", help="Only those that arrived in the last 2h, 7d, …"),
+            click.option("--until", metavar="DURATION", help="Only those that arrived before the last 2h, 7d, …"),
             click.option("--key", metavar="TEXT", help="Only those of this key; with --handler."),
-            click.option("--tenant", help="With --key: only of this tenant."),
             click.option(
                 "--hash", "prefix", metavar="HEX", help="Only those whose stored key begins with these digits."
             ),
@@ -55,13 +59,22 @@ def _chosen(command: F) -> F:
 
 async def _which(admin: Admin, given: dict[str, Any], **more: Any) -> Which:
     """From the options of `_chosen`, which it takes out of `given`."""
-    handler, key, tenant, since = (given.pop(name) for name in ("handler", "key", "tenant", "since"))
-    if (key is not None and handler is None) or (tenant is not None and key is None):
-        raise click.UsageError("--key TEXT needs --handler NAME, and --tenant needs both; or write --hash HEX")
-    keys = None if key is None else await admin.stored_keys(handler, key, tenant=tenant)
-    seconds = None if since is None else parse_duration(since)
-    chosen = {name: given.pop(name) for name in ("reason", "error", "prefix")}
-    return Which(handler=handler, keys=keys, since=seconds, **chosen, **more)
+    key = given.pop("key")
+    chosen = {name: given.pop(name) for name in ("handler", "app", "tenant", "reason", "error", "prefix")}
+    if key is not None and chosen["handler"] is None:
+        raise click.UsageError("--key TEXT needs --handler NAME; or write --hash HEX")
+    keys = None if key is None else await admin.stored_keys(chosen["handler"], key, tenant=chosen["tenant"])
+    since, until = (None if (text := given.pop(name)) is None else parse_duration(text) for name in ("since", "until"))
+    return Which(keys=keys, since=since, until=until, **chosen, **more)
+
+
+def _matched(letters: int, flags: Mapping[str, Any], ids: tuple[int, ...] = ()) -> None:
+    """Exit 1 where something was chosen and nothing is there: a script that misspells a handler has to learn of it."""
+    if letters or not (ids or any(flags[name] is not None for name in _FILTERS)):
+        return
+    click.echo("no dead letter is chosen by this", err=True)
+    say_unknown(load(dsn=flags["dsn"], schema=flags["schema"]), flags["handler"])
+    sys.exit(Exit.ERROR)
 
 
 def _admin(flags: dict[str, Any]) -> Admin:
@@ -112,26 +125,29 @@ def dead_list(redriven: bool, before: int | None, limit: int, as_json: bool, **f
 
 @dead.command("groups")
 @_chosen
+@click.option("--by-tenant", is_flag=True, help="Also by app and tenant.")
 @database
 @as_json
-def dead_groups(as_json: bool, **flags: Any) -> None:
+def dead_groups(by_tenant: bool, as_json: bool, **flags: Any) -> None:
     """Group dead letters by cause: handler, reason, and the exception's type and line. The most frequent come first."""
     admin = _admin(flags)
 
     async def read() -> Any:
-        return await admin.causes(await _which(admin, flags))
+        return await admin.causes(await _which(admin, flags), by_tenant=by_tenant)
 
     causes = asyncio.run(read())
     if as_json:
         print_json(causes)
         return
+    whose = ("app", "tenant") if by_tenant else ()
     rows: list[tuple[str, ...]] = [
-        ("letters", "handler", "reason", "exception", "place", "arrivals", "first seen", "last seen", "newest")
+        ("letters", *whose, "handler", "reason", "exception", "place", "arrivals", "first seen", "last seen", "newest")
     ]
     for each in causes:
+        its = (each.app or "-", each.tenant or "-")[: len(whose)]
         cells = (each.handler, each.reason, each.exception or "-", each.place or "-", str(each.arrivals))
         times = (time_of(each.first_at), time_of(each.last_at))
-        rows.append((str(each.letters), *map(printable, cells), *times, str(each.newest)))
+        rows.append((str(each.letters), *map(printable, (*its, *cells)), *times, str(each.newest)))
     click.echo(table(rows) if causes else "no dead letters")
 
 
@@ -198,25 +214,30 @@ def dead_redrive(
     letter once, so an interrupted one can be repeated with --run.
     """
     _need_choice(ids, flags, everything=everything)
-    settings = load(dsn=flags["dsn"], schema=flags["schema"])
+    settings, given = load(dsn=flags["dsn"], schema=flags["schema"]), dict(flags)
     admin = _admin(flags)
     redrives, name = Redrives(need_dsn(settings), settings.schema), run or _run_name()
 
-    async def act() -> Run:
+    async def act() -> tuple[int, Run]:
         which = await _which(admin, flags, ids=ids or None)
         length, _ = await admin.count(which)
         with click.progressbar(length=length, label="redriving", file=sys.stderr) as bar:
-            return await redrives.redrive(which, by=by, run=name, rate=rate, dry_run=dry_run, progress=bar.update)
+            return length, await redrives.redrive(
+                which, by=by, run=name, rate=rate, dry_run=dry_run, progress=bar.update
+            )
 
     if not dry_run:
         click.echo(f"run {name}; to go on after an interruption, repeat this with --run {name}", err=True)
-    done = asyncio.run(act())
+    chosen, done = asyncio.run(act())
+    if run is None:  # else they may have been redriven before it was interrupted
+        _matched(chosen, given, ids)
     if as_json:
         print_json({"run": None if dry_run else name, "dry_run": dry_run, "letters": done.counts})
     else:
         sagas = done.counts.get(Redriven.RESUMES, 0)
         of_sagas = f", {sagas} of them of sagas, which go on where they stopped" if sagas else ""
-        click.echo(f"{'would redrive' if dry_run else 'redriven'}: {done.redriven} dead letters{of_sagas}")
+        under = "" if dry_run else f"; run {name}"
+        click.echo(f"{'would redrive' if dry_run else 'redriven'}: {done.redriven} dead letters{of_sagas}{under}")
         for verdict, text in _LEFT.items():
             if count := done.counts.get(verdict):
                 click.echo(f"left: {count} {text}", err=True)
@@ -247,6 +268,7 @@ def dead_discard(
     Their keys stay dead: when their messages come again they do not run.
     """
     _need_choice(ids, flags, everything=everything)
+    given = dict(flags)
     admin = _admin(flags)
 
     async def choose() -> tuple[Which, int, int]:
@@ -254,6 +276,7 @@ def dead_discard(
         return which, *await admin.count(which)
 
     which, letters, of_sagas = asyncio.run(choose())
+    _matched(letters, given, ids)
     discarded = letters - of_sagas
     if not dry_run:
         if not yes and discarded:
@@ -271,7 +294,7 @@ def dead_discard(
 
 
 def _need_choice(ids: tuple[int, ...], flags: Mapping[str, Any], *, everything: bool) -> None:
-    filters = [name for name in ("handler", "reason", "error", "since", "key", "prefix") if flags[name] is not None]
+    filters = [name for name in _FILTERS if flags[name] is not None]
     if not (ids or filters or everything) or (everything and (ids or filters)):
         raise click.UsageError("give ids, or options such as --handler and --reason, or --all")
 

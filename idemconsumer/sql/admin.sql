@@ -5,7 +5,10 @@
 -- Which dead letters. Each is null where nobody asks for it. Indexed are handler, reason, time and key.
 (%(handler)s::text is null or d.handler = %(handler)s) and (%(reason)s::text is null or d.reason = %(reason)s)
   and (%(error)s::text is null or strpos(d.error, %(error)s) > 0)
+  and (%(app)s::text is null or split_part(d.scope, '/', 1) = %(app)s)
+  and (%(tenant)s::text is null or split_part(d.scope, '/', 2) = %(tenant)s)
   and (%(since)s::float8 is null or d.last_at >= (select clock_timestamp() - make_interval(secs => %(since)s)))
+  and (%(until)s::float8 is null or d.last_at < (select clock_timestamp() - make_interval(secs => %(until)s)))
   and (%(low)s::bytea is null or d.key between %(low)s and %(high)s)
   and (%(keys)s::bytea[] is null or d.key = any(%(keys)s)) and (%(ids)s::bigint[] is null or d.id = any(%(ids)s))
   and (%(redriven)s or d.redriven_at is null)
@@ -18,18 +21,20 @@ where (%(before)s::bigint is null or d.id < %(before)s) and {chosen}
 order by d.id desc limit %(limit)s
 
 -- name: dead_show
-select id, handler, scope, source, position, reason, error, key, body, headers, attempts, arrivals, first_at, last_at,
-    delivered, coalesce(body_size, length(body)) as body_size, coalesce(body_sha256, sha256(body)) as body_sha256,
-    redriven_at, emptied_at, traceback,
-    (select f.forwarded_at from {schema}.forward as f where f.letter = id) as forwarded_at
-from {schema}.dead_letter where id = any(%(ids)s::bigint[]) order by id
+select d.id, d.handler, d.scope, d.source, d.position, d.reason, d.error, d.key, d.body, d.headers, d.attempts, d.arrivals,
+    d.first_at, d.last_at, d.delivered, coalesce(d.body_size, length(d.body)) as body_size,
+    coalesce(d.body_sha256, sha256(d.body)) as body_sha256, d.redriven_at, d.emptied_at, d.traceback,
+    (select f.forwarded_at from {schema}.forward as f where f.letter = d.id) as forwarded_at
+from {schema}.dead_letter as d
+where (%(before)s::bigint is null or d.id < %(before)s) and {chosen}
+order by d.id desc limit %(limit)s
 
 -- name: dead_groups
 -- By cause: what an error's text begins and ends with, where it is that of an exception (`describe` in engine/blame.py).
 -- As `error_type` and `error_place` say it, which take four times as long for a million letters: they are not inlined.
 select d.handler, d.reason, e.place, case when e.place is not null then
         split_part(split_part(split_part(split_part(d.error, E'\n', 1), ':', 1), ' ', 1), '(', 1) end as exception,
-    count(*) as letters, sum(d.arrivals)::bigint as arrivals, min(d.first_at) as first_at, max(d.last_at) as last_at,
+    case when %(by_tenant)s then d.scope end as scope, count(*) as letters, sum(d.arrivals)::bigint as arrivals, min(d.first_at) as first_at, max(d.last_at) as last_at,
     max(d.id) as newest
 from {schema}.dead_letter as d
 cross join lateral (
@@ -37,8 +42,8 @@ cross join lateral (
 ) as t (tail)
 cross join lateral (select case when t.tail ~ '^\S+:\d+ ' then t.tail end) as e (place)
 where {chosen}
-group by 1, 2, 3, 4
-order by letters desc, d.handler, d.reason, exception, place
+group by 1, 2, 3, 4, 5
+order by letters desc, d.handler, d.reason, exception, place, scope
 
 -- name: dead_last
 -- A run goes as far as this.

@@ -80,6 +80,31 @@ def test_they_are_chosen_by_what_is_known_of_them(desk: Desk) -> None:
     assert "is not the beginning" in (desk("dead", "list", "--hash", "zz", code=2), desk.stderr)[1]
 
 
+def test_they_are_chosen_by_app_tenant_and_time(desk: Desk) -> None:
+    assert [letter["id"] for letter in desk.json("list", "--tenant", "acme")] == [4]
+    assert [letter["id"] for letter in desk.json("list", "--app", "shop", "--handler", "mail")] == [5]
+    assert desk.json("list", "--app", "sho") == []
+    desk.sql("update idemconsumer.dead_letter set last_at = now() - interval '3 hours' where id < 5")
+    assert [letter["id"] for letter in desk.json("list", "--until", "2h", "--since", "4h")] == [4, 3, 2, 1]
+    groups = desk.json("groups", "--by-tenant", "--handler", "order")
+    assert [(each["app"], each["tenant"], each["letters"]) for each in groups] == [
+        ("shop", None, 3),
+        ("shop", "acme", 1),
+    ]
+    assert "acme" in desk("dead", "groups", "--by-tenant")
+    assert desk("dead", "redrive", "--tenant", "acme", "--dry-run") == "would redrive: 1 dead letters\n"
+
+
+@pytest.mark.parametrize("verb", ["redrive", "discard"])
+def test_who_chooses_nothing_is_told(desk: Desk, verb: str) -> None:
+    for words in (["--handler", "nope"], ["--reason", "undecodabel"], ["--app", "shop2", "--dry-run"], ["4711"]):
+        assert desk("dead", verb, *words, code=1) == ""
+        assert "no dead letter is chosen" in desk.stderr
+    assert "but under mail, order" in (desk("dead", verb, "--handler", "nope", code=1), desk.stderr)[1]
+    desk("dead", "redrive", "--all")
+    assert "0 dead letters" in desk("dead", verb, "--all")
+
+
 def test_they_are_grouped_by_cause(desk: Desk) -> None:
     groups = desk.json("groups")
     assert [
@@ -97,7 +122,7 @@ def test_they_are_redriven_by_filter_and_shown_with_that(desk: Desk) -> None:
     assert desk("dead", "redrive", "--error", "shop.py:12", "--dry-run") == "would redrive: 3 dead letters\n"
     assert desk.sql("select count(*) from idemconsumer.queue") == [(0,)]
     assert desk("dead", "redrive", "--error", "shop.py:12", "--by", "ann", "--run", "r1") == (
-        "redriven: 3 dead letters\n"
+        "redriven: 3 dead letters; run r1\n"
     )
     assert "--run r1" in desk.stderr
     assert desk.sql("select name, count(*) from idemconsumer.queue group by 1") == [("~~shop/order", 3)]
@@ -110,7 +135,7 @@ def test_they_are_redriven_by_filter_and_shown_with_that(desk: Desk) -> None:
     assert (done["letters"], done["dry_run"]) == ({"redrives": 2}, False)
     assert "give ids" in (desk("dead", "redrive", code=2), desk.stderr)[1]
     desk.sql("update idemconsumer.dead_letter set body_size = 9000, redriven_at = null")
-    assert desk("dead", "redrive", "--all") == "redriven: 0 dead letters\n"
+    assert desk("dead", "redrive", "--all").startswith("redriven: 0 dead letters; run ")
     assert "left: 5 of which the whole message is not kept" in desk.stderr
 
 

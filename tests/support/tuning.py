@@ -138,7 +138,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "sqs_farewell": at("brokers.sqs.session._FAREWELL"),
     "sqs_retries": at("brokers.sqs.session._PATIENCE"),  # a number
     # what a person asks for, and what is said
-    "letters_of_a_page": at("admin.dead_letters._PAGE"),  # a number
+    "letters_of_a_page": at("admin.dead_letters._PAGE", "admin.dead_letters._WHOLE"),  # a number
     "letters_of_a_redrive": at("admin.redrives._TOGETHER"),  # a number
     "status_rows": at("admin.status.MOST"),  # a number
     "transaction_is_long_after": at("admin.doctor.LONG"),
