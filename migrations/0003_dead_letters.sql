@@ -101,12 +101,14 @@ create table {schema}.redrive (
 
 create index redrive_letter on {schema}.redrive (letter);
 create index redrive_key on {schema}.redrive (key) where key is not null;
+create index redrive_run on {schema}.redrive (run, id);
 
 comment on table {schema}.redrive is 'Who had dead letters run once more, when, and what came of it';
+comment on column {schema}.redrive.letter is '0: no letter, but the word that the run was cancelled';
 comment on column {schema}.redrive.key is 'Null: the message had none';
 comment on column {schema}.redrive.run is 'Of one command, which redrives a letter once';
 comment on column {schema}.redrive.queued is 'The ticket''s row in the queue; 0: its saga was resumed';
-comment on column {schema}.redrive.outcome is 'applied, rejected or dead; null: not yet, or there is no key to tell it by';
+comment on column {schema}.redrive.outcome is 'applied, rejected, dead or cancelled; null: not yet, or there is no key to tell it by';
 
 -- Makes a ticket for one letter, in the caller's transaction: the letter is closed, its DEAD record waits for the ticket
 -- as one that is PENDING does for its next attempt, its attempts are forgotten, and the message is in the queue. Nothing is
@@ -155,6 +157,37 @@ begin
     values (its.id, its.key, redrive_letter.run, redrive_letter.by, clock_timestamp(), number);
     perform pg_notify('idemconsumer_queue', redrive_letter.queue);
     return 'redrives';
+end
+$$;
+
+-- Takes a ticket back: the letter waits for a person again, and its record is DEAD. Only one that nobody has in hand, and
+-- whose key nobody decides about right now (J1); else nothing is done, and that is said.
+create function {schema}.cancel_ticket(ticket bigint)
+returns boolean language plpgsql set enable_seqscan = off as $$
+#variable_conflict use_column
+declare
+    its {schema}.redrive;
+begin
+    select * into its from {schema}.redrive as t where t.id = ticket and t.outcome is null for update skip locked;
+    if its.key is not null then
+        if not pg_try_advisory_xact_lock(('x' || encode(substring(its.key for 8), 'hex'))::bit(64)::bigint)
+            or not exists (select from {schema}.record as r where r.key = its.key and r.state = 0)
+        then
+            return false;
+        end if;
+    end if;
+    if not exists (select from {schema}.queue as q
+                   where q.id = its.queued and q.visible_at <= clock_timestamp() for update skip locked)
+    then
+        return false;
+    end if;
+    delete from {schema}.queue as q where q.id = its.queued;
+    -- No handler runs in this transaction, so it may seal what it decides.
+    perform set_config('idemconsumer.open', 'cancel', true), {schema}.seal('cancel');
+    update {schema}.record as r set state = 5, changed_at = clock_timestamp() where r.key = its.key;
+    update {schema}.dead_letter as d set redriven_at = null where d.id = its.letter;
+    update {schema}.redrive as t set outcome = 'cancelled', ended_at = clock_timestamp() where t.id = its.id;
+    return true;
 end
 $$;
 

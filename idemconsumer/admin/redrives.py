@@ -1,4 +1,4 @@
-"""Dead letters are run once more (O1 to O4, O24).
+"""Dead letters are run once more (O1 to O4, O24, O32).
 
 A redrive is a *ticket*: the letter's message, in the queue of its handler that also brings what is tried again later.
 Its DEAD record waits for it as a PENDING one does for its next attempt (D19), so the claim lets it through once. A
@@ -11,12 +11,14 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any, Final
 
 import msgspec
 
 from idemconsumer.admin.audit import Trace
 from idemconsumer.admin.dead_letters import PATIENCE, Which, connected
+from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import keys
 from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers, encode_headers
@@ -46,6 +48,18 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.counts.get(each, 0) for each in _REDRIVEN)
 
 
+class RunLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A run, whoever began it: how many letters it has redriven, and how many of them came to which outcome (as in
+    `Redrive`, or `cancelled`). With `cancelled` it redrives no more."""
+
+    run: str
+    by: str
+    began_at: datetime
+    letters: int
+    cancelled: bool
+    outcomes: Mapping[str, int]
+
+
 class Redrives:
     """Of one schema. Raises like `Admin`."""
 
@@ -65,7 +79,7 @@ class Redrives:
         progress: Progress = lambda _: None,
     ) -> Run:
         """Run the messages of these letters once more, oldest first, with all their attempts again. Sagas go on where
-        they stopped, as by `SagaAdmin.resume`.
+        they stopped, as by `SagaAdmin.resume`. Raises ConfigurationError once the run is cancelled.
 
         A letter is redriven once by all calls with the same `run`, so one that was killed goes on where it was. `rate`:
         letters in a second at most. `progress` is called with how many more were looked at. A letter that comes in
@@ -78,11 +92,15 @@ class Redrives:
             (row,) = await (await connection.execute(self._queries["dead_last"])).fetchall()
             given = which.params | {"run": run, "last": row["id"] or 0, "limit": together}
             while True:
-                query = self._queries["dead_to_redrive"]
-                page = await (await connection.execute(query, given | {"after": after})).fetchall()
-                if not page:
-                    return Run(run=run, counts=counts)
                 async with connection.transaction():
+                    await connection.execute(self._queries["share_run"], given)
+                    (row,) = await (await connection.execute(self._queries["run_cancelled"], given)).fetchall()
+                    if row["cancelled"]:
+                        raise ConfigurationError(f"run {run} was cancelled; redrive what is left without this --run")
+                    query = self._queries["dead_to_redrive"]
+                    page = await (await connection.execute(query, given | {"after": after})).fetchall()
+                    if not page:
+                        return Run(run=run, counts=counts)
                     found = [await self._redrive(connection, row, run, by, dry_run=dry_run) for row in page]
                     now = sum(map(found.count, _REDRIVEN))
                     if now and not dry_run:
@@ -92,6 +110,37 @@ class Redrives:
                 progress(len(page))
                 if rate is not None and not dry_run:
                     await asyncio.sleep(max(0.0, began + done / rate - time.monotonic()))
+
+    async def runs(self, limit: int = 50) -> list[RunLine]:
+        """The newest first."""
+        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
+            rows = await (await connection.execute(self._queries["redrive_runs"], {"limit": limit})).fetchall()
+        return [RunLine(**row) for row in rows]
+
+    async def cancel(self, run: str, *, by: str, progress: Progress = lambda _: None) -> int:
+        """What has not begun is a dead letter again, and whoever makes tickets of this run makes no more. Returns how
+        many letters that were; sagas that go on are not among them. Raises ConfigurationError where there is no such
+        run."""
+        given, cancelled, after = {"run": run, "by": by, "limit": _TOGETHER}, 0, 0
+        trace = Trace(self._schema, by, "cancel redrive")
+        async with connected(self._dsn, self._schema, patience=PATIENCE) as connection:
+            async with connection.transaction():
+                await connection.execute(self._queries["lock_run"], given)
+                if not await (await connection.execute(self._queries["cancel_run"], given)).fetchall():
+                    raise ConfigurationError(f"there is no run {run!r}; `idemconsumer dead runs` lists them")
+                await trace.write(connection, f"run {run}")
+            while True:
+                query = self._queries["tickets_of_run"]
+                page = await (await connection.execute(query, given | {"after": after})).fetchall()
+                if not page:
+                    return cancelled
+                async with connection.transaction():
+                    for row in page:
+                        cursor = await connection.execute(self._queries["cancel_ticket"], {"ticket": row["id"]})
+                        cancelled += sum(each["cancelled"] for each in await cursor.fetchall())
+                    await trace.write(connection, f"run {run}, {cancelled} dead letters")
+                after = page[-1]["id"]
+                progress(len(page))
 
     async def _redrive(self, connection: Any, row: Mapping[str, Any], run: str, by: str, *, dry_run: bool) -> Redriven:
         statement, given = "redrive_saga", {"letter": row["id"], "run": run, "by": by}

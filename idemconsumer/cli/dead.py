@@ -14,6 +14,7 @@ import click
 from idemconsumer.admin.dead_letters import Admin, DeadLetterDetail, Redrive, Which
 from idemconsumer.admin.redrives import Redrives, Run
 from idemconsumer.cli.banner import table
+from idemconsumer.cli.dead_runs import dead_runs
 from idemconsumer.cli.letters import letter_json, show, time_of
 from idemconsumer.cli.options import ID, RATE, as_json, database, deciding, need_dsn, print_json, printable
 from idemconsumer.cli.unknown import say_unknown
@@ -236,11 +237,14 @@ def dead_redrive(
     else:
         sagas = done.counts.get(Redriven.RESUMES, 0)
         of_sagas = f", {sagas} of them of sagas, which go on where they stopped" if sagas else ""
-        under = "" if dry_run else f"; run {name}"
+        under = "" if dry_run else f"; run {name}, see `idemconsumer dead runs`"
         click.echo(f"{'would redrive' if dry_run else 'redriven'}: {done.redriven} dead letters{of_sagas}{under}")
         for verdict, text in _LEFT.items():
             if count := done.counts.get(verdict):
                 click.echo(f"left: {count} {text}", err=True)
+
+
+dead.add_command(dead_runs)
 
 
 @dead.command("discard")

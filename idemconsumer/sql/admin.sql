@@ -59,6 +59,47 @@ where d.id > %(after)s and d.id <= %(last)s and {chosen}
   and not exists (select from {schema}.redrive as t where t.letter = d.id and t.run = %(run)s)
 order by d.id limit %(limit)s
 
+-- name: share_run
+-- O32: tickets are made under this lock, and a run is cancelled under the whole of it.
+select pg_advisory_xact_lock_shared(4711, hashtext(%(run)s))
+
+-- name: run_cancelled
+select exists (select from {schema}.redrive where run = %(run)s and letter = 0) as cancelled
+
+-- name: lock_run
+select pg_advisory_xact_lock(4711, hashtext(%(run)s))
+
+-- name: cancel_run
+insert into {schema}.redrive (letter, run, by, at, queued, outcome, ended_at)
+select 0, %(run)s, %(by)s, clock_timestamp(), 0, 'cancelled', clock_timestamp()
+where exists (select from {schema}.redrive where run = %(run)s and outcome is distinct from 'released')
+returning id
+
+-- name: tickets_of_run
+-- Sagas that go on have none.
+select id from {schema}.redrive
+where run = %(run)s and id > %(after)s and outcome is null and queued > 0 order by id limit %(limit)s
+
+-- name: cancel_ticket
+select {schema}.cancel_ticket(%(ticket)s) as cancelled
+
+-- fragment: came_of
+-- What came of a ticket.
+coalesce(t.outcome, case when t.key is null and not exists (select from {schema}.queue where id = t.queued)
+    then 'settled' else 'waiting' end)
+
+-- name: redrive_runs
+-- The newest first, with how many letters came to what; of a key that was released there is no run.
+select r.run, min(r.by) as by, min(r.at) as began_at, sum(r.letters)::bigint as letters, bool_or(r.cancelled) as cancelled,
+    coalesce(jsonb_object_agg(r.outcome, r.letters) filter (where r.letters > 0), '{{}}') as outcomes
+from (
+    select t.run, {came_of} as outcome, min(t.by) as by, min(t.at) as at, count(*) filter (where t.letter <> 0) as letters,
+        bool_or(t.letter = 0) as cancelled
+    from {schema}.redrive as t where t.outcome is distinct from 'released' group by 1, 2
+) as r
+group by 1
+order by 3 desc limit %(limit)s
+
 -- name: redrive_letter
 select {schema}.redrive_letter(%(letter)s, %(queue)s, %(headers)s, %(run)s, %(by)s)
 
@@ -67,9 +108,7 @@ select {schema}.redrive_saga(%(letter)s, %(run)s, %(by)s)
 
 -- name: dead_redrives
 -- Those of one letter, or of its key under other letters.
-select t.id, t.letter, t.run, t.by, t.at, t.ended_at,
-    coalesce(t.outcome, case when t.key is null and not exists (select from {schema}.queue where id = t.queued)
-        then 'settled' else 'waiting' end) as outcome
+select t.id, t.letter, t.run, t.by, t.at, t.ended_at, {came_of} as outcome
 from {schema}.redrive as t
 where t.letter = %(letter)s or t.key = %(key)s
 order by t.id

@@ -95,6 +95,19 @@ def test_they_are_chosen_by_app_tenant_and_time(desk: Desk) -> None:
     assert desk("dead", "redrive", "--tenant", "acme", "--dry-run") == "would redrive: 1 dead letters\n"
 
 
+def test_runs_are_listed_and_cancelled(desk: Desk) -> None:
+    assert desk("dead", "runs") == "no runs\n"
+    desk("dead", "redrive", "--handler", "order", "--run", "r1", "--by", "ann")
+    (line,) = [line for line in desk("dead", "runs").splitlines() if line.startswith("r1")]
+    assert line.split()[-4:] == ["ann", "4", "4", "waiting"]
+    assert desk("dead", "runs", "--cancel", "r1", "--by", "bob") == "cancelled: 4 dead letters\n"
+    (run,) = desk.json("runs")
+    assert (run["run"], run["cancelled"], run["outcomes"]) == ("r1", True, {"cancelled": 4})
+    assert len(desk.json("list")) == 5
+    assert "no run 'nope'" in (desk("dead", "runs", "--cancel", "nope", code=2), desk.stderr)[1]
+    assert "cancel redrive" in desk("audit")
+
+
 @pytest.mark.parametrize("verb", ["redrive", "discard"])
 def test_who_chooses_nothing_is_told(desk: Desk, verb: str) -> None:
     for words in (["--handler", "nope"], ["--reason", "undecodabel"], ["--app", "shop2", "--dry-run"], ["4711"]):
@@ -122,7 +135,7 @@ def test_they_are_redriven_by_filter_and_shown_with_that(desk: Desk) -> None:
     assert desk("dead", "redrive", "--error", "shop.py:12", "--dry-run") == "would redrive: 3 dead letters\n"
     assert desk.sql("select count(*) from idemconsumer.queue") == [(0,)]
     assert desk("dead", "redrive", "--error", "shop.py:12", "--by", "ann", "--run", "r1") == (
-        "redriven: 3 dead letters; run r1\n"
+        "redriven: 3 dead letters; run r1, see `idemconsumer dead runs`\n"
     )
     assert "--run r1" in desk.stderr
     assert desk.sql("select name, count(*) from idemconsumer.queue group by 1") == [("~~shop/order", 3)]

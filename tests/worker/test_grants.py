@@ -216,6 +216,7 @@ async def test_a_reader_reads_everything_and_changes_nothing(bench: Bench, made:
     async with bench.running(shop.app) as running:
         await running.until(lambda: bench.do("select count(*) from idemconsumer.delayed") == [(1,)])
         await running.until(lambda: bench.do(WAITING) == [(1,)])
+        await running.until(lambda: bench.do("select count(*) from idemconsumer.dead_letter") == [(1,)])
     ((saga,),) = bench.do("select encode(key, 'hex') from idemconsumer.saga where handler = 'ride'")
     ((letter,),) = bench.do("select id::text from idemconsumer.dead_letter")
     for words in (
@@ -223,6 +224,7 @@ async def test_a_reader_reads_everything_and_changes_nothing(bench: Bench, made:
         ("dead", "list"),
         ("dead", "show", letter),
         ("dead", "groups"),
+        ("dead", "runs"),
         ("dead", "export"),
         ("keys", "list"),
         ("keys", "show", saga),
