@@ -47,6 +47,10 @@ class Case(NamedTuple):
 CASES = [
     Case("NothingConsumes", {f'workers{{{PLACE},state="consuming"}}': "2 0x20"}, 7,
          {"job": "shop", "instance": "a"}, since=5),
+    Case("NotScraped", {f"worker_deaths_total{{{PLACE}}}": "0x20"}, 7, {}, since=5),
+    Case("SourceAway", {f'source_up{{{PLACE},source="s"}}': "1 0x20"}, 3,
+         {"job": "shop", "instance": "a", "source": "s"}, since=1),
+    Case("NotReady", {f"ready{{{PLACE}}}": "1 0x30"}, 17, {"job": "shop", "instance": "a"}, since=15),
     Case("WorkersDie", {f"worker_deaths_total{{{PLACE}}}": "0x5 1 2 3x20"}, 9, {"job": "shop", "instance": "a"}, 6),
     Case("DatabaseAway", {f"database_up{{{PLACE}}}": "1 0x20"}, 4, {"job": "shop", "instance": "a"}, since=2),
     Case("CertificateExpires",

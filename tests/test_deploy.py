@@ -40,7 +40,7 @@ def exported() -> list[Metric]:
     report = Report(
         app="shop", phase=Phase.CONSUMING, patience=5.0, counts=counts,
         handlers={"take": HandlerState(8, 1, 1, 2.0)}, pools={"handlers": PoolState(1, 2, 0)},
-        lag={"kafka:orders": Lag(1, 2.0, part=True)},
+        lag={"kafka:orders": Lag(1, 2.0, part=True)}, up={"kafka:orders": True},
     )  # fmt: skip
     crew.begun(0)
     crew.told(0, encoded(report))

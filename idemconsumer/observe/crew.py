@@ -81,11 +81,21 @@ class Crew:
         return found
 
     @property
-    def phases(self) -> dict[str, int]:
-        """How many workers are in each, and how many places are `vacant`, since their worker is to be restarted."""
+    def up(self) -> dict[str, bool]:
+        """By source (O33): whether all workers that have begun are connected to it, and there is one."""
+        reports = list(self.reports)
+        known = {source: [each.up[source] for each in reports if source in each.up] for source in self.sources}
+        return {source: bool(of) and all(of) for source, of in known.items()}
+
+    @property
+    def states(self) -> dict[str, int]:
+        """How many workers are in each phase; of those that could consume, how many are `waiting` for a server; and how
+        many places are `vacant`, since their worker is to be restarted."""
         standings = self._standings()
+        waiting = sum(each.phase is Phase.CONSUMING and bool(each.lacking) for each in standings)
         number = {str(phase): sum(each.phase is phase for each in standings) for phase in Phase}
-        return number | {"vacant": max(0, self.workers - len(standings))}
+        number[Phase.CONSUMING] -= waiting
+        return number | {"waiting": waiting, "vacant": max(0, self.workers - len(standings))}
 
     # ----------------------------------------------------------------------------------------------------------- health
     def against_life(self) -> list[str]:

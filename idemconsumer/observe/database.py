@@ -20,6 +20,7 @@ from idemconsumer.user_code.cancellation import end
 
 AGAIN: Final = 15.0  # seconds between two looks
 _REST: Final = 19.0  # times as long as a look took: a twentieth of one connection's time
+_SOON: Final = 2.0  # where nothing was answered, so nothing was read
 DEADLINE: Final = 3.0  # seconds that a scrape waits for a look
 # enable_seqscan: letters are counted in an index, and an empty queue in no table full of another one's messages.
 _SETTINGS: Final = {"enable_seqscan": "off", "statement_timeout": "5s", "lock_timeout": "1s"}
@@ -95,11 +96,12 @@ class Database:
 
     async def _look(self, names: list[str]) -> None:
         """Not cut short by a scrape that does not wait for it: the server would go on, and be asked again."""
-        began = time.monotonic()
+        began, answers = time.monotonic(), True
         try:
             self._found = await self._read(names)
         except (psycopg.Error, OSError, IdemConsumerError) as error:
             self._found = None
+            answers = getattr(error, "sqlstate", None) is not None
             await self._leave()
             if not self._failing:
                 log.warning("database not measured", error=error_text(error))
@@ -110,7 +112,8 @@ class Database:
             self._failing = False
         finally:
             now = time.monotonic()
-            self._next = now + max(AGAIN, _REST * (now - began))
+            # A server that is away or hangs does not work for a look, so the next one is soon, and sees its return.
+            self._next = now + (max(AGAIN, _REST * (now - began)) if answers else _SOON)
             self._looking = None
 
     async def _read(self, names: list[str]) -> Found:

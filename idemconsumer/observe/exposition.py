@@ -112,8 +112,16 @@ def _standing(crew: Crew) -> Iterator[Metric]:
     pools = sorted({name for report in reports for name in report.pools})
     used = {name: [report.pools[name] for report in reports if name in report.pools] for name in pools}
     yield _gauge(
-        "workers", "Worker processes by what they do", ("state",), (((state,), n) for state, n in crew.phases.items())
+        "workers", "Worker processes by what they do", ("state",), (((state,), n) for state, n in crew.states.items())
     )
+    # O33: 0, and not left out, while something is away.
+    yield _gauge(
+        "ready", "Whether all workers consume, as /readyz says", (), [((), float(not crew.against_readiness()))]
+    )
+    yield _gauge(
+        "source_up", "Whether all workers that read it are connected to a source", ("source",),
+        (((source,), float(up)) for source, up in crew.up.items() if not source.startswith(_RETRIES)),
+    )  # fmt: skip
     yield _gauge(
         "lanes",
         "Lanes of all workers",

@@ -31,7 +31,8 @@ class PoolState(msgspec.Struct):
 class Report(msgspec.Struct, kw_only=True):
     """Of one worker. Times are seconds.
 
-    `patience`, `stalled` and `lacking` are those of `rules.health.Standing`. `lag` is by source. What is not there
+    `patience`, `stalled` and `lacking` are those of `rules.health.Standing`. `lag` and `up`, whether it has a session
+    now, are by source. What is not there
     (yet) is left out.
     """
 
@@ -44,6 +45,7 @@ class Report(msgspec.Struct, kw_only=True):
     handlers: dict[str, HandlerState] = msgspec.field(default_factory=dict)
     pools: dict[str, PoolState] = msgspec.field(default_factory=dict)
     lag: dict[str, Lag] = msgspec.field(default_factory=dict)
+    up: dict[str, bool] = msgspec.field(default_factory=dict)
     in_hand: int = 0
     bytes_in_hand: int = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from itertools import groupby, islice
@@ -319,6 +319,11 @@ class Feed:
         """For how many seconds a poll has not come back, if that is longer than it may take."""
         seconds = 0.0 if self._polls_since is None else time.monotonic() - self._polls_since
         return seconds if seconds > _LONGEST_POLL else None
+
+    @property
+    def sources(self) -> Collection[str]:
+        """All that its sessions are for."""
+        return self._handlers.keys()
 
     @property
     def consuming(self) -> bool:

@@ -103,7 +103,7 @@ def test_totals_never_go_back_though_workers_die() -> None:
     crew.ended(1)
     sizes = crew.counts.of("take").sizes
     assert (sum(sizes.counts), sizes.sum) == (3, 9.0)
-    assert crew.phases == {"starting": 0, "consuming": 1, "draining": 0, "leaving": 0, "vacant": 1}
+    assert crew.states == {"starting": 0, "consuming": 1, "draining": 0, "leaving": 0, "waiting": 0, "vacant": 1}
 
 
 def test_parts_of_a_source_add_up_and_what_all_see_counts_once() -> None:

@@ -144,6 +144,8 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "transaction_is_long_after": at("admin.doctor.LONG"),
     "messages_of_a_step": at("cli.messages._BATCH"),  # a number
     "scrape_patience": at("observe.database.DEADLINE"),
+    "look_patience": at("observe.database._PATIENCE"),
+    "pause_between_looks": at("observe.database.AGAIN"),
     "summing_pause": at("observe.summing._LOOK"),
     "summed_kinds": at("observe.summing._MOST"),  # a number
 }

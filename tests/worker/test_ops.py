@@ -17,19 +17,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from idemconsumer import App, Tx
 from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.embedded.postgres import free_port
 from idemconsumer.errors import SessionEnded
 from idemconsumer.observe import database as measured
+from idemconsumer.observe.counts import Counts
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.exposition import exposition
 from idemconsumer.observe.ops import Ops
+from idemconsumer.observe.reports import Report, encoded
 from idemconsumer.ports.broker import Delivery
 from idemconsumer.process.child import Exit
 from idemconsumer.rules.health import Phase
@@ -38,8 +42,9 @@ from idemconsumer.stores.migrations import migrate
 from tests.support import forked
 from tests.support.logs import LogCapture
 from tests.support.servers.made import PrivatePostgres
+from tests.support.servers.proxy import Proxy
 from tests.support.tuning import tuned, tuning_source
-from tests.support.waiting import PATIENCE, eventually
+from tests.support.waiting import PATIENCE, eventually, until
 from tests.support.workers import Bench, Item
 
 SHOP = (
@@ -278,11 +283,15 @@ def test_a_loop_that_stands_still_and_a_database_that_is_away(
         server.kill()
         eventually(lambda: shop.status("/readyz") == 503)
         assert "worker 0 waits for postgres" in json.loads(shop.get("/readyz")[1])["problems"]
+        assert (shop.value("ready"), shop.value("source_up", source="postgres:orders")) == (0, 0)
+        assert (shop.value("workers", state="consuming"), shop.value("workers", state="waiting")) == (0, 1)
         began = time.monotonic()
         assert shop.get("/livez")[0] == 200
         assert time.monotonic() - began < 1.0
         server.start()
         eventually(lambda: shop.status("/readyz") == 200)
+        assert (shop.value("ready"), shop.value("source_up", source="postgres:orders")) == (1, 1)
+        assert shop.value("workers", state="consuming") == 1
 
 
 async def test_a_poll_that_does_not_come_back_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,6 +329,56 @@ async def test_a_database_that_is_away_or_silent_holds_up_no_scrape(monkeypatch:
     text = exposition(Crew(1), found).decode()
     assert "idemconsumer_database_up 0.0" in text
     assert "idemconsumer_sagas" not in text
+
+
+async def test_a_database_that_is_back_is_measured_soon(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(monkeypatch, look_patience=1.0, pause_between_looks=0.0)
+    migrate(database, "idemconsumer")
+    async with Proxy(int(str(conninfo_to_dict(database)["port"]))) as proxy:
+        looking = measured.Database(make_conninfo(database, host="127.0.0.1", port=proxy.port), "idemconsumer")
+
+        async def answered() -> bool:
+            return await looking.look([]) is not None
+
+        async def silent() -> bool:
+            return not await answered() and looking._looking is None
+
+        await until(answered)
+        proxy.freeze()
+        await until(silent)
+        proxy.thaw()
+        await until(answered, within=10.0)
+        await looking.close()
+
+
+def test_a_worker_that_waits_for_a_server_does_not_consume() -> None:
+    crew = Crew(2)
+
+    def value(name: str, **labels: str) -> float | None:
+        text = exposition(crew, None).decode()
+        samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
+        return next(
+            (each.value for each in samples if (each.name, each.labels) == (f"idemconsumer_{name}", labels)), None
+        )
+
+    def told(worker: int, **more: Any) -> None:
+        counts = Counts()
+        counts.of("take").deliveries["kafka:a"] += 0
+        crew.told(worker, encoded(Report(app="shop", phase=Phase.CONSUMING, patience=5.0, counts=counts, **more)))
+
+    assert value("ready") == 0
+    for worker in (0, 1):
+        crew.begun(worker)
+        told(worker, up={"kafka:a": True})
+    assert (value("ready"), value("source_up", source="kafka:a")) == (1, 1)
+    told(1, up={"kafka:a": False}, lacking=["kafka"])
+    assert (value("ready"), value("source_up", source="kafka:a")) == (0, 0)
+    assert (value("workers", state="consuming"), value("workers", state="waiting")) == (1, 1)
+    told(1)  # it has begun again, and has no sessions yet
+    assert value("source_up", source="kafka:a") == 1
+    crew.ended(0)
+    crew.ended(1)
+    assert value("source_up", source="kafka:a") == 0
 
 
 async def test_probes_need_no_library(monkeypatch: pytest.MonkeyPatch, logged: LogCapture) -> None:
