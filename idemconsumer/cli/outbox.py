@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from idemconsumer.cli.letters import either, time_of
 from idemconsumer.cli.options import ANY_ID, ID, as_json, database, deciding, need_dsn, print_json, printable
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
+from idemconsumer.process.child import Exit
 from idemconsumer.settings import load
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -115,6 +117,7 @@ def outbox_retry(ids: tuple[int, ...], everything: bool, by: str, as_json: bool,
     _need_choice(ids, flags, everything=everything)
     which = _which(flags, ids=ids or None)
     retried = asyncio.run(_outbox(flags).retry(which, by=by))
+    _matched(retried, everything=everything)
     if as_json:
         print_json({"retried": retried})
     else:
@@ -145,6 +148,7 @@ def outbox_discard(
     _need_choice(ids, flags, everything=everything)
     which, outbox = _which(flags, ids=ids or None, parked=not waiting), _outbox(flags)
     discarded = asyncio.run(outbox.count(which))
+    _matched(discarded, everything=everything)
     if not dry_run:
         if not yes and discarded:
             click.confirm(f"delete {discarded} outgoing messages for good?", abort=True, err=True)
@@ -159,6 +163,13 @@ def _need_choice(ids: tuple[int, ...], flags: dict[str, Any], *, everything: boo
     filters = [name for name in _CHOICES if flags[name] is not None]
     if not (ids or filters or everything) or (everything and (ids or filters)):
         raise click.UsageError("give ids, or options such as --destination and --error, or --all")
+
+
+def _matched(messages: int, *, everything: bool) -> None:
+    """Exit 1 where something was chosen and nothing is there, as for dead letters."""
+    if not messages and not everything:
+        click.echo("no outgoing message is chosen by this", err=True)
+        sys.exit(Exit.ERROR)
 
 
 def _state(parked: object, due: object) -> str:

@@ -75,7 +75,7 @@ def test_what_is_decided_about_messages_is_in_it(dsn: str) -> None:
 def test_what_changes_nothing_is_not(dsn: str) -> None:
     for words, code in (
         ("dead redrive --all --dry-run", 0), ("dead redrive --reason conflict", 1), ("dead discard --all --dry-run", 0),
-        ("dead discard --reason conflict --yes", 1), ("outbox retry --destination sqs:x", 0),
+        ("dead discard --reason conflict --yes", 1), ("outbox retry --destination sqs:x", 1),
         ("outbox discard --all --dry-run", 0),
     ):  # fmt: skip
         run(dsn, *words.split(), code=code)
