@@ -47,11 +47,11 @@ class Door:
                 doubts += 1
                 until = max(until, loop.time() + _DOUBT)
                 if doubts == _DOUBTS:
-                    return self._refused(error, doubts)
+                    return self._refused(error, problems.OUTCOME_UNKNOWN)
                 continue
             except (StoreUnavailable, Contention) as error:
                 _check_ours(error)
-                return self._refused(error, doubts)
+                return self._refused(error, problems.OUTCOME_UNKNOWN if doubts else problems.UNAVAILABLE)
             self._there()
             if isinstance(met, Answer):
                 return met
@@ -62,11 +62,24 @@ class Door:
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _refused(self, error: IdemConsumerError, doubts: int) -> Answer:
+    async def answer_without_key(self, unclaimed: Callable[[], Awaitable[Answer]]) -> Answer:
+        """That to a request of which nothing is stored, so a COMMIT without an answer cannot be asked for (H16)."""
+        try:
+            answer = await unclaimed()
+        except CommitUnknown as error:
+            _check_ours(error)
+            return self._refused(error, problems.OUTCOME_LOST)
+        except (StoreUnavailable, Contention) as error:
+            _check_ours(error)
+            return self._refused(error, problems.UNAVAILABLE)
+        self._there()
+        return answer
+
+    def _refused(self, error: IdemConsumerError, problem: problems.Problem) -> Answer:
         if not self._away and not isinstance(error, Contention):
             self._away = True
             log.warning("requests with a key are refused while the database is away", error=str(error))
-        return refusal(problems.OUTCOME_UNKNOWN if doubts else problems.UNAVAILABLE)
+        return refusal(problem)
 
     def _there(self) -> None:
         if self._away:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeVar, Unpack
-from uuid import uuid4
 
 from idemconsumer.app.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError
@@ -38,12 +38,12 @@ DEFAULT_METHODS: Final = ("POST", "PATCH")
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that may run under its key, once its body is known."""
+    """A request that may run under its key, once its body is known; or without one, in its transaction (H16)."""
 
     request: Request
     policy: Policy
     tenant: str
-    key: str
+    key: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,26 +171,24 @@ class Idempotency:
         return {method: compile_route(name, self._default, by_path=True) for method, name in names.items()}
 
     async def admit(self, request: Request, policy: Policy) -> Admitted | Problem | None:
-        """Whether the request may run under a key. None: it has none, and needs none. Raises what `tenant` raises."""
+        """Whether the request may run. None: it passes as it is. Raises what `tenant` raises."""
         key = self.key_of(request, policy)
-        if not isinstance(key, str):
+        if isinstance(key, Problem):
             return key
+        if passes(key, policy):
+            return None
         tenant = self.ask_tenant(request)
         return self.admitted(request, policy, key, await tenant if inspect.isawaitable(tenant) else tenant)
 
     def key_of(self, request: Request, policy: Policy) -> str | Problem | None:
-        """The key of a request; a new one, if it has none and needs one to run. Raises ConfigurationError for one that
-        runs under its key already."""
+        """The key of a request, if it has one. Raises ConfigurationError for one that runs under its key already."""
         key = parse_key(request.values(HEADER))
         if isinstance(key, BadKey):
             return problems.KEY_REPEATED if key is BadKey.REPEATED else problems.KEY_MALFORMED
-        if key is None:
-            if policy.required:
-                return problems.KEY_MISSING
-            if not policy.tx:
-                return None
-            key = str(uuid4())  # it needs a transaction, and nobody will ask for this key
-        if COVERED in request.environment:  # it would wait for itself, and the refusal be its answer for good
+        if key is None and policy.required:
+            return problems.KEY_MISSING
+        if COVERED in request.environment and not passes(key, policy):
+            # It would wait for itself, and the refusal be its answer for good.
             raise ConfigurationError(
                 f"two IdempotencyMiddleware are around {policy.name!r}; leave one out, or write default=None and "
                 "routes={…} for the outer one, so that each route has one"
@@ -201,7 +199,7 @@ class Idempotency:
         """What `tenant` says, or what is to be awaited for it. It may block, and may need the thread of the request."""
         return self._tenant(request)
 
-    def admitted(self, request: Request, policy: Policy, key: str, given: object) -> Admitted | Problem:
+    def admitted(self, request: Request, policy: Policy, key: str | None, given: object) -> Admitted | Problem:
         """A request of which all is known but its body. `given`: what `tenant` said."""
         tenant = checked_tenant(given)
         return tenant if isinstance(tenant, Problem) else Admitted(request, policy, tenant, key)
@@ -209,19 +207,26 @@ class Idempotency:
     async def answer(self, admitted: Admitted, body: bytes, run: Run) -> Answer:
         """The answer to an admitted request. Raises what the application raises, and ConfigurationError for a database
         that cannot be used."""
-        policy = admitted.policy
+        policy, key = admitted.policy, admitted.key
+        if key is None:
+            KEY.set(secrets.token_hex(32))
+
+            async def unclaimed() -> Answer:
+                return await (await self._opened.joined()).unclaimed(policy, run)
+
+            return await self._door.answer_without_key(unclaimed)
 
         def mode() -> Awaitable[Mode]:
             return self._opened.joined() if policy.tx else self._opened.leased()
 
-        return await self._door.answer(lambda: self._claim(admitted, body), policy, mode, run)
+        return await self._door.answer(lambda: self._claim(admitted, key, body), policy, mode, run)
 
-    def _claim(self, admitted: Admitted, body: bytes) -> Claim:
+    def _claim(self, admitted: Admitted, given: str, body: bytes) -> Claim:
         policy, tenant, request = admitted.policy, admitted.tenant, admitted.request
         # H1. The paths of routes that nobody has written down are many: each would be a scope of its own. So would each
         # place be where an app is mounted.
         place = request.root + request.path if policy.by_path else request.root
-        key = keys.joined([place, admitted.key]) if place else admitted.key
+        key = keys.joined([place, given]) if place else given
         stored = keys.digest(self._name, tenant, policy.name, key)
         KEY.set(stored.hex())
         return Claim(
@@ -257,6 +262,11 @@ class Idempotency:
         """Close what was opened, once all requests have been answered. The next request opens it anew. What still runs
         under a key is waited for, for some seconds; after that it keeps its key, and all is closed behind it (H14)."""
         await asyncio.shield(self._opened.close())
+
+
+def passes(key: str | None, policy: Policy) -> bool:
+    """Whether a request with this key, or without one, goes on as if there was no door."""
+    return key is None and not policy.tx
 
 
 def _pattern(route: Marked | str) -> Pattern:

@@ -83,6 +83,24 @@ class Joined:
             self._recent.add(claim.key)
         return met
 
+    async def unclaimed(self, policy: Policy, run: Run) -> Answer:
+        """The answer to a request without a key: its effects are one commit, and nothing is stored of it. Raises as
+        `attempt`."""
+        try:
+            async with AsyncExitStack() as stack:
+                async with _patience(_NONE_FREE):
+                    claims = await stack.enter_async_context(self._store.transaction(group=1))
+                async with _patience("the database does not answer"):
+                    await claims.begin()
+                response = await self._handled(claims, policy, run)
+                await claims.complete((), ())
+        except _TimedOut:
+            log.warning("a request without a key was cut off", route=policy.name, timeout=policy.timeout)
+            return refusal(TIMED_OUT)
+        except _Undone as undone:
+            response = undone.response
+        return Answer(response, live=True)
+
     async def _ended(self, claim: Claim) -> Record | None:
         """What is on record of a request that has ended: for a replay nothing is opened, locked and rolled back."""
         async with _patience(_NONE_FREE):

@@ -106,6 +106,11 @@ OUTCOME_UNKNOWN: Final = Problem(
     "It is not known whether the request was executed. Send it again with the same key, which tells.",
     again=2,
 )
+OUTCOME_LOST: Final = replace(
+    OUTCOME_UNKNOWN,
+    detail="It is not known whether the request was executed, and it came without a key by which that could be found.",
+    again=None,
+)
 # Of what is accepted and done later (H45).
 NOT_FOUND: Final = Problem(
     "not-found", 404, "Not known", "Nothing was accepted under this key, or it is no longer kept."

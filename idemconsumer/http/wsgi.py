@@ -11,7 +11,7 @@ from typing import Final
 from idemconsumer.http.accepting import AcceptLater
 from idemconsumer.http.background import background
 from idemconsumer.http.guarding import seen
-from idemconsumer.http.idempotency import Admitted, Idempotency, Table, checked_tenant
+from idemconsumer.http.idempotency import Admitted, Idempotency, Table, checked_tenant, passes
 from idemconsumer.http.marked_wsgi import FlaskRoutes
 from idemconsumer.http.messages import Headers, Request, Response
 from idemconsumer.http.policy import Policy
@@ -85,8 +85,10 @@ class IdempotencyMiddleware:
     def _admitted(self, request: Request, policy: Policy) -> Admitted | Problem | None:
         """In this thread: a tenant may have to be looked up by a connection that belongs to it, as Django's do."""
         key = self.idempotency.key_of(request, policy)
-        if not isinstance(key, str):
+        if isinstance(key, Problem):
             return key
+        if passes(key, policy):
+            return None
         tenant = self.idempotency.ask_tenant(request)
         if inspect.iscoroutine(tenant):
             tenant = asyncio.run_coroutine_threadsafe(tenant, background().loop).result()

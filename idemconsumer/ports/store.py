@@ -153,6 +153,10 @@ class Claims(OpenTransaction, Protocol):
         """Whether a handler has changed the transaction in a way that `restore` cannot undo (G6)."""
         ...
 
+    async def begin(self) -> object:
+        """Open the transaction for what claims no key; `claim` does so by itself."""
+        ...
+
     async def claim(self, claims: Sequence[Claim]) -> list[Found]:
         """Claim all keys with one atomic insert, in order. Keys within one call must differ.
 

@@ -205,6 +205,21 @@ async def test_a_commit_without_an_answer_is_asked_for_again(
     assert runs == (2 if (mode, status) == ("before", 201) else 1)
 
 
+async def test_without_a_key_a_commit_without_an_answer_is_said_not_to_be_known(
+    ledger: Ledger, make_door: MakeDoor, proxy: Proxy
+) -> None:
+    async def endpoint(request: StarletteRequest) -> Response:
+        response = await place(request)
+        proxy.cut_at(mode="after")
+        return response
+
+    async with client(service(make_door(routes=JOINED), endpoint)) as shop:
+        got = await shop.post(key=None)
+    assert (got.status_code, problem(got)) == (503, "outcome-unknown")
+    assert "retry-after" not in got.headers
+    assert ledger.effects == ["1"]
+
+
 @pytest.mark.kill
 @pytest.mark.parametrize(
     ("point", "path", "effects", "came"),

@@ -9,7 +9,7 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import JSONResponse, Response
 
 from idemconsumer import App, ConfigurationError
-from idemconsumer.http import Idempotency, IdempotencyMiddleware, Request, Route
+from idemconsumer.http import Idempotency, IdempotencyMiddleware, Request, Route, current_key
 from idemconsumer.rules.http import BadKey, parse_key
 from tests.http.site import MakeDoor, by_header, client, place, problem, replayed, service
 from tests.support.ledger import Ledger
@@ -68,12 +68,25 @@ async def test_bad_keys_are_400_and_nothing_runs(ledger: Ledger, make_door: Make
 
 
 # --------------------------------------------------------------------------------------------------- what is covered
-async def test_without_a_key_a_joined_route_runs_each_time_in_its_transaction(
-    ledger: Ledger, make_door: MakeDoor
+@pytest.mark.parametrize("store", ["postgres", "hybrid"])
+async def test_without_a_key_a_joined_route_runs_each_time_in_its_transaction_and_nothing_is_stored(
+    ledger: Ledger, make_door: MakeDoor, store: str
 ) -> None:
-    async with client(service(make_door(routes=ORDERS))) as shop:
-        assert [(await shop.post(key=None)).status_code for _ in range(2)] == [201, 201]
+    seen = []
+
+    async def endpoint(request: StarletteRequest) -> Response:
+        response = await place(request)
+        seen.append(current_key())
+        response.status_code = (await request.json()).get("status", 201)
+        return response
+
+    door = make_door(routes=ORDERS, store=store, redis="redis://127.0.0.1:1")
+    async with client(service(door, endpoint)) as shop:
+        got = [await shop.post(key=None, json={"id": 1, "status": status}) for status in (201, 201, 409, 503)]
+    assert [(each.status_code, replayed(each)) for each in got] == [(status, False) for status in (201, 201, 409, 503)]
     assert ledger.effects == ["1", "1"]
+    assert ledger.run("select key from idemconsumer.record union select key from idemconsumer.result") == []
+    assert len(set(seen)) == 4
 
 
 async def test_other_methods_pass_untouched(ledger: Ledger, make_door: MakeDoor) -> None:
