@@ -1,4 +1,4 @@
-"""What must be equal in two requests with one key: method, path, query and, as the route says, the body (H4)."""
+"""What must be equal in two requests with one key: method, host, path, query and, as the route says, the body (H4)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.http.messages import Request
 from idemconsumer.message import keys, paths
 from idemconsumer.message.message import Message
+from idemconsumer.rules.http import host_name
 
 Take: TypeAlias = Callable[[Request, bytes], bytes]
 
@@ -50,5 +51,7 @@ def _of_value(request: Request, body: bytes, value: bytes | None) -> bytes:
 
 def _of(request: Request, kind: bytes, body: bytes) -> bytes:
     """Length-prefixed, so that no two requests look alike."""
-    parts = (request.method.encode(), request.path.encode(errors="surrogateescape"), request.query, kind, body)
+    host, path = host_name(request.header("host") or ""), request.path
+    texts = [text.encode(errors="surrogateescape") for text in (request.method, host, path)]
+    parts = (*texts, request.query, kind, body)
     return keys.fingerprint(b"".join(len(part).to_bytes(8, "big") + part for part in parts))

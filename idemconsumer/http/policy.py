@@ -32,14 +32,14 @@ class Route:
     `tx`: the route asks for `Tx`, and its effects and its response are one commit (joined mode). Else the key is held
     while the route runs, and the response is stored behind it (leased mode). `required`: without a key the answer is
     400; else such a request runs as ever, in joined mode in its transaction. `fingerprint`: what else must be equal
-    under one key, beside method, path and query: the body's "bytes", its value as "json", paths into a JSON body such
-    as `["amount", "card.id"]`, or None: nothing at all is compared. `store`: whether a response is kept as the answer
-    to its key; what is not, is sent, and in joined mode undone. By default 2xx, 3xx and 4xx are kept, but not 401, 407,
-    408, 425 and 429. `keep_headers`: names that replays have beside the usual ones. `wait`: how long a request waits
-    for another one with its key before the answer is 409. `timeout`: how long it may run in joined mode, by default
-    30 s; in leased mode how long its client waits for it, by default without end: it goes on, whoever waits. `expires`:
-    after that a key is new; `retain`: how long its record is kept at most. `max_body` and `max_response` are bytes; a
-    larger body is 413, a larger response is sent once. `stream`: it is sent as it comes, and once.
+    under one key, beside method, host, path and query: the body's "bytes", its value as "json", paths into a JSON body
+    such as `["amount", "card.id"]`, or None: nothing at all is compared. `store`: whether a response is kept as the
+    answer to its key; what is not, is sent, and in joined mode undone. By default 2xx, 3xx and 4xx are kept, but not
+    401, 407, 408, 425 and 429. `keep_headers`: names that replays have beside the usual ones. `wait`: how long a
+    request waits for another one with its key before the answer is 409. `timeout`: how long it may run in joined mode,
+    by default 30 s; in leased mode how long its client waits for it, by default without end: it goes on, whoever waits.
+    `expires`: after that a key is new; `retain`: how long its record is kept at most. `max_body` and `max_response` are
+    bytes; a larger body is 413, a larger response is sent once. `stream`: it is sent as it comes, and once.
 
     In leased mode a process that dies between the effect and the stored response leaves a lost request, of which nobody
     knows how far it came. `on_stale`: "run" runs it when it is sent again; "review" answers it with 503 until it has

@@ -71,6 +71,11 @@ def addressable(key: str) -> bool:
     return not {".", ".."} & set(re.split(r"[/\\]", key))
 
 
+def host_name(host: str) -> str:
+    """Of a Host header, without its port: one service may listen on several."""
+    return re.sub(r":[0-9]*$", "", host.strip(" \t")).rstrip(".").lower()
+
+
 def kept_by_default(status: int) -> bool:
     """Whether a response with this status is the answer to its key from now on."""
     return 200 <= status < 500 and status not in _PASSING

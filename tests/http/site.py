@@ -86,7 +86,8 @@ class Call:
         self.sent: asyncio.Queue[Any] = asyncio.Queue()
         self.gone = asyncio.Event()
         self._body: bytes | None = body
-        headers = [(b"idempotency-key", key.encode()), (b"x-tenant", b"t"), (b"content-type", b"application/json")]
+        headers = [(b"host", b"shop"), (b"idempotency-key", key.encode()), (b"x-tenant", b"t")]
+        headers.append((b"content-type", b"application/json"))
         self.scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
             "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",

@@ -252,8 +252,9 @@ async def test_a_process_that_is_killed_has_done_all_or_nothing(
                 return True
 
             await until(up)
+            headers = {"Idempotency-Key": "k", "X-Tenant": "t", "Host": "shop"}
             with pytest.raises(httpx.TransportError):
-                await real.post(path, content=b'{"id":1}', headers={"Idempotency-Key": "k", "X-Tenant": "t"})
+                await real.post(path, content=b'{"id":1}', headers=headers)
         await asyncio.to_thread(child.wait, PATIENCE)
     finally:
         child.kill()

@@ -242,3 +242,14 @@ async def test_another_path_of_one_route_is_another_request(make_door: MakeDoor)
     async with client(service(door, endpoint, more)) as shop:
         await shop.post(path="/things/1")
         assert problem(await shop.post(path="/things/2")) == "key-reused"
+
+
+async def test_another_host_is_another_request(make_door: MakeDoor) -> None:
+    async def endpoint(request: StarletteRequest) -> Response:
+        return Response(request.url.hostname)
+
+    async with client(service(make_door(routes=JOINED), endpoint)) as shop:
+        hosts = ["a.example", "A.example.:8080", "b.example", "[::1]:80", "[::1]"]
+        got = [await shop.post(key="six" if "[" in host else "four", headers={"Host": host}) for host in hosts]
+    assert [replayed(each) for each in got] == [False, True, False, False, True]
+    assert (got[1].text, problem(got[2])) == ("a.example", "key-reused")

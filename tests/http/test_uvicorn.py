@@ -132,8 +132,9 @@ async def test_a_shutdown_leaves_its_key_to_a_leased_request_that_still_runs(
         asked.exception()
     assert (ledger.states, endpoint.cancelled) == ([State.PROCESSING], False)
     async with client(service(make_door(), endpoint.__call__)) as later:
-        assert problem(await later.post(content=BODY)) == "in-progress"
+        here = {"Host": "127.0.0.1"}
+        assert problem(await later.post(content=BODY, headers=here)) == "in-progress"
         endpoint.go.set()
         await until(lambda: ledger.states == [State.COMPLETED])
-        assert replayed(await later.post(content=BODY))
+        assert replayed(await later.post(content=BODY, headers=here))
     assert endpoint.runs == 1

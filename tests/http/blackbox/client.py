@@ -74,7 +74,7 @@ class Service:
         host, port = self.url.removeprefix("http://").split(":")
         asked = "&".join(f"{name}={value}" for name, value in query.items())
         head = [
-            f"POST /{self.mode}/orders?{asked} HTTP/1.1".encode(), b"Host: blackbox", b"X-Tenant: acme",
+            f"POST /{self.mode}/orders?{asked} HTTP/1.1".encode(), b"Host: " + host.encode(), b"X-Tenant: acme",
             f"X-Effect: {self.effect}".encode(), b"Connection: close",
             f"Content-Length: {length or len(body)}".encode(),
         ]  # fmt: skip
