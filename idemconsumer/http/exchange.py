@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 from idemconsumer import forks
+from idemconsumer.http.marked import routed
 from idemconsumer.http.messages import COVERED, Headers, Response
 from idemconsumer.logs import log
 from idemconsumer.rules.http import streams
@@ -62,7 +63,7 @@ class Exchange:
             # Middleware around this one looks there for the route.
             known = {*self._scope, COVERED}
             self._scope.update({name: given for name, given in scope.items() if name not in known})
-            return run.response.result()
+            return replace(run.response.result(), routed=routed(scope))
         self._run = None
         run.task.result()
         raise RuntimeError("the application has ended without a response")

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from idemconsumer.errors import CommitUnknown, Contention, StoreUnavailable
 from idemconsumer.http.current import slot_for
 from idemconsumer.http.messages import Response
-from idemconsumer.http.modes import PATIENCE, Answer, Run, kept_result, refusal
+from idemconsumer.http.modes import PATIENCE, Answer, Run, kept, kept_result, refusal
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import TIMED_OUT
 from idemconsumer.logs import log
@@ -146,9 +146,9 @@ class Joined:
 
         def accept(response: Response) -> Response:
             slot.end()
-            kept = policy.kept(response)
-            if not kept or response.status >= 400:
-                raise _Undone(response, kept=kept)
+            stays = kept(response, policy)
+            if not stays or response.status >= 400:
+                raise _Undone(response, kept=stays)
             claims.check()  # J8
             return response
 

@@ -11,7 +11,7 @@ from idemconsumer.errors import CommitUnknown, SelfCancelled, StoreUnavailable
 from idemconsumer.http.current import slot_for
 from idemconsumer.http.lost import ask, given
 from idemconsumer.http.messages import Response, replay
-from idemconsumer.http.modes import PATIENCE, UNCLAIMED, Answer, CutOff, Open, Run, kept_result, refusal
+from idemconsumer.http.modes import PATIENCE, UNCLAIMED, Answer, CutOff, Open, Run, kept, kept_result, refusal
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import OUTCOME_UNKNOWN
 from idemconsumer.logs import log
@@ -211,7 +211,7 @@ class Leased:
 def _kept(response: Response, policy: Policy) -> bool:
     """What has happened is not to happen again since a `store` could not judge it: then its status does."""
     try:
-        return policy.kept(response)
+        return kept(response, policy)
     except Exception as error:  # noqa: BLE001 - it is of the user
         log.error("`store` of a route has failed; its status decides", route=policy.name, error=error_text(error))
         return kept_by_default(response.status)

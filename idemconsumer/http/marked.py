@@ -93,6 +93,15 @@ def is_litestar(app: object) -> bool:
     return hasattr(_inside(app), "route_handler_method_map")
 
 
+def routed(scope: Mapping[str, Any]) -> bool:
+    """Whether the router of an app has found an endpoint for the request that it was given with this scope. True of a
+    framework that nobody knows, and where no router was asked."""
+    if "litestar_app" in scope:
+        return "route_handler" in scope
+    endpoint = scope.get("endpoint")  # Starlette's: what is mounted has a router of its own, which may have found none
+    return "router" not in scope or not (endpoint is None or hasattr(_inside(endpoint), "routes"))
+
+
 def static_first(routes: list[Marked]) -> list[Marked]:
     """As frameworks choose that do not go by the order: a segment that is written out before a parameter."""
     return sorted(routes, key=lambda route: ["{" in segment for segment in route.name.split("/")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from idemconsumer.http.marked import Marked, mark_of, static_first
@@ -16,7 +16,9 @@ class FlaskRoutes:
     """Those of a Flask app, given as itself, as its `wsgi_app`, or inside of middleware. None of anything else."""
 
     def __init__(self, app: object) -> None:
-        self._flask = _flask(app)
+        around = list(_inwards(app))
+        self._flask = next((each for each in around if _is_flask(each)), None)
+        self._alone = not any(hasattr(each, "mounts") for each in around)  # as those of werkzeug's DispatcherMiddleware
 
     def marked(self) -> list[Marked]:
         if self._flask is None:
@@ -30,6 +32,10 @@ class FlaskRoutes:
             methods = sorted((rule.methods or set()) - SAFE)
             found += [Marked(f"{each} {path}", _mark(view, each), tx=False, rule=rule) for each in methods]
         return static_first(found)
+
+    def routed(self, rule: Any) -> bool:
+        """Whether a view was found, if `rule` is what its router says. True of what other routers may have found."""
+        return self._flask is None or not self._alone or rule is not None
 
     def rule(self, environ: Mapping[str, Any]) -> Any:
         """Which one its router takes, whose converters may refuse a value. None, if it is none."""
@@ -46,13 +52,16 @@ class FlaskRoutes:
         return (path,) if rule is None else (path, *alike(_CONVERTER.sub(_placeholder, rule.rule)))
 
 
-def _flask(app: Any) -> Any:
+def _inwards(app: Any) -> Iterator[Any]:
+    """An app and what is inside of its middleware, to a Flask app at most."""
     while app is not None:
         app = getattr(app, "__self__", app)
-        if hasattr(app, "url_map") and hasattr(app, "view_functions"):
-            return app
-        app = getattr(app, "wsgi_app", None) or getattr(app, "app", None)
-    return None
+        yield app
+        app = None if _is_flask(app) else getattr(app, "wsgi_app", None) or getattr(app, "app", None)
+
+
+def _is_flask(app: Any) -> bool:
+    return hasattr(app, "url_map") and hasattr(app, "view_functions")
 
 
 def _mark(view: Any, method: str) -> Any:

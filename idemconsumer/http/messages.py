@@ -42,12 +42,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response with its `status`, `headers` and `body`. `whole`: no more of the body follows."""
+    """A response with its `status`, `headers` and `body`. `whole`: no more of the body follows. `routed`: an endpoint
+    was found for its request, as far as the framework tells."""
 
     status: int
     headers: Headers
     body: bytes
     whole: bool = True
+    routed: bool = True
 
     def stored(self, more: Sequence[str]) -> StoredResult:
         """What is kept of it for replays (H5), with the headers named by `more`."""

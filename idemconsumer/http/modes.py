@@ -13,6 +13,7 @@ from idemconsumer.http.problems import NOT_REPLAYABLE, Problem
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Running
 from idemconsumer.ports.store import Claim
+from idemconsumer.rules.http import of_router
 from idemconsumer.rules.values import Record
 
 PATIENCE: Final = 5.0  # seconds for a connection, and for what is asked before anything runs: a client waits
@@ -70,6 +71,12 @@ class Mode(Protocol):
         not known whether the effect and the response were stored.
         """
         ...
+
+
+def kept(response: Response, policy: Policy) -> bool:
+    """Whether it is the answer to its key. What the router has answered by itself is of no endpoint (H12). Raises what
+    the route's `store` raises."""
+    return (response.routed or not of_router(response.status)) and policy.kept(response)
 
 
 def kept_result(response: Response, policy: Policy) -> StoredResult:

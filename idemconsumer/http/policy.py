@@ -35,7 +35,7 @@ class Route:
     under one key, beside method, host, path and query: the body's "bytes", its value as "json", paths into a JSON body
     such as `["amount", "card.id"]`, or None: nothing at all is compared. `store`: whether a response is kept as the
     answer to its key; what is not, is sent, and in joined mode undone. By default 2xx, 3xx and 4xx are kept, but not
-    401, 407, 408, 425 and 429. `keep_headers`: names that replays have beside the usual ones. `wait`: how long a
+    401, 405, 407, 408, 425 and 429. `keep_headers`: names that replays have beside the usual ones. `wait`: how long a
     request waits for another one with its key before the answer is 409. `timeout`: how long it may run in joined mode,
     by default 30 s; in leased mode how long its client waits for it, by default without end: it goes on, whoever waits.
     `expires`: after that a key is new; `retain`: how long its record is kept at most. `max_body` and `max_response` are

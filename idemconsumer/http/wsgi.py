@@ -49,13 +49,14 @@ class IdempotencyMiddleware:
         if request.method in SAFE:
             with seen(None):
                 return self.app(environ, start_response)
-        if (policy := self._policy(request, environ)) is None:
+        policy, routed = self._found(request, environ)
+        if policy is None:
             return self.app(environ, start_response)
         with seen(policy):
-            return self._covered(request, policy, environ, start_response)
+            return self._covered(request, policy, environ, start_response, routed=routed)
 
     def _covered(
-        self, request: Request, policy: Policy, environ: Environ, start_response: StartResponse
+        self, request: Request, policy: Policy, environ: Environ, start_response: StartResponse, *, routed: bool
     ) -> Iterable[bytes]:
         admitted = self._admitted(request, policy)
         if admitted is None:
@@ -68,7 +69,8 @@ class IdempotencyMiddleware:
         if body is None:
             start_response("400 Bad Request", [("Content-Length", "0")])  # the client has gone
             return []
-        exchange = Exchange(self.app, environ, body, cap=policy.max_response, stream=policy.stream)
+        cap, stream = policy.max_response, policy.stream
+        exchange = Exchange(self.app, environ, body, cap=cap, stream=stream, routed=routed)
         there = background()
         there.closing.add(self.idempotency.close)
         answering = self.idempotency.answer(admitted, body, exchange.run)
@@ -94,13 +96,15 @@ class IdempotencyMiddleware:
             tenant = asyncio.run_coroutine_threadsafe(tenant, background().loop).result()
         return self.idempotency.admitted(request, policy, key, tenant)
 
-    def _policy(self, request: Request, environ: Environ) -> Policy | None:
-        """The table is made once: what was marked in the app is known when its first request comes."""
+    def _found(self, request: Request, environ: Environ) -> tuple[Policy | None, bool]:
+        """And whether the app has a view for it. The table is made once: what was marked in the app is known when its
+        first request comes."""
         if self._table is None or self._flask is None:
             self._flask = FlaskRoutes(self.app)
             self._table = self.idempotency.table(self._flask.marked())
         rule = self._flask.rule(environ)
-        return self._table.find(request.method, *self._flask.spellings(request.path, rule), rule=rule)
+        spellings = self._flask.spellings(request.path, rule)
+        return self._table.find(request.method, *spellings, rule=rule), self._flask.routed(rule)
 
 
 class AcceptLaterMiddleware:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from io import BytesIO
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -34,12 +35,13 @@ class Exchange:
     fails, so that its key is given back.
     """
 
-    def __init__(self, app: Wsgi, environ: Environ, body: bytes, *, cap: int, stream: bool) -> None:
+    def __init__(self, app: Wsgi, environ: Environ, body: bytes, *, cap: int, stream: bool, routed: bool) -> None:
         self._app = app
         self._environ = environ
         self._body = body
         self._cap = cap
         self._stream = stream
+        self._routed = routed
         self._orders: SimpleQueue[_Order | None] = SimpleQueue()
         self._thread_ended = False
         self.last: Run | None = None
@@ -91,7 +93,7 @@ class Exchange:
             order.failed(CutOff(f"the application was ended with its thread, by {type(error).__name__}"))
             raise
         else:
-            order.ended(response)
+            order.ended(replace(response, routed=self._routed))
 
     def discard(self) -> None:
         """End the last run, of which nothing is sent."""

@@ -14,7 +14,9 @@ _QUOTED: Final = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"(.*)', re.ASCII | re.
 _TOKEN: Final = re.compile(r"[!#-+\--:<-\[\]-~]+", re.ASCII)  # what is visible, but not `"`, `,`, `;` and `\`
 
 # May be right the second time, with the same request: somebody has logged in, or the traffic is less.
-_PASSING: Final = frozenset({401, 407, 408, 425, 429})
+_PASSING: Final = frozenset({401, 405, 407, 408, 425, 429})
+# What a router says of a path that it does not have, or has with another slash.
+_OF_ROUTERS: Final = frozenset({307, 308, 404})
 
 _KEPT: Final = (
     "cache-control", "content-disposition", "content-encoding", "content-language", "content-location", "etag",
@@ -79,6 +81,11 @@ def host_name(host: str) -> str:
 def kept_by_default(status: int) -> bool:
     """Whether a response with this status is the answer to its key from now on."""
     return 200 <= status < 500 and status not in _PASSING
+
+
+def of_router(status: int) -> bool:
+    """Whether a router answers with this status by itself, where it has found no endpoint."""
+    return status in _OF_ROUTERS
 
 
 def kept_headers(headers: Headers, more: Iterable[str] = ()) -> tuple[tuple[str, str], ...]:

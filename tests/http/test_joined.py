@@ -178,7 +178,7 @@ async def test_a_refusal_is_stored_without_its_effect(ledger: Ledger, make_door:
     assert (ledger.effects, ledger.states) == ([], [State.FAILED])
 
 
-@pytest.mark.parametrize("status", [401, 407, 408, 425, 429, 500, 503])
+@pytest.mark.parametrize("status", [401, 407, 405, 408, 425, 429, 500, 503])
 async def test_what_may_pass_is_neither_stored_nor_done(ledger: Ledger, make_door: MakeDoor, status: int) -> None:
     async with client(service(make_door(routes=JOINED), answering(status))) as shop:
         got = [await shop.post() for _ in range(2)]
