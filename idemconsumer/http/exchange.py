@@ -51,7 +51,7 @@ class Exchange:
     async def _response(self) -> Response:
         await self.discard()
         run = self._run = _Run(self._body, self._client, self._cap, stream=self._stream)
-        scope = _without_extensions(self._scope)
+        scope = _inner(self._scope)
         run.task = asyncio.create_task(_called(self._app, scope, run))
         try:
             either: list[asyncio.Future[Any]] = [run.task, run.response]
@@ -201,8 +201,11 @@ def _content_type(start: Mapping[str, Any]) -> str:
     return str(next(types, b"").decode("latin-1"))
 
 
-def _without_extensions(scope: Scope) -> Scope:
-    """As `scope`, but with only those ways to send that are held back here: a file by its path is none."""
+def _inner(scope: Scope) -> Scope:
+    """As `scope`, but with only those ways to send that are held back here, of which a file by its path is none, and
+    asking for no encoding (H5)."""
     extensions = scope.get("extensions") or {}
     kept = {name: given for name, given in extensions.items() if not name.startswith("http.response.")}
-    return {**scope, "extensions": kept, COVERED: True}
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"accept-encoding"]
+    headers.append((b"accept-encoding", b"identity"))
+    return {**scope, "headers": headers, "extensions": kept, COVERED: True}

@@ -133,7 +133,7 @@ class Joined:
             self._at(Point.CLAIMED, policy.name, (claim.key,))
             response = await self._handled(claims, policy, run)
             self._at(Point.SEALING, policy.name, (claim.key,))
-            result = kept_result(response, policy)
+            result = kept_result(response)
             await claims.complete([(claim.key, result)], ())
         self._at(Point.COMMITTED, policy.name, (claim.key,))
         await self._copy(claim, State.COMPLETED, result, asked_at)
@@ -164,7 +164,7 @@ class Joined:
     async def _reject(self, claim: Claim, policy: Policy, response: Response) -> Answer | Record | Running:
         """Stored as FAILED in a commit of its own, behind a rollback. A rival may have been faster."""
         self._at(Point.REJECTING, policy.name, (claim.key,))
-        asked_at, result = time.monotonic(), kept_result(response, policy)
+        asked_at, result = time.monotonic(), kept_result(response)
         try:
             standing = await self._stored(claim, result)
         except Contention:

@@ -96,7 +96,7 @@ class Leased:
         try:
             # What is unclaimed is stored nowhere, so nobody but its client can get the response.
             response = await self._ran(policy.name, run, None if held.unclaimed else policy.timeout, lost)
-            result = kept_result(response, policy) if response is not None and _kept(response, policy) else None
+            result = kept_result(response) if response is not None and _kept(response, policy) else None
         except asyncio.CancelledError:  # H13
             raise
         except BaseException as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -51,9 +51,9 @@ class Response:
     whole: bool = True
     routed: bool = True
 
-    def stored(self, more: Sequence[str]) -> StoredResult:
-        """What is kept of it for replays (H5), with the headers named by `more`."""
-        return StoredResult(self.body, content_type(self.headers), self.status, kept_headers(self.headers, more))
+    def stored(self) -> StoredResult:
+        """What is kept of it for replays (H5)."""
+        return StoredResult(self.body, content_type(self.headers), self.status, kept_headers(self.headers))
 
 
 def replay(stored: StoredResult) -> Response:

@@ -79,8 +79,8 @@ def kept(response: Response, policy: Policy) -> bool:
     return (response.routed or not of_router(response.status)) and policy.kept(response)
 
 
-def kept_result(response: Response, policy: Policy) -> StoredResult:
+def kept_result(response: Response) -> StoredResult:
     """What is stored of it: of what is not whole, that it is gone (H7)."""
     if response.whole:
-        return response.stored(policy.keep_headers)
-    return NOT_REPLAYABLE.response.stored(("cache-control",))
+        return response.stored()
+    return NOT_REPLAYABLE.response.stored()

@@ -14,7 +14,7 @@ from idemconsumer.http.messages import Response
 from idemconsumer.message.functions import is_async, takes
 from idemconsumer.ports.handler import Done, Duration, NotDone, Unknown
 from idemconsumer.ports.requests import LostRequest
-from idemconsumer.rules.http import keepable, kept_by_default
+from idemconsumer.rules.http import kept_by_default
 
 Fingerprint: TypeAlias = Literal["bytes", "json"] | Sequence[str] | None
 Judge: TypeAlias = Callable[[Response], bool]
@@ -35,11 +35,11 @@ class Route:
     under one key, beside method, host, path and query: the body's "bytes", its value as "json", paths into a JSON body
     such as `["amount", "card.id"]`, or None: nothing at all is compared. `store`: whether a response is kept as the
     answer to its key; what is not, is sent, and in joined mode undone. By default 2xx, 3xx and 4xx are kept, but not
-    401, 405, 407, 408, 425 and 429. `keep_headers`: names that replays have beside the usual ones. `wait`: how long a
-    request waits for another one with its key before the answer is 409. `timeout`: how long it may run in joined mode,
-    by default 30 s; in leased mode how long its client waits for it, by default without end: it goes on, whoever waits.
-    `expires`: after that a key is new; `retain`: how long its record is kept at most. `max_body` and `max_response` are
-    bytes; a larger body is 413, a larger response is sent once. `stream`: it is sent as it comes, and once.
+    401, 405, 407, 408, 425 and 429. `wait`: how long a request waits for another one with its key before the answer is
+    409. `timeout`: how long it may run in joined mode, by default 30 s; in leased mode how long its client waits for
+    it, by default without end: it goes on, whoever waits. `expires`: after that a key is new; `retain`: how long its
+    record is kept at most. `max_body` and `max_response` are bytes; a larger body is 413, a larger response is sent
+    once. `stream`: it is sent as it comes, and once.
 
     In leased mode a process that dies between the effect and the stored response leaves a lost request, of which nobody
     knows how far it came. `on_stale`: "run" runs it when it is sent again; "review" answers it with 503 until it has
@@ -52,7 +52,6 @@ class Route:
     required: bool = False
     fingerprint: Fingerprint = "bytes"
     store: Judge | None = None
-    keep_headers: Sequence[str] = ()
     wait: Duration = 0.0
     timeout: Duration | None = None
     expires: Duration | None = "24h"
@@ -71,7 +70,6 @@ class RouteOptions(TypedDict, total=False):
     required: bool
     fingerprint: Fingerprint
     store: Judge | None
-    keep_headers: Sequence[str]
     wait: Duration
     timeout: Duration | None
     expires: Duration | None
@@ -85,9 +83,8 @@ class RouteOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A Route as it is obeyed: times in seconds, headers in small letters. `name` is that of its scope. With
-    `by_path` a key belongs to one path, since many are under that name. `named`: it was written down
-    in `routes=`."""
+    """A Route as it is obeyed: times in seconds. `name` is that of its scope. With `by_path` a key belongs to one path,
+    since many are under that name. `named`: it was written down in `routes=`."""
 
     name: str
     named: bool
@@ -96,7 +93,6 @@ class Policy:
     required: bool
     take: Take | None
     kept: Judge
-    keep_headers: tuple[str, ...]
     wait: float
     timeout: float | None
     expires: float | None
@@ -121,11 +117,6 @@ def compile_route(name: str, route: Route, *, by_path: bool = False, named: bool
         except ConfigurationError as error:
             raise refuse(f"`{option}`: {error}") from None
 
-    keep = tuple(header.lower() for header in route.keep_headers)
-    if isinstance(route.keep_headers, str):
-        raise refuse(f"`keep_headers` is one text; write a list, [{route.keep_headers!r}]")
-    if never := [header for header in keep if not keepable(header)]:
-        raise refuse(f"`keep_headers` names {never[0]!r}, which belongs to one answer or one caller; leave it out")
     for option in ("max_body", "max_response"):
         if getattr(route, option) < 0:
             raise refuse(f"`{option}` is negative; write a number of bytes")
@@ -155,7 +146,6 @@ def compile_route(name: str, route: Route, *, by_path: bool = False, named: bool
         required=route.required,
         take=compile_fingerprint(name, route.fingerprint),
         kept=_kept_by_default if route.store is None else route.store,
-        keep_headers=keep,
         wait=seconds("wait", route.wait),
         timeout=_TX_SECONDS if timeout is None and route.tx else timeout,
         expires=expires,

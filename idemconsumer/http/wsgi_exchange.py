@@ -82,7 +82,8 @@ class Exchange:
 
     def _obey(self, order: _Order) -> None:
         self.discard()
-        environ = {**self._environ, **_input(self._body), COVERED: True}
+        plain = {"HTTP_ACCEPT_ENCODING": "identity"}  # H5
+        environ = {**self._environ, **_input(self._body), **plain, COVERED: True}
         self.last = run = Run(self._app, environ, self._cap, stream=self._stream)
         try:
             with slot_in_thread(order.slot), forks.never_in_a_child():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final
 
@@ -18,10 +18,6 @@ _PASSING: Final = frozenset({401, 405, 407, 408, 425, 429})
 # What a router says of a path that it does not have, or has with another slash.
 _OF_ROUTERS: Final = frozenset({307, 308, 404})
 
-_KEPT: Final = (
-    "cache-control", "content-disposition", "content-encoding", "content-language", "content-location", "etag",
-    "last-modified", "link", "location", "preference-applied", "retry-after",
-)  # fmt: skip
 # Of this one answer, this connection or this caller: another request has others, or must not get them (H5).
 _NEVER: Final = frozenset({
     "set-cookie", "set-cookie2", "clear-site-data",
@@ -29,8 +25,10 @@ _NEVER: Final = frozenset({
     "proxy-authenticate", "proxy-authorization", "proxy-authentication-info",
     "connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade",
     "content-length", "content-type", "date", "server", "idempotent-replayed", "idempotent-unclaimed",
+    "age", "via", "server-timing", "traceparent", "tracestate", "traceresponse", "x-request-id", "x-correlation-id",
 })  # fmt: skip
-_NEVER_PREFIX: Final = "access-control-"
+_NEVER_PREFIXES: Final = ("access-control-", "ratelimit", "x-ratelimit")
+_SECRET: Final = re.compile(r"(?:^|-)(?:token|csrf|xsrf|csrftoken|secret|password|session|cookie|api-?key)(?:-|$)")
 _STREAMS: Final = ("text/event-stream", "multipart/x-mixed-replace")
 
 Headers = Sequence[tuple[str, str]]
@@ -88,18 +86,17 @@ def of_router(status: int) -> bool:
     return status in _OF_ROUTERS
 
 
-def kept_headers(headers: Headers, more: Iterable[str] = ()) -> tuple[tuple[str, str], ...]:
+def kept_headers(headers: Headers) -> tuple[tuple[str, str], ...]:
     """Those that a replay has too, in their order; names in small letters."""
-    kept = {*_KEPT, *more}
     listed = (value for name, value in headers if name.lower() == "connection")
     hops = {option.strip(" \t").lower() for value in listed for option in value.split(",")}
     lower = [(name.lower(), value) for name, value in headers]
-    return tuple((name, value) for name, value in lower if name in kept and name not in hops and keepable(name))
+    return tuple((name, value) for name, value in lower if name not in hops and keepable(name))
 
 
 def keepable(name: str) -> bool:
     """Whether a replay may ever have this header, given in small letters."""
-    return name not in _NEVER and not name.startswith(_NEVER_PREFIX)
+    return name not in _NEVER and not name.startswith(_NEVER_PREFIXES) and not _SECRET.search(name)
 
 
 def content_type(headers: Headers) -> str:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -19,16 +20,24 @@ from tests.http.fake_requests import FakeRequests
 from tests.http.site import Call, MakeDoor, client, problem, replayed, service
 from tests.support.ledger import Ledger, write
 
-JOINED = {"POST /orders": Route(tx=True, keep_headers=["X-Total", "Vary"])}
+JOINED = {"POST /orders": Route(tx=True)}
+GUARDS = [
+    ("X-Content-Type-Options", "nosniff"), ("Content-Security-Policy", "default-src 'none'"),
+    ("X-Frame-Options", "DENY"), ("Strict-Transport-Security", "max-age=1"), ("Referrer-Policy", "no-referrer"),
+    ("Vary", "Accept"), ("Allow", "POST"), ("Deprecation", "@1"), ("X-Total", "7"),
+]  # fmt: skip
 
 
-async def test_kept_headers_come_again_in_their_order_and_others_do_not(ledger: Ledger, make_door: MakeDoor) -> None:
+async def test_headers_come_again_in_their_order_but_for_those_of_one_caller(
+    ledger: Ledger, make_door: MakeDoor
+) -> None:
     async def endpoint(request: StarletteRequest) -> Response:
         response = JSONResponse({"a": 1}, 201)
         for name, value in [
-            ("Link", "</a>; rel=a"), ("ETag", '"1"'), ("Link", "</b>; rel=b"), ("X-Total", "7"), ("X-Other", "no"),
-            ("Date", "Thu, 01 Jan 1970 00:00:00 GMT"), ("Location", "/a"), ("Connection", "close, vary"),
-            ("Vary", "Accept"), ("WWW-Authenticate", "Bearer"), ("Authorization", "secret"), ("Server", "old"),
+            ("Link", "</a>; rel=a"), ("ETag", '"1"'), ("Link", "</b>; rel=b"), ("X-Other", "no"), *GUARDS,
+            ("Date", "Thu, 01 Jan 1970 00:00:00 GMT"), ("Location", "/a"), ("Connection", "close, x-other"),
+            ("WWW-Authenticate", "Bearer"), ("Authorization", "secret"), ("Server", "old"),
+            ("X-Csrf-Token", "secret"), ("X-Api-Key", "secret"), ("RateLimit-Remaining", "3"), ("X-Request-Id", "1"),
             ("Access-Control-Allow-Origin", "https://a"), ("Retry-After", "9"), ("Transfer-Encoding", "x"),
         ]:  # fmt: skip
             response.headers.append(name, value)
@@ -40,9 +49,9 @@ async def test_kept_headers_come_again_in_their_order_and_others_do_not(ledger: 
 
     assert "set-cookie" in first.headers
     assert again.headers.raw == [
-        (b"content-type", b"application/json"), (b"link", b"</a>; rel=a"), (b"etag", b'"1"'),
-        (b"link", b"</b>; rel=b"), (b"x-total", b"7"), (b"location", b"/a"), (b"retry-after", b"9"),
-        (b"content-length", b"7"), (b"idempotent-replayed", b"true"),
+        (b"content-type", b"application/json"), (b"link", b"</a>; rel=a"), (b"etag", b'"1"'), (b"link", b"</b>; rel=b"),
+        *((name.lower().encode(), value.encode()) for name, value in GUARDS), (b"location", b"/a"),
+        (b"retry-after", b"9"), (b"content-length", b"7"), (b"idempotent-replayed", b"true"),
     ]  # fmt: skip
     assert again.content == first.content
     stored = str(ledger.run("select headers, body from idemconsumer.result"))
@@ -53,10 +62,24 @@ async def test_kept_headers_come_again_in_their_order_and_others_do_not(ledger: 
     "name",
     ["Set-Cookie", "set-cookie2", "Authorization", "WWW-Authenticate", "Proxy-Authenticate", "Authentication-Info",
      "Connection", "Keep-Alive", "TE", "Trailer", "Transfer-Encoding", "Upgrade", "Content-Length", "Date",
-     "Access-Control-Allow-Origin"],
+     "Access-Control-Allow-Origin", "X-RateLimit-Reset", "X-Session-Token", "Refresh-Token", "traceresponse"],
 )  # fmt: skip
-def test_some_are_never_kept_whoever_asks(name: str) -> None:
-    assert kept_headers([(name, "x"), ("Location", "/")], [name.lower()]) == (("location", "/"),)
+def test_some_are_never_kept(name: str) -> None:
+    assert kept_headers([(name, "x"), ("Location", "/"), ("X-Author", "a")]) == (("location", "/"), ("x-author", "a"))
+
+
+async def test_what_compresses_inside_compresses_nothing_that_comes_again(make_door: MakeDoor) -> None:
+    async def endpoint(request: StarletteRequest) -> Response:
+        assert request.headers.getlist("accept-encoding") == ["identity"]
+        return Response(b"text" * 1000)
+
+    app = service(make_door(routes=JOINED), endpoint)
+    app.add_middleware(GZipMiddleware)
+    app.user_middleware.reverse()  # inside
+    async with client(app) as shop:
+        got = [await shop.post(headers={"Accept-Encoding": each}) for each in ("gzip", "identity")]
+    assert [(each.headers.get("content-encoding"), each.content) for each in got] == [(None, b"text" * 1000)] * 2
+    assert replayed(got[1])
 
 
 async def test_cors_is_fresh_for_each_origin(make_door: MakeDoor) -> None:

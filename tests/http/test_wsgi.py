@@ -131,6 +131,16 @@ def test_the_answer_is_the_apps_and_a_replay_has_a_status_line(make: Make, shop:
     assert again.headers["content-length"] == "4"
 
 
+def test_what_is_inside_is_asked_for_no_encoding(make: Make, shop: Shop) -> None:
+    def act(environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        shop.seen.append(environ.get("HTTP_ACCEPT_ENCODING"))
+        return shop.place(environ, start_response)
+
+    shop.act = act
+    assert ask(make(shop), HTTP_ACCEPT_ENCODING="gzip").body == b"1:{}"
+    assert shop.seen == ["identity"]
+
+
 def test_a_status_that_nobody_has_named(make: Make, shop: Shop) -> None:
     def act(environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         start_response("299 Sure", [])

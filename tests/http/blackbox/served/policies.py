@@ -12,7 +12,7 @@ from tests.http.blackbox.served.config import Config
 CAP: Final = 65_536  # bytes, of a body and of a response
 
 ROUTES: Final = {
-    "orders": Route(required=True, keep_headers=["x-kept"], max_body=CAP, max_response=CAP),
+    "orders": Route(required=True, max_body=CAP, max_response=CAP),
     "optional": Route(max_body=CAP),
     "json": Route(fingerprint="json"),
     "fields": Route(fingerprint=["amount", "card.id"]),
