@@ -27,6 +27,10 @@ class ConfigurationError(IdemConsumerError):
     """A mistake in code or settings. The text says where, and what to write instead."""
 
 
+class NothingFound(IdemConsumerError):
+    """What a person has asked about is not there. Nothing was done."""
+
+
 class Replaced(ConfigurationError):
     """Another process has this worker's place, by a setting that should differ. Met while running, by this worker
     alone."""

@@ -20,6 +20,7 @@ from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.message import Message
 from idemconsumer.redaction import error_text
+from idemconsumer.rules.request_keys import asked_keys
 from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import load, misconfigured, takes_no_writes
@@ -213,12 +214,12 @@ class Admin:
         return [Redrive(**row) for row in await self._rows("dead_redrives", {"letter": letter.id, "key": letter.key})]
 
     async def stored_keys(self, handler: str, key: str, *, tenant: str | None = None) -> list[bytes]:
-        """Under which the text `key` is stored, in each app and tenant that has a handler of this name."""
-        scopes = [keys.parts_of(row["name"]) for row in await self._rows("scopes", {})]
-        its = [(app, of, name) for app, of, name in scopes if name == handler and (tenant is None or of == tenant)]
+        """Under which the text `key` is stored, in each app and tenant that has a handler or a route of this name. Of a
+        request `handler` may also be its method and path, as its client has sent them."""
+        scopes = [row["name"] for row in await self._rows("scopes", {})]
         if not may_hash(await self._rows("hashing", {}), self._schema):
             return []
-        return [keys.digest(app, of, name, key) for app, of, name in its]
+        return asked_keys(scopes, handler, key, tenant)
 
     async def count(self, which: Which = ALL) -> tuple[int, int]:
         """How many, and how many of them are those of sagas that wait for a person."""

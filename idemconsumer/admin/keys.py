@@ -13,7 +13,7 @@ from idemconsumer.admin.dead_letters import PATIENCE, Admin, DeadLetter, Redrive
 from idemconsumer.admin.deciding import Deciding
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.admin.timeline import Event
-from idemconsumer.errors import ConfigurationError
+from idemconsumer.errors import ConfigurationError, NothingFound
 from idemconsumer.message import keys
 from idemconsumer.message.sources import retry_source
 from idemconsumer.rules.coming_again import coming_again
@@ -112,7 +112,9 @@ class Keys:
         unknown: bool = False,
     ) -> bytes:
         """The one stored key that begins with `prefix` (hex) and of which something is known, or that `handler` stores
-        for the text `key`. `unknown`: also a whole one of which nothing is known, but that a log may have."""
+        for the text `key`; of a request `handler` is its route, or its method and path. `unknown`: also a whole one of
+        which nothing is known, but that a log may have. Raises NothingFound."""
+        stored = list[bytes]()
         if prefix is not None:
             low, high = key_range(prefix)
             found, what = await self._known(low, high), f"{prefix!r}"
@@ -123,8 +125,10 @@ class Keys:
             stored = await self._letters.stored_keys(handler, key, tenant=tenant)
             found = stored if len(stored) == 1 else [each for each in stored if await self._known(each, each)]
         if not found:
-            why = None if prefix is not None else await unknown_handler(self._dsn, self._schema, handler)
-            raise ConfigurationError(why or f"nothing is known of {what}; `idemconsumer keys list` shows what is")
+            known = stored or prefix is not None
+            if not known and (why := await unknown_handler(self._dsn, self._schema, handler)) is not None:
+                raise ConfigurationError(why)
+            raise NothingFound(f"nothing is known of {what}; `idemconsumer keys list` shows what is")
         if len(found) > 1:
             several = ", ".join(each.hex()[:16] for each in found)
             raise ConfigurationError(f"{what} matches several keys: {several}…; write more digits, or --tenant")
@@ -219,12 +223,13 @@ class Keys:
 
     async def forget(self, key: bytes, *, by: str, record: bool = False) -> int:
         """Remove what is personal: result, letters with their messages, errors, steps, history, signals, fingerprints
-        (O8). Returns how many letters that were.
+        (O8). Returns how many letters that were. Raises NothingFound if it was nothing at all.
 
         The record itself stays, a hash and a state, so its message still does not run again; `record` removes that as
         well, and the message is new. Letters without a key are not found by one. The delivery log is searched last, and
         without the key's lock: repeat this if it is interrupted there, or if its message comes again meanwhile.
         """
+        known = await self._known(key, key)
         async with self._deciding.transaction() as claims:
             state = await self._decided(claims, key, "forgotten")
             ((letters,),) = await claims.send("forget_key", {"key": key})
@@ -235,7 +240,9 @@ class Keys:
             await claims.complete([], [])
         async with connected(self._dsn, self._schema, patience=PATIENCE) as connection, connection.transaction():
             await connection.execute(f"set local statement_timeout = '{PATIENCE:g}s'".encode())  # behind a pooler too
-            await connection.execute(self._queries["forget_deliveries"], {"first": first_bytes(key)})
+            logged = await connection.execute(self._queries["forget_deliveries"], {"first": first_bytes(key)})
+        if not known and not logged.rowcount:
+            raise NothingFound(f"nothing is known of key {key.hex()[:12]}, so nothing was forgotten")
         return int(letters)
 
     async def release(self, key: bytes, *, by: str) -> None:

@@ -27,6 +27,7 @@ from idemconsumer.ports.observer import NullObserver, Observer
 from idemconsumer.ports.requests import LostRequest, RequestStore
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.http import BadKey, parse_key
+from idemconsumer.rules.request_keys import UNNAMED, request_key
 from idemconsumer.rules.routes import Pattern, pattern
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -167,8 +168,7 @@ class Idempotency:
     def _defaults(self) -> dict[str, Policy]:
         if self._default is None:
             return {}
-        names = {method: f"{method} *" for method in DEFAULT_METHODS}
-        return {method: compile_route(name, self._default, by_path=True) for method, name in names.items()}
+        return {method: compile_route(f"{method} {UNNAMED}", self._default) for method in DEFAULT_METHODS}
 
     async def admit(self, request: Request, policy: Policy) -> Admitted | Problem | None:
         """Whether the request may run. None: it passes as it is. Raises what `tenant` raises."""
@@ -223,11 +223,7 @@ class Idempotency:
 
     def _claim(self, admitted: Admitted, given: str, body: bytes) -> Claim:
         policy, tenant, request = admitted.policy, admitted.tenant, admitted.request
-        # H1. The paths of routes that nobody has written down are many: each would be a scope of its own. So would each
-        # place be where an app is mounted.
-        place = request.root + request.path if policy.by_path else request.root
-        key = keys.joined([place, given]) if place else given
-        stored = keys.digest(self._name, tenant, policy.name, key)
+        stored = request_key(self._name, tenant, policy.name, given, root=request.root, path=request.path)
         KEY.set(stored.hex())
         return Claim(
             key=stored,

@@ -83,12 +83,11 @@ class RouteOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A Route as it is obeyed: times in seconds. `name` is that of its scope. With `by_path` a key belongs to one path,
-    since many are under that name. `named`: it was written down in `routes=`."""
+    """A Route as it is obeyed: times in seconds. `name` is that of its scope. `named`: it was written down in
+    `routes=`."""
 
     name: str
     named: bool
-    by_path: bool
     tx: bool
     required: bool
     take: Take | None
@@ -105,7 +104,7 @@ class Policy:
     route: Route
 
 
-def compile_route(name: str, route: Route, *, by_path: bool = False, named: bool = False) -> Policy:
+def compile_route(name: str, route: Route, *, named: bool = False) -> Policy:
     """Raises ConfigurationError for what cannot be, naming the route."""
 
     def refuse(problem: str) -> ConfigurationError:
@@ -141,7 +140,6 @@ def compile_route(name: str, route: Route, *, by_path: bool = False, named: bool
     return Policy(
         name=name,
         named=named,
-        by_path=by_path,
         tx=route.tx,
         required=route.required,
         take=compile_fingerprint(name, route.fingerprint),

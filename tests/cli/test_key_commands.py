@@ -124,9 +124,22 @@ def test_keys_are_found_by_their_text_under_a_secret_that_is_rotated(dsn: str, m
 def test_what_was_interrupted_behind_the_record_is_repeated_with_the_whole_key(dsn: str) -> None:
     """Its delivery log is searched last, and by then nothing else is known of the key."""
     with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(
+            "insert into idemconsumer.delivery_log (at, until, app, handler, worker, keys, sources, positions,"
+            " outcomes, attempts, ended, arrived)"
+            " values (now(), now() + '1 day', 'shop', 'take', 'w', %s, 's', 'p', 'o', '{1}', '{1}', '{1}')",
+            [[int.from_bytes(KEY[:8], "big", signed=True)]],
+        )
         connection.execute("alter table idemconsumer.delivery_log rename to away")
         interrupted = run(dsn, "keys", "forget", SHORT, "--record", "--yes", code=2).stderr
         connection.execute("alter table idemconsumer.away rename to delivery_log")
     assert f"forgetting {KEY.hex()}; after an interruption, repeat this" in interrupted
-    assert "nothing is known of" in run(dsn, "keys", "forget", SHORT, "--record", "--yes", code=2).stderr
+    assert "nothing is known of" in run(dsn, "keys", "forget", SHORT, "--record", "--yes", code=1).stderr
     assert run(dsn, "keys", "forget", KEY.hex(), "--record", "--yes").stdout.startswith(f"forgotten: {SHORT}")
+
+
+def test_what_is_not_there_is_not_said_to_be_forgotten(dsn: str) -> None:
+    for which in (["00" * 32], ["--handler", "take", "--key", "b"]):
+        told = run(dsn, "keys", "forget", "--yes", *which, code=1)
+        assert "nothing was forgotten" in told.stderr
+        assert told.stdout == ""

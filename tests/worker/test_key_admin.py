@@ -13,6 +13,7 @@ from idemconsumer import App, ConfigurationError, Message, Reject, Saga, Tx
 from idemconsumer.admin.dead_letters import ALL, Admin
 from idemconsumer.admin.keys import KeyDetail, Keys
 from idemconsumer.admin.redrives import Redrives
+from idemconsumer.errors import NothingFound
 from idemconsumer.rules.values import State
 from tests.support.waiting import until
 from tests.support.workers import SCHEMA, Bench, Item, note
@@ -209,7 +210,7 @@ async def test_keys_are_listed_page_by_page_and_found_by_text_hash_and_tenant(be
         await known.find(handler="take", key="a")
     of_x = await known.find(handler="take", key="a", tenant="x")
     assert await known.find(prefix=of_x.hex()[:20]) == of_x
-    with pytest.raises(ConfigurationError, match="nothing is known of"):
+    with pytest.raises(NothingFound, match="nothing is known of"):
         await known.find(prefix="00" * 32)
     with pytest.raises(ConfigurationError, match="nothing is stored under a handler 'nobody'"):
         await known.find(handler="nobody", key="a")

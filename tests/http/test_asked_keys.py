@@ -1,0 +1,59 @@
+"""Who asks about a request finds the key under which the door has served it (H17)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request as StarletteRequest
+from starlette.responses import Response
+from starlette.routing import Mount
+from starlette.routing import Route as StarletteRoute
+
+from idemconsumer.cli.main import main
+from idemconsumer.http import IdempotencyMiddleware, Route, current_key
+from tests.http.site import MakeDoor, client, replayed
+from tests.support.ledger import Ledger
+
+
+async def endpoint(request: StarletteRequest) -> Response:
+    return Response(current_key())
+
+
+async def run(*words: str) -> Result:
+    return await asyncio.to_thread(lambda: CliRunner().invoke(main, words))
+
+
+@pytest.mark.parametrize("mounted", [False, True])
+@pytest.mark.parametrize(
+    ("options", "path", "names"),
+    [
+        ({}, "/things/7", []),
+        ({"routes": {"POST /things/{id}": Route()}}, "/things/7", ["POST /things/{id}"]),
+        ({"routes": {"POST /{rest:path}": Route(tx=True)}}, "/things/7/parts", []),
+    ],
+)
+async def test_a_request_is_asked_for_by_what_its_client_has_sent(
+    ledger: Ledger, make_door: MakeDoor, options: Any, path: str, names: list[str], *, mounted: bool
+) -> None:
+    app: Any = Starlette(
+        routes=[StarletteRoute("/things/{rest:path}", endpoint, methods=["POST"])],
+        middleware=[Middleware(IdempotencyMiddleware, idempotency=make_door(**options))],
+    )
+    sent = f"/v1{path}" if mounted else path
+    if mounted:
+        app = Starlette(routes=[Mount("/v1", app)])
+    async with client(app) as shop:
+        key = (await shop.post(path=sent)).text
+        for asked in [f"POST {sent}", *([] if mounted else names)]:
+            told = json.loads((await run("explain", "--handler", asked, "--key", "k", "--json")).stdout)
+            assert (told["key"], told["state"]) == (key, "completed")
+        assert (await run("keys", "forget", "--handler", f"POST {sent}", "--key", "other", "--yes")).exit_code == 1
+        gone = await run("keys", "forget", "--handler", f"POST {sent}", "--key", "k", "--record", "--yes")
+        assert (gone.exit_code, gone.stdout.startswith(f"forgotten: {key[:12]}")) == (0, True)
+        assert not replayed(await shop.post(path=sent))
