@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+from idemconsumer.http.current import slot_without_key
 from idemconsumer.http.exchange import Asgi, Exchange, Message, Receive, Scope, Send
 from idemconsumer.http.guarding import seen, unseen
 from idemconsumer.http.idempotency import Idempotency, Table
@@ -75,7 +76,8 @@ class IdempotencyMiddleware:
     async def _covered(self, request: Request, policy: Policy, scope: Scope, receive: Receive, send: Send) -> None:
         admitted = await self.idempotency.admit(request, policy)
         if admitted is None:
-            await self.app(scope, receive, send)
+            with slot_without_key(policy.name):
+                await self.app(scope, receive, send)
             return
         if isinstance(admitted, Problem):
             await respond(send, admitted.response)

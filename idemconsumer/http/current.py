@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,10 +30,11 @@ class Slot(Everybodys):
 
     __slots__ = ("_tx", "key", "loop", "refusal")
 
-    def __init__(self, refusal: str = "") -> None:
+    def __init__(self, refusal: str, key: str, loop: asyncio.AbstractEventLoop | None) -> None:
+        """`loop`: where its Tx runs, if it may have one."""
         self.refusal = refusal
-        self.key = KEY.get()
-        self.loop = asyncio.get_running_loop()
+        self.key = key
+        self.loop = loop
         self._tx: Tx | None = None
 
     def open(self, tx: Tx) -> None:
@@ -58,13 +60,31 @@ _SLOT: Final[ContextVar[Slot | None]] = ContextVar("idemconsumer_request", defau
 @contextmanager
 def slot_for(route: str, *, joined: bool) -> Iterator[Slot]:
     """The slot of a request of this route, for the tasks that are made inside."""
-    refusal = (
-        ""
-        if joined
-        else f"route {route!r} asks for Tx, and is not declared so; write Route(tx=True) for it, or "
+    with _in(Slot("" if joined else _refusal(route), KEY.get(), asyncio.get_running_loop())) as slot:
+        yield slot
+
+
+@contextmanager
+def slot_without_key(route: str) -> Iterator[None]:
+    """That of a request without a key that runs in no transaction, for what is called or made inside."""
+    with _in(Slot(_refusal(route), new_key(), None)):
+        yield
+
+
+def new_key() -> str:
+    """As one that is stored, of a request that has none."""
+    return secrets.token_hex(32)
+
+
+def _refusal(route: str) -> str:
+    return (
+        f"route {route!r} asks for Tx, and is not declared so; write Route(tx=True) for it, or "
         "@idempotency.route(tx=True) below the route's decorator"
     )
-    slot = Slot(refusal)
+
+
+@contextmanager
+def _in(slot: Slot) -> Iterator[Slot]:
     token = _SLOT.set(slot)
     try:
         yield slot
@@ -99,6 +119,7 @@ def _slot() -> Slot:
 
 def current_key() -> str:
     """The key of this request as it is stored: 64 hex digits, the same for each repetition, and of no other request.
+    Of a request without a key it is a new one.
 
     Give it to a remote as its own idempotency key, or as a reference: a LostRequest has it too, so that the remote can
     be asked about it. In endpoints, also in a thread. Raises ConfigurationError elsewhere.
@@ -187,6 +208,7 @@ def _wait(slot: Slot, call: Callable[[], Coroutine[Any, Any, T] | Any]) -> T:
         here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
     except RuntimeError:
         here = None
+    assert slot.loop is not None  # else there was no Tx
     if here is slot.loop:
         raise HandlerFault("SyncTx was used in the event loop; use current_tx() in an async endpoint")
     result: T = asyncio.run_coroutine_threadsafe(call(), slot.loop).result()

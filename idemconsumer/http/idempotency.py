@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import Any, Final, Literal, TypeVar, Unpack
 from idemconsumer.app.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.http import problems
-from idemconsumer.http.current import KEY
+from idemconsumer.http.current import KEY, new_key
 from idemconsumer.http.door import Door
 from idemconsumer.http.lost import LostRequests
 from idemconsumer.http.marked import Marked, mark
@@ -209,7 +208,7 @@ class Idempotency:
         that cannot be used."""
         policy, key = admitted.policy, admitted.key
         if key is None:
-            KEY.set(secrets.token_hex(32))
+            KEY.set(new_key())
 
             async def unclaimed() -> Answer:
                 return await (await self._opened.joined()).unclaimed(policy, run)

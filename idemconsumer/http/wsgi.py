@@ -10,6 +10,7 @@ from typing import Final
 
 from idemconsumer.http.accepting import AcceptLater
 from idemconsumer.http.background import background
+from idemconsumer.http.current import slot_without_key
 from idemconsumer.http.guarding import seen
 from idemconsumer.http.idempotency import Admitted, Idempotency, Table, checked_tenant, passes
 from idemconsumer.http.marked_wsgi import FlaskRoutes
@@ -60,7 +61,8 @@ class IdempotencyMiddleware:
     ) -> Iterable[bytes]:
         admitted = self._admitted(request, policy)
         if admitted is None:
-            return self.app(environ, start_response)
+            with slot_without_key(policy.name):
+                return self.app(environ, start_response)
         if isinstance(admitted, Problem):
             return _respond(start_response, admitted.response)
         body = _read(environ, policy.max_body)

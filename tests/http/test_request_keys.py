@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import JSONResponse, Response
 
@@ -87,6 +88,17 @@ async def test_without_a_key_a_joined_route_runs_each_time_in_its_transaction_an
     assert ledger.effects == ["1", "1"]
     assert ledger.run("select key from idemconsumer.record union select key from idemconsumer.result") == []
     assert len(set(seen)) == 4
+
+
+async def test_without_a_key_current_key_is_a_new_one_each_time(make_door: MakeDoor) -> None:
+    async def endpoint(request: StarletteRequest) -> Response:
+        assert current_key() == current_key() == await run_in_threadpool(current_key)
+        return Response(current_key())
+
+    async with client(service(make_door(), endpoint)) as shop:
+        seen = [(await shop.post(key=None)).text for _ in range(2)]
+    assert [len(bytes.fromhex(each)) for each in seen] == [32, 32]
+    assert seen[0] != seen[1]
 
 
 async def test_other_methods_pass_untouched(ledger: Ledger, make_door: MakeDoor) -> None:

@@ -22,7 +22,7 @@ from flask import Flask
 
 from idemconsumer import App
 from idemconsumer.errors import HandlerFault
-from idemconsumer.http import Idempotency, Request, Route, current_sync_tx, wsgi_exchange
+from idemconsumer.http import Idempotency, Request, Route, current_key, current_sync_tx, wsgi_exchange
 from idemconsumer.http.background import background
 from idemconsumer.http.modes import CutOff
 from idemconsumer.http.wsgi import IdempotencyMiddleware
@@ -139,6 +139,16 @@ def test_what_is_inside_is_asked_for_no_encoding(make: Make, shop: Shop) -> None
     shop.act = act
     assert ask(make(shop), HTTP_ACCEPT_ENCODING="gzip").body == b"1:{}"
     assert shop.seen == ["identity"]
+
+
+def test_without_a_key_current_key_is_a_new_one_each_time(make: Make, shop: Shop) -> None:
+    def act(environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        shop.seen.append(current_key())
+        return shop.place(environ, start_response)
+
+    shop.act, door = act, make(shop)
+    assert [ask(door, None).body for _ in range(2)] == [b"1:{}", b"2:{}"]
+    assert len({*shop.seen}) == 2
 
 
 def test_a_status_that_nobody_has_named(make: Make, shop: Shop) -> None:
