@@ -10,6 +10,8 @@ import msgspec
 from idemconsumer.http.messages import Response
 
 TYPE: Final = "urn:idemconsumer:problem:"
+DESCRIBED: Final = "https://datatracker.ietf.org/doc/draft-ietf-httpapi-idempotency-key-header/"
+"""What the header is, for who has made a mistake with it."""
 MEDIA_TYPE: Final = "application/problem+json"
 
 
@@ -32,6 +34,8 @@ class Problem:
     def response(self) -> Response:
         body = self.body
         headers = [("content-type", MEDIA_TYPE), ("content-length", str(len(body))), ("cache-control", "no-store")]
+        if self.name.startswith("key-"):
+            headers.append(("link", f'<{DESCRIBED}>; rel="describedby"'))
         if self.again is not None:
             headers.append(("retry-after", str(self.again)))
         if self.status == 401:

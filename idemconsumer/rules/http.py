@@ -10,8 +10,11 @@ from typing import Final
 MAX_KEY: Final = 255  # characters
 MOST_DIGITS: Final = 18  # of a length that any server could have
 
-_QUOTED: Final = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"(.*)', re.ASCII | re.DOTALL)
-_TOKEN: Final = re.compile(r"[!#-+\--:<-\[\]-~]+", re.ASCII)  # what is visible, but not `"`, `,`, `;` and `\`
+_STRING: Final = r'"((?:[ !#-\[\]-~]|\\["\\])*)"'
+_BARE: Final = r"[!#-+\--:<-\[\]-~]+"  # what is visible, but not `"`, `,`, `;` and `\`
+_QUOTED: Final = re.compile(rf"{_STRING}(.*)", re.ASCII | re.DOTALL)
+_PARAMETERS: Final = re.compile(rf"(?:; *[a-z*][a-z0-9_.*-]*(?:=(?:{_STRING}|{_BARE}))?)*", re.ASCII)
+_TOKEN: Final = re.compile(_BARE, re.ASCII)
 
 # May be right the second time, with the same request: somebody has logged in, or the traffic is less.
 _PASSING: Final = frozenset({401, 405, 407, 408, 425, 429})
@@ -44,8 +47,8 @@ class BadKey(Enum):
 def parse_key(values: Sequence[str]) -> str | BadKey | None:
     """The key that the values of `Idempotency-Key` name, None if there are none.
 
-    A quoted string and a bare token of the same characters are the same key. What follows a quoted string, such as a
-    parameter, is malformed: nothing defines what it would mean.
+    A quoted string and a bare token of the same characters are the same key. Parameters of a quoted string (RFC 8941)
+    mean nothing here.
     """
     if not values:
         return None
@@ -54,7 +57,7 @@ def parse_key(values: Sequence[str]) -> str | BadKey | None:
     value = values[0].strip(" \t")
     rest, key = "", value
     if quoted := _QUOTED.fullmatch(value):
-        key, rest = re.sub(r"\\(.)", r"\1", quoted[1]), quoted[2].strip(" \t")
+        key, rest = re.sub(r"\\(.)", r"\1", quoted[1]), _PARAMETERS.sub("", quoted[2], count=1).strip(" \t")
     elif not _TOKEN.fullmatch(value):
         # A proxy joins two lines with a comma.
         parts = [part.strip(" \t") for part in value.split(",")]

@@ -20,6 +20,14 @@ ORDERS = {"POST /orders": Route(tx=True)}
 
 
 # ---------------------------------------------------------------------------------------------------------- the header
+@pytest.mark.parametrize(
+    "parameters",
+    [";a", "; a=1", ';a="x;\\"y"', ";a=?1;b=-1.5; *c=:aGk=:", ";a=b/c:d", ";a=1;a=2 "],
+)
+def test_parameters_of_a_quoted_string_mean_nothing(parameters: str) -> None:
+    assert parse_key([f'"k"{parameters}']) == "k"
+
+
 @pytest.mark.parametrize("value", ["8e03978e-40d5", '"8e03978e-40d5"', ' "8e03978e-40d5"\t', "\t8e03978e-40d5 "])
 def test_a_token_and_a_quoted_string_are_one_key(value: str) -> None:
     assert parse_key([value]) == "8e03978e-40d5"
@@ -35,7 +43,8 @@ def test_each_visible_text_can_be_quoted(key: str) -> None:
     "value",
     [
         "", " ", '""', "a b", "a;b", "a\\b", "käse", "k\x00", "k\x7f", "k\n", '"', '"a', 'a"', '"a\\b"', '"a\tb"',
-        '"ä"', '"a";x=1', '"a"b', "k" * 256, '"' + "k" * 256 + '"', "a,,b", ",",
+        '"ä"', '"a";', '"a";A=1', '"a";x=', '"a";x=1 y', '"a" ;x', '"a" x=1', "a;x=1", '"a"b', "k" * 256,
+        '"' + "k" * 256 + '"', "a,,b", ",",
     ],
 )  # fmt: skip
 def test_what_is_no_key_is_malformed(value: str) -> None:
@@ -65,6 +74,7 @@ async def test_bad_keys_are_400_and_nothing_runs(ledger: Ledger, make_door: Make
     assert [problem(each) for each in (malformed, missing, doubled, joined)] == [
         "key-malformed", "key-missing", "key-repeated", "key-repeated",
     ]  # fmt: skip
+    assert all(each.headers["link"].endswith('rel="describedby"') for each in (malformed, missing, doubled, joined))
     assert ledger.effects == []
 
 
