@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 from idemconsumer.http.messages import Headers, Response
 from idemconsumer.http.policy import Policy
-from idemconsumer.http.problems import NOT_REPLAYABLE, Problem
+from idemconsumer.http.problems import Problem
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Running
 from idemconsumer.ports.store import Claim
@@ -80,7 +80,5 @@ def kept(response: Response, policy: Policy) -> bool:
 
 
 def kept_result(response: Response) -> StoredResult:
-    """What is stored of it: of what is not whole, that it is gone (H7)."""
-    if response.whole:
-        return response.stored()
-    return NOT_REPLAYABLE.response.stored()
+    """What is stored of it: of what is not whole, nothing that could be replayed (H7)."""
+    return response.stored() if response.whole else StoredResult(b"")

@@ -149,7 +149,7 @@ async def test_a_response_over_the_cap_is_live_once_and_then_gone(ledger: Ledger
         first = await shop.post()
         again = [await shop.post() for _ in range(2)]
     assert (first.status_code, len(first.content), first.headers["set-cookie"]) == (201, 101, "a=b")
-    assert [(each.status_code, problem(each)) for each in again] == [(410, "not-replayable")] * 2
+    assert [(each.status_code, problem(each), replayed(each)) for each in again] == [(410, "not-replayable", False)] * 2
     assert ledger.effects == ["1"]
 
 
