@@ -38,11 +38,10 @@ class Customers:
 
     async def order(self, refs: Iterable[str]) -> None:
         for ref in refs:
-            urls = await asyncio.gather(*(self._posted(ref, number) for number in range(POSTS)))
-            self.answered[ref] = {await self._answer(url) for url in urls}
+            self.answered[ref] = set(await asyncio.gather(*(self._placed(ref, number) for number in range(POSTS))))
 
-    async def _posted(self, ref: str, number: int) -> str:
-        """Send it until it is taken, as a client does that has no answer."""
+    async def _placed(self, ref: str, number: int) -> str:
+        """Send it until it is taken, as a client does that has no answer: the id of the order, once it is placed."""
         headers = {"idempotency-key": f'"{ref}"', **ANN}
         while True:
             door = self._doors[(number + self.repeated) % len(self._doors)]
@@ -50,7 +49,9 @@ class Customers:
             with suppress(httpx.TransportError):
                 answer = await self._http.post(f"{door}/orders", json=body, headers=headers)
                 if answer.status_code == 202:
-                    return str(answer.headers["location"])
+                    return await self._answer(answer.headers["location"])
+                if answer.status_code == 201:  # by now it is placed
+                    return str(answer.json()["id"])
                 if answer.status_code < 500:
                     raise RuntimeError(f"{ref}: {answer.status_code} {answer.text}")
             self.repeated += 1

@@ -39,12 +39,12 @@ class AcceptLater:
     Under WSGI it is `AcceptLaterMiddleware(app.wsgi_app, later)` of `idemconsumer.http.wsgi`.
 
     POST of `path` stores the body as a message under its Idempotency-Key, and answers 202 with a Location, the same
-    each time; another body under the key is 422. GET of that Location is 202 until it is done, and then what the
-    handler returned: its status (200 unless given, 204 for nothing), headers and body. A rejection is a problem with
-    its code and body, and its status or 422; what was put aside for a person is one with 500; what is not known is 404,
-    also where it is another tenant's. `tenant` is as in `Idempotency`. `headers` names those that the message has too,
-    beside the content type and those of a trace. `max_body` is bytes. `via` is as in `App.accept`; a body that names
-    another key or tenant than its request is 422 then.
+    each time, and once it is done as GET does; another body under the key is 422. GET of that Location is 202 until it
+    is done, and then what the handler returned: its status (200 unless given, 204 for nothing), headers and body. A
+    rejection is a problem with its code and body, and its status or 422; what was put aside for a person is one with
+    500; what is not known is 404, also where it is another tenant's. `tenant` is as in `Idempotency`. `headers` names
+    those that the message has too, beside the content type and those of a trace. `max_body` is bytes. `via` is as in
+    `App.accept`; a body that names another key or tenant than its request is 422 then.
 
     While the database is away all is 503, and nothing is stored. Not guaranteed: that requests are done in the order in
     which they came. Raises ConfigurationError for what cannot be.
@@ -152,6 +152,8 @@ class AcceptLater:
             return problems.UNAVAILABLE.response
         if accepted.conflict:
             return problems.KEY_REUSED.response
+        if accepted.progress not in (Progress.PENDING, Progress.RUNNING):
+            return await self._status(key, tenant)
         return _waits(accepted, f"{quote(request.root + self._path)}/{quote(key, safe='')}")
 
     async def _status(self, key: str, tenant: str | Problem) -> Response:

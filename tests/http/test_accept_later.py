@@ -80,7 +80,9 @@ async def test_it_is_202_with_the_same_location_until_it_is_done_and_then_what_t
     head = await orders.http.http.head("/orders/a%2Fb%20c", headers=TENANT)
     assert (head.status_code, head.content, head.headers["content-length"]) == (201, b"", "8")
     again = await orders.http.post(json={"id": "a"}, key='"a/b c"', headers=headers)
-    assert (again.status_code, again.headers["location"]) == (202, accepted[0].headers["location"])
+    assert (again.status_code, again.content, again.headers) == (201, done.content, done.headers)
+    other = await orders.http.post(json={"id": "b"}, key='"a/b c"')
+    assert problem(other) == "key-reused"
     assert bench.effects() == ["a"]
     (seen,) = orders.seen
     assert seen.headers["x-passed"] == "yes"
@@ -187,7 +189,8 @@ async def test_a_rejection_is_a_problem_with_its_code(
     orders.act = act
     await orders.http.post(json={"id": "a"})
     await bench.until_empty(orders.app)
-    failed = await orders.get("/orders/k")
+    failed, again = await orders.get("/orders/k"), await orders.http.post(json={"id": "a"})
+    assert (again.status_code, again.content) == (failed.status_code, failed.content)
     assert (failed.status_code, failed.headers["content-type"]) == (told, "application/problem+json")
     said = json.loads(failed.content)
     assert (said["type"], said["status"], said["code"], said["body"]) == (
@@ -199,7 +202,8 @@ async def test_what_is_put_aside_is_500_with_its_reason(bench: Bench, orders: Or
     orders.act = lambda message: 1 / 0
     await orders.http.post(json={"id": "a"})
     await bench.until_empty(orders.app)
-    dead = await orders.get("/orders/k")
+    dead, again = await orders.get("/orders/k"), await orders.http.post(json={"id": "a"})
+    assert (again.status_code, again.content) == (dead.status_code, dead.content)
     assert (dead.status_code, dead.json()["code"]) == (500, "attempts_exhausted")
     assert dead.json()["type"] == "urn:idemconsumer:problem:put-aside"
 
