@@ -21,7 +21,7 @@ async def lifespan(api: FastAPI) -> AsyncIterator[None]:
     await shop.close()
 
 
-api = FastAPI(lifespan=lifespan, routes=[Route("/orders", later), Route("/orders/{key:path}", later)])
+api = FastAPI(lifespan=lifespan, routes=[Route("/orders", later), Route("/orders/{id}", later)])
 
 
 @api.get("/placed/{number}")

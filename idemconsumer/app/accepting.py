@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
@@ -29,6 +30,7 @@ from idemconsumer.stores.accepting import Acceptance, Sent, Standing, accept_in
 from idemconsumer.stores.tx import connection_of
 from idemconsumer.user_code.resources import Resources
 
+_ID: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _PATIENCE: Final = 2.0  # seconds for a rival that is accepting the same key, and commits in milliseconds
 
 
@@ -125,9 +127,25 @@ class Accepting(ABC):
         `tenant` is the one that it was accepted for: another one finds nothing. Raises StoreUnavailable, BadMessage for
         an invalid key, and ConfigurationError when it is no handler of this app.
         """
+        id = await self.accepted_id(handler, key=key, tenant=tenant)
+        return await self.accepted_by_id(handler, id=id, tenant=tenant)
+
+    async def accepted_id(self, handler: Handler[..., Any], *, key: str, tenant: str | None = None) -> str:
+        """What may stand in a URL for what is accepted under a key: 64 hex digits, always the same, which do not have
+        the key in them. Raises as `accepted`."""
         self._check_own(handler)
-        key, inline = given_key(key), await self._running()
-        return _found(await inline.standing(handler.plan.identity(self.name).digest(tenant, key)))
+        key = given_key(key)
+        await self._running()  # R39: before anything is hashed
+        return handler.plan.identity(self.name).digest(tenant, key).hex()
+
+    async def accepted_by_id(self, handler: Handler[..., Any], *, id: str, tenant: str | None = None) -> Accepted:
+        """As `accepted`, by what `accepted_id` has given. The id of another tenant, or of another handler, finds
+        nothing, and neither does what is no id."""
+        self._check_own(handler)
+        inline = await self._running()
+        if not _ID.fullmatch(id):
+            return _found(None)
+        return _found(await inline.standing(bytes.fromhex(id), handler.plan.identity(self.name).scope(tenant)))
 
     def _check_own(self, handler: Handler[..., Any]) -> None:
         if not self._has(handler):

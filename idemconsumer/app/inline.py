@@ -157,10 +157,10 @@ class InlineRunner:
         """That of its scope, which is committed."""
         return await scope_id(self._store.pool, claim)
 
-    async def standing(self, digest: bytes) -> Standing | None:
-        """What is on record of a key."""
+    async def standing(self, digest: bytes, scope: str) -> Standing | None:
+        """What is on record of a key in this scope."""
         self._refuse_nested("a key", "accepted", "read it before, and pass it on")
-        return await look_up(self._store.pool, digest)
+        return await look_up(self._store.pool, digest, scope)
 
     async def signal(self, signal: Signal) -> Signalled:
         self._refuse_nested("a signal", "signal", _WITH_TX)

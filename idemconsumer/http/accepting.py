@@ -22,7 +22,7 @@ from idemconsumer.http.policy import MIB
 from idemconsumer.http.problems import MEDIA_TYPE, TYPE, Problem
 from idemconsumer.http.wire import read_body, request_of, respond
 from idemconsumer.rules.accepting import Progress
-from idemconsumer.rules.http import BadKey, addressable, bodiless, keepable, parse_key
+from idemconsumer.rules.http import BadKey, bodiless, keepable, parse_key
 
 CREATED_AT: Final = "idempotent-created-at"  # a header: when it was accepted, by the database's clock
 _AGAIN: Final = 1  # seconds until it is worth asking again
@@ -34,7 +34,7 @@ class AcceptLater:
 
         later = AcceptLater(app, place, tenant=account, path="/orders")
         api.add_route("/orders", later)
-        api.add_route("/orders/{key:path}", later)
+        api.add_route("/orders/{id}", later)
 
     Under WSGI it is `AcceptLaterMiddleware(app.wsgi_app, later)` of `idemconsumer.http.wsgi`.
 
@@ -124,9 +124,9 @@ class AcceptLater:
         """The answer to a request, whose message is stored then."""
         return await self._accept(request, body, await caller(self._tenant, request))
 
-    async def status(self, request: Request, key: str) -> Response:
-        """How far the request with this key has come, for the tenant of the one that asks."""
-        return await self._status(key, await caller(self._tenant, request))
+    async def status(self, request: Request, id: str) -> Response:
+        """How far the request has come whose Location ends with this, for the tenant of the one that asks."""
+        return await self._status(id, await caller(self._tenant, request))
 
     async def _accept(self, request: Request, body: bytes, tenant: str | Problem) -> Response:
         key = parse_key(request.values(HEADER))
@@ -135,8 +135,6 @@ class AcceptLater:
         if isinstance(key, BadKey):
             problem = problems.KEY_REPEATED if key is BadKey.REPEATED else problems.KEY_MALFORMED
             return problem.response
-        if not addressable(key):
-            return problems.KEY_NO_PATH.response
         if isinstance(tenant, Problem):
             return tenant.response
         try:
@@ -144,6 +142,7 @@ class AcceptLater:
             accepted = await self._app.accept(
                 self._handler, body, key=key, tenant=tenant, headers=headers, via=self._via
             )
+            id = await self._app.accepted_id(self._handler, key=key, tenant=tenant)
         except BadMessage as error:
             return _refused(error).response
         except CommitUnknown:
@@ -153,16 +152,14 @@ class AcceptLater:
         if accepted.conflict:
             return problems.KEY_REUSED.response
         if accepted.progress not in (Progress.PENDING, Progress.RUNNING):
-            return await self._status(key, tenant)
-        return _waits(accepted, f"{quote(request.root + self._path)}/{quote(key, safe='')}")
+            return await self._status(id, tenant)
+        return _waits(accepted, f"{quote(request.root + self._path)}/{id}")
 
-    async def _status(self, key: str, tenant: str | Problem) -> Response:
+    async def _status(self, id: str, tenant: str | Problem) -> Response:
         if isinstance(tenant, Problem):
             return tenant.response
         try:
-            return told(await self._app.accepted(self._handler, key=key, tenant=tenant))
-        except BadMessage:
-            return problems.NOT_FOUND.response
+            return told(await self._app.accepted_by_id(self._handler, id=id, tenant=tenant))
         except StoreUnavailable:
             return problems.UNAVAILABLE.response
 

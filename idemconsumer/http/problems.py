@@ -122,9 +122,6 @@ NOT_FOUND: Final = Problem(
 UNREADABLE: Final = Problem(
     "unreadable", 400, "The body cannot be read", "The body is not what this operation takes. Nothing was accepted."
 )
-KEY_NO_PATH: Final = replace(
-    KEY_MALFORMED, detail='It becomes a part of a path, so nothing between its slashes may be "." or "..".'
-)
 KEY_DIFFERS: Final = Problem(
     "key-differs",
     422,

@@ -68,12 +68,6 @@ def parse_key(values: Sequence[str]) -> str | BadKey | None:
     return key if 0 < len(key) <= MAX_KEY else BadKey.MALFORMED
 
 
-def addressable(key: str) -> bool:
-    """Whether a path that ends with this key, however it is encoded, means the same to whoever reads it (H48): clients
-    and proxies take the segments `.` and `..` out of a path, and some decode `%2E` and `%2F` before."""
-    return not {".", ".."} & set(re.split(r"[/\\]", key))
-
-
 def host_name(host: str) -> str:
     """Of a Host header, without its port: one service may listen on several."""
     return re.sub(r":[0-9]*$", "", host.strip(" \t")).rstrip(".").lower()

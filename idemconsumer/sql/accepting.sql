@@ -32,7 +32,7 @@ with awaited as materialized (
 select key from awaited
 
 -- name: accepted
--- H42. A PENDING record whose key somebody has locked (J1) is in hand. The lock is looked at and not tried: a claim that came
+-- H42. Only what is of this scope: whoever asks by an id may have got it from another tenant (H48). A PENDING record whose key somebody has locked (J1) is in hand. The lock is looked at and not tried: a claim that came
 -- meanwhile would take the key for busy.
 select r.state, s.body, s.content_type, s.status, s.headers,
     r.state = {PENDING} and exists (
@@ -45,7 +45,8 @@ select r.state, s.body, s.content_type, s.status, s.headers,
     (select d.reason from {schema}.dead_letter as d where d.key = w.key and r.state = {DEAD} order by d.id desc limit 1),
     (select (extract(epoch from a.created_at) * 1000000)::bigint from {schema}.accepted as a where a.key = w.key)
 from (select %(key)s::bytea as key) as w
-join lateral (select state from {schema}.record where key = w.key and {counts} offset 0) as r on true
+join lateral (select state, scope_id from {schema}.record where key = w.key and {counts} offset 0) as r on true
+join {schema}.scope as c on c.id = r.scope_id and c.name = %(scope)s
 left join {schema}.result as s on s.key = w.key
 
 -- name: overdue

@@ -130,9 +130,9 @@ async def accept_in(
         raise
 
 
-async def look_up(pool: Pool, key: bytes) -> Standing | None:
-    """None: there is no record, or it has expired. Raises StoreUnavailable."""
-    rows = await pool.alone("accepted", {"key": key})
+async def look_up(pool: Pool, key: bytes, scope: str) -> Standing | None:
+    """None: there is no record in this scope, or it has expired. Raises StoreUnavailable."""
+    rows = await pool.alone("accepted", {"key": key, "scope": scope})
     for state, body, content_type, status, headers, held, reason, at in rows:
         result, created_at = read_result(body, content_type, status, headers), None if at is None else moment(at)
         return Standing(State(state), result, held, reason, created_at)

@@ -323,6 +323,7 @@ async def begin(order: Transfer, tx: Tx) -> None:
     assert_type(await app.result(book, key=order.id, wait="10s"), Outcome)
     assert_type(await app.accept(book, order, key=order.id, headers={"n": "v"}), Accepted)
     assert_type((await app.accepted(book, key=order.id, tenant="t")).progress, Progress)
+    assert_type(await app.accepted_by_id(book, id=await app.accepted_id(book, key=order.id)), Accepted)
     assert_type(Result({"id": 1}, 201, [("Location", "/")]).status, int)
     seen = await app.saga(book, key=order.id)
     assert_type(seen, SagaStatus | None)
