@@ -20,7 +20,7 @@ from idemconsumer.message.delivered import with_delivered
 from idemconsumer.message.headers import decode_headers
 from idemconsumer.message.message import Message
 from idemconsumer.redaction import error_text
-from idemconsumer.rules.request_keys import asked_keys
+from idemconsumer.rules.request_keys import UNNAMED, asked_keys
 from idemconsumer.sql.answering import AnsweringConnection
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import load, misconfigured, takes_no_writes
@@ -213,12 +213,19 @@ class Admin:
         """Of this letter, and of others with its key, oldest first."""
         return [Redrive(**row) for row in await self._rows("dead_redrives", {"letter": letter.id, "key": letter.key})]
 
-    async def stored_keys(self, handler: str, key: str, *, tenant: str | None = None) -> list[bytes]:
+    async def stored_keys(
+        self, handler: str, key: str, *, tenant: str | None = None, app: str | None = None
+    ) -> list[bytes]:
         """Under which the text `key` is stored, in each app and tenant that has a handler or a route of this name. Of a
-        request `handler` may also be its method and path, as its client has sent them."""
+        request `handler` may also be its method and path, as its client has sent them.
+        `app`: only its, also where nothing in the database names a scope of it."""
         scopes = [row["name"] for row in await self._rows("scopes", {})]
         if not may_hash(await self._rows("hashing", {}), self._schema):
             return []
+        if app is not None:
+            unnamed = f"{handler.partition(' ')[0]} {UNNAMED}"
+            scopes = [name for name in scopes if keys.parts_of(name)[0] == app]
+            scopes += [keys.scope_name(app, tenant, name) for name in (handler, unnamed)]
         return asked_keys(scopes, handler, key, tenant)
 
     async def count(self, which: Which = ALL) -> tuple[int, int]:

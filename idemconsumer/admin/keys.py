@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
@@ -71,7 +71,7 @@ class KeyDetail(msgspec.Struct, frozen=True, kw_only=True):
     when the stored message of a PENDING key runs, None for at once. `created_at`: when it was accepted, where it was;
     `awaited`: the source from which its message is still to come (H46). `deliveries` are the last thousand that the
     delivery log has (O22), the newest first. `next` says what would happen if its message came again now. `timeline`
-    has all of it, and what its saga did, in order."""
+    has all of it, and what its saga did, in order. `store`: where the record is."""
 
     key: str
     scope: str | None
@@ -89,6 +89,7 @@ class KeyDetail(msgspec.Struct, frozen=True, kw_only=True):
     deliveries: Sequence[Delivery]
     timeline: Sequence[Event]
     next: str
+    store: str = "postgres"
 
 
 class Keys:
@@ -109,21 +110,26 @@ class Keys:
         handler: str = "",
         key: str = "",
         tenant: str | None = None,
+        app: str | None = None,
         unknown: bool = False,
+        elsewhere: Callable[[bytes], Awaitable[bool]] | None = None,
     ) -> bytes:
         """The one stored key that begins with `prefix` (hex) and of which something is known, or that `handler` stores
         for the text `key`; of a request `handler` is its route, or its method and path. `unknown`: also a whole one of
-        which nothing is known, but that a log may have. Raises NothingFound."""
+        which nothing is known, but that a log may have. `elsewhere` says of a key whether another store has it, of
+        which `app` has to be named, since no scope tells. Raises NothingFound."""
         stored = list[bytes]()
         if prefix is not None:
             low, high = key_range(prefix)
             found, what = await self._known(low, high), f"{prefix!r}"
-            if unknown and low == high:
+            if low == high and (unknown or (not found and elsewhere is not None and await elsewhere(low))):
                 found = [low]
         else:
             what = f"handler {handler!r} and this key"
-            stored = await self._letters.stored_keys(handler, key, tenant=tenant)
+            stored = await self._letters.stored_keys(handler, key, tenant=tenant, app=app)
             found = stored if len(stored) == 1 else [each for each in stored if await self._known(each, each)]
+            if not found and elsewhere is not None:
+                found = [each for each in stored if await elsewhere(each)]
         if not found:
             known = stored or prefix is not None
             if not known and (why := await unknown_handler(self._dsn, self._schema, handler)) is not None:

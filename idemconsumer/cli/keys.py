@@ -10,9 +10,11 @@ import click
 
 from idemconsumer.admin.keys import KeyDetail, Keys
 from idemconsumer.cli.banner import table
+from idemconsumer.cli.in_redis import explained, is_in_redis, refuse_to_forget
 from idemconsumer.cli.letters import time_of
 from idemconsumer.cli.options import as_json, database, deciding, need_dsn, print_json, printable
 from idemconsumer.cli.unknown import say_unknown
+from idemconsumer.errors import NothingFound
 from idemconsumer.rules.values import State
 from idemconsumer.settings import load
 
@@ -29,6 +31,7 @@ def _which(command: F) -> F:
             click.option("--handler", help="With --key: the handler's name."),
             click.option("--key", help="With --handler: the key's text, before hashing."),
             click.option("--tenant", help="With --key: the tenant."),
+            click.option("--app", help="With --key: the app. Of keys in the Redis of the settings it has to be named."),
         )
     ):
         command = option(command)
@@ -41,10 +44,18 @@ def _keys(flags: dict[str, Any]) -> Keys:
 
 
 async def _find(known: Keys, given: dict[str, Any], *, unknown: bool = False) -> bytes:
-    prefix, handler, key, tenant = (given.pop(name) for name in ("prefix", "handler", "key", "tenant"))
+    prefix, handler, key, tenant, app = (given.pop(name) for name in ("prefix", "handler", "key", "tenant", "app"))
     if (prefix is None) == (handler is None and key is None) or (handler is None) != (key is None):
         raise click.UsageError("give KEY (the first digits, as `keys list` shows them) or --handler NAME --key TEXT")
-    return await known.find(prefix=prefix, handler=handler or "", key=key or "", tenant=tenant, unknown=unknown)
+    return await known.find(
+        prefix=prefix,
+        handler=handler or "",
+        key=key or "",
+        tenant=tenant,
+        app=app,
+        unknown=unknown,
+        elsewhere=is_in_redis,
+    )
 
 
 async def _forget_copy(known: Keys, key: bytes) -> None:
@@ -64,7 +75,7 @@ def _explained(flags: dict[str, Any]) -> KeyDetail:
     known = _keys(flags)
 
     async def read() -> KeyDetail:
-        return await known.explain(await _find(known, flags))
+        return await explained(await known.explain(await _find(known, flags)))
 
     return asyncio.run(read())
 
@@ -117,7 +128,7 @@ def _lines(detail: KeyDetail) -> Iterator[tuple[str, str]]:
     if detail.scope is not None:
         yield "scope", detail.scope
     since = "" if detail.changed_at is None else f" since {time_of(detail.changed_at)}"
-    yield "state", f"{detail.state or 'no record'}{since}"
+    yield "state", f"{detail.state or 'no record'}{since}{' in Redis' if detail.store == 'redis' else ''}"
     if (request := detail.request) is not None:
         lost = "; its owner was lost, and nobody knows how far it came" if request.lost else ""
         yield "request", f"running since {time_of(request.since)} in {request.owner or 'a process that is gone'}{lost}"
@@ -191,7 +202,11 @@ def keys_forget(record: bool, yes: bool, by: str, as_json: bool, **flags: Any) -
     click.echo(f"forgetting {found.hex()}; after an interruption, repeat this with all of these digits", err=True)
 
     async def forget_it() -> int:
-        letters = await known.forget(found, by=by, record=record)
+        try:
+            letters = await known.forget(found, by=by, record=record)
+        except NothingFound:
+            await refuse_to_forget(found)
+            raise
         await _forget_copy(known, found)
         return letters
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from click.testing import CliRunner, Result
@@ -17,8 +18,9 @@ from starlette.routing import Route as StarletteRoute
 
 from idemconsumer.cli.main import main
 from idemconsumer.http import IdempotencyMiddleware, Route, current_key
-from tests.http.site import MakeDoor, client, replayed
+from tests.http.site import MakeDoor, client, replayed, service
 from tests.support.ledger import Ledger
+from tests.support.servers.redis import RedisServer
 
 
 async def endpoint(request: StarletteRequest) -> Response:
@@ -57,3 +59,20 @@ async def test_a_request_is_asked_for_by_what_its_client_has_sent(
         gone = await run("keys", "forget", "--handler", f"POST {sent}", "--key", "k", "--record", "--yes")
         assert (gone.exit_code, gone.stdout.startswith(f"forgotten: {key[:12]}")) == (0, True)
         assert not replayed(await shop.post(path=sent))
+
+
+async def test_a_request_that_is_kept_in_redis_is_found_there(
+    ledger: Ledger, make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch, redis_server: RedisServer
+) -> None:
+    monkeypatch.setenv("IDEMCONSUMER_REDIS", redis_server.address)
+    key = str(uuid4())
+    async with client(service(make_door(store="redis"), endpoint)) as shop:
+        stored = (await shop.post(key=key)).text
+        asked = ["--handler", "POST /orders", "--key", key, "--app", "shop", "--tenant", "t"]
+        for which in (asked, [stored]):
+            told = json.loads((await run("keys", "show", *which, "--json")).stdout)
+            assert (told["key"], told["store"], told["state"], told["result"]) == (stored, "redis", "completed", stored)
+            assert "a duplicate: it would not run" in (await run("explain", *which)).stdout
+            kept = await run("keys", "forget", "--yes", *which)
+            assert (kept.exit_code, f"DEL idemconsumer:{stored}" in kept.stderr) == (1, True)
+        assert (await run("explain", *asked[:3], "other", *asked[4:])).exit_code == 1
