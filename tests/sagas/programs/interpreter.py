@@ -277,12 +277,13 @@ class Run:
         async def way(each: list[Branch]) -> None:
             task = asyncio.create_task(each[0])
             try:
-                await each[1]
+                try:
+                    await each[1]
+                finally:
+                    await asyncio.wait([task])
             except asyncio.CancelledError:
                 await _end([task])
                 raise
-            finally:
-                await asyncio.wait([task])
             await task
 
         await self._ways(way, branches, caught)
