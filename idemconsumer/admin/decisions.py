@@ -41,7 +41,7 @@ async def decide(
     done = answer if isinstance(answer, Done) else None
     if state is StepState.UNDO_INTENT and done is not None and done.result is not None:
         raise ConfigurationError(f"step {step!r} was being undone, and an undo has no output; write null")
-    output = None if done is None else codecs.encode(done.result, "output", "give")
+    output = None if done is None else codecs.encode(done.result, "output", "give", compared=False)
     statement, word = _STATEMENTS[state, done is not None]
     body, content_type = (None, None) if output is None else (output.body, output.content_type)
     await claims.send("note", {"key": key, "what": "decided", "detail": f"step {step}: {word}"})

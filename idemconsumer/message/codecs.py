@@ -9,15 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from math import isfinite
 from types import UnionType
 from typing import Annotated, Any, Final, TypeAlias, Union, get_args, get_origin
-from weakref import WeakSet
 
 import msgspec
 from msgspec import inspect as types
 
 from idemconsumer.errors import BadMessage, Reject
-from idemconsumer.message import models, read_back
+from idemconsumer.message import models, read_back, values
 from idemconsumer.message.message import Result, StoredResult
 
 Decode: TypeAlias = Callable[[bytes], object]
@@ -63,11 +63,6 @@ def is_bytes(annotation: Any) -> bool:
     return annotation in (bytes, bytes | None)
 
 
-@lru_cache(maxsize=256)
-def _decoder_of(cls: Any) -> Decode:
-    return decoder(cls)
-
-
 def takes_none(annotation: Any) -> bool:
     """Whether a payload may be None: `X | None`."""
     if get_origin(annotation) is Annotated:
@@ -75,13 +70,16 @@ def takes_none(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType) and type(None) in get_args(annotation)
 
 
-def encode(result: object, what: str = "result", instead: str = "return") -> StoredResult | None:
-    """A handler's result as it is stored; None stores nothing. Raises TypeError naming what cannot be encoded."""
+def encode(
+    result: object, what: str = "result", instead: str = "return", *, compared: bool = True
+) -> StoredResult | None:
+    """A handler's result as it is stored; None stores nothing. Raises TypeError naming what cannot be encoded, and, if
+    it is `compared`, what is read back as something else."""
     if result is None:
         return None
     if isinstance(result, bytes):
         return StoredResult(result, "application/octet-stream")
-    return StoredResult(_json(result, f"a {what} of type {type(result).__name__}", instead))
+    return StoredResult(_json(result, f"a {what} of type {type(result).__name__}", instead, compared))
 
 
 def unencodable(annotation: Any) -> str | None:
@@ -104,11 +102,11 @@ def _concrete(cls: type) -> bool:
     return all(unencodable(each) for each in derived if not each.__module__.startswith("pydantic."))
 
 
-def encode_result(result: object) -> StoredResult | None:
+def encode_result(result: object, *, compared: bool = True) -> StoredResult | None:
     """As `encode`, of what a handler may return: a Result too (H43)."""
     if not isinstance(result, Result):
-        return encode(result)
-    encoded = encode(result.body, "Result with a body", "give it") or StoredResult(b"", "")
+        return encode(result, compared=compared)
+    encoded = encode(result.body, "Result with a body", "give it", compared=compared) or StoredResult(b"", "")
     if type(result.status) is not int or not 200 <= result.status < 600:
         raise TypeError(f"a Result has the status {result.status!r}; give it an HTTP status from 200 to 599")
     try:
@@ -175,11 +173,17 @@ def _of_class(read: Reject, name: str) -> Reject:
     return read
 
 
-def _json(value: object, what: str, instead: str) -> bytes:
-    cls = getattr(value, "__orig_class__", type(value))  # Box[int], of which the class is Box
+def _json(value: object, what: str, instead: str, compared: bool = True) -> bytes:
+    def model(inside: object) -> object:
+        if models.is_model(type(inside)):
+            return msgspec.Raw(_json(inside, f"a {type(inside).__name__}", "give it", compared))
+        if isinstance(inside, str | int | float):
+            return values.form(inside)
+        raise TypeError(f"{type(inside).__name__} is not JSON")
+
     try:
-        model = type(value) not in _PLAIN and models.is_model(type(value))
-        written = models.write(value) if model else msgspec.json.encode(value, enc_hook=_model)
+        is_model = type(value) not in _PLAIN and models.is_model(type(value))
+        written = models.write(value) if is_model else msgspec.json.encode(value, enc_hook=model)
     except _NotReadBack as error:
         raise _NotReadBack(f"{what} cannot be stored: {error}") from None
     except Exception as error:  # noqa: BLE001 - a value's own code runs while it is encoded
@@ -187,56 +191,44 @@ def _json(value: object, what: str, instead: str) -> bytes:
             f"{what} cannot be stored as JSON: {_why(error)}; {instead} a "
             "Struct, dataclass, dict, list, str, number, bytes or None"
         ) from None
-    if b"null" in written and read_back.not_finite(value):
+    if b"null" in written and any(isinstance(n, float) and not isfinite(n) for n in values.parts(value, _WHOLE)):
         raise _NotReadBack(f"{what} has a number in it that is NaN or infinite, which JSON does not have; write None")
-    if (problem := _lost(value, cls, written)) is not None:
+    if b"[" in written and any(isinstance(part, set | frozenset) for part in values.parts(value, _SCALARS)):
+        written = values.encode(values.in_order(_decode_exactly(written), value))
+    if (problem := _lost(value, written, compared)) is not None:
         raise _NotReadBack(f"{what} cannot be read back as it was: {problem}")
     return written
-
-
-def whole(value: object) -> bytes | None:
-    """The JSON of a value from which all of it can be read back, seen for this very value; else None."""
-    cls: Any = type(value)
-    try:
-        written = _json(value, "a payload", "give it")
-        if cls in _PLAIN or not read_back.field_names(cls):
-            return written
-        return None if read_back.difference(_decoder_of(cls)(written), value) else written
-    except Exception:  # noqa: BLE001 - it has no such form, whatever its own code raises
-        return None
 
 
 class _NotReadBack(TypeError):
     pass
 
 
-def _model(value: object) -> object:
-    """Inside something else."""
-    if models.is_model(type(value)):
-        return msgspec.Raw(_json(value, f"a {type(value).__name__}", "give it"))
-    raise TypeError(f"{type(value).__name__} is not JSON")
+_WHOLE: Final[frozenset[type]] = frozenset({str, int, bool, type(None), bytes})
+_SCALARS: Final = _WHOLE | {float}
+_PLAIN: Final = _SCALARS | {dict, list, tuple, set, frozenset}
+_decode_exactly = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.encode())).decode
 
 
-_PLAIN: Final = frozenset({dict, list, tuple, set, frozenset, str, int, float, bool, bytes})
-_READ_BACK: Final[WeakSet[type]] = WeakSet()  # types of which a value has come back as it was
-
-
-def _lost(value: object, cls: type, written: bytes) -> str | None:
-    """Why it cannot be read back, for the first value of a type that has fields. It quotes no value. Only a value tells
-    what the type's own serializers do, but then it has to be seen before an effect depends on it (R40)."""
-    if type(value) in _PLAIN or cls in _READ_BACK or not read_back.field_names(type(value)):
+def _lost(value: object, written: bytes, compared: bool) -> str | None:
+    """Why it cannot be read back, if it has fields. It quotes no value. Only a value tells what the type's own
+    serializers do, and which of several classes it is, but then it has to be seen before an effect depends on it (R40).
+    """
+    if type(value) in _PLAIN or not values.fields(type(value)):
         return None
-    if (lost := models.lost(cls)) is not None:
+    cls = getattr(value, "__orig_class__", type(value))  # Box[int], of which the class is Box
+    if (lost := _always_lost(cls)) is not None or not compared:
         return lost
     try:
-        back = decoder(cls)(written)
+        return read_back.difference(_decoder_of(cls)(written), value)
     except (BadMessage, TypeError) as error:
         return f"{getattr(error, 'detail', error)}; correct the types of its fields, or how they are written"
-    if (difference := read_back.difference(back, value)) is not None:
-        return difference
-    with contextlib.suppress(TypeError):  # a generic alias has no weak references
-        _READ_BACK.add(cls)
-    return None
+    except RecursionError as error:
+        return _why(error)
+
+
+_always_lost: Final[Callable[[Any], str | None]] = lru_cache(maxsize=1024)(models.lost)
+_decoder_of: Final[Callable[[Any], Decode]] = lru_cache(maxsize=1024)(decoder)
 
 
 def _why(error: Exception) -> str:

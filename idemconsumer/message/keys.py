@@ -20,8 +20,8 @@ import msgspec
 
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.hashing import HASHING
-from idemconsumer.message import models, paths
-from idemconsumer.message.codecs import whole, without_mark
+from idemconsumer.message import paths, values
+from idemconsumer.message.codecs import without_mark
 from idemconsumer.message.functions import is_async, takes
 from idemconsumer.message.message import PROPERTIES, Message
 
@@ -242,25 +242,26 @@ def _number(text: str) -> msgspec.Raw:
 
 
 _decode_value = msgspec.json.Decoder(float_hook=_number).decode
-_encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 
 
 def canonical(body: bytes) -> bytes | None:
     """The first 16 bytes of the hash of the JSON value: the same whatever the order of fields, the spaces between them,
     the escapes in texts and the ways to write a number. None for what is not JSON."""
     try:
-        return shortened(_encode_sorted(_decode_value(without_mark(body))))
+        return shortened(values.encode(_decode_value(without_mark(body))))
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         return None
 
 
-def canonical_value(payload: object) -> bytes | None:
-    """As `canonical`, of what `decode=` has made. None for what cannot be written whole: of two values that differ in
-    what is left out, one would be the duplicate of the other."""
+def canonical_value(payload: object, *, secrets: bool = False) -> bytes | None:
+    """As `canonical`, of any value. None for what has no form: of two values that differ in what is left out, one would
+    be the duplicate of the other. `secrets` are left out all the same, where that does no harm."""
     if isinstance(payload, bytes):
         return shortened(payload)
-    written = whole(payload)
-    return None if written is None else canonical(written)
+    try:
+        return canonical(values.encode(values.form(payload, secrets=secrets)))
+    except Exception:  # noqa: BLE001 - a value's own code runs while it is compared
+        return None
 
 
 def shortened(payload: bytes) -> bytes:
@@ -295,19 +296,13 @@ def compile_fingerprint(spec: KeySpec, payload_type: Any, *, handler: str) -> Ca
     reads = [_reader(part, payload_type, handler, "fingerprint") for part in specs]
 
     def take(message: Message, payload: object) -> bytes:
-        values = [read(message, payload) for read in reads]
+        found = [read(message, payload) for read in reads]
         try:
-            return fingerprint(msgspec.json.encode(values, enc_hook=_compared, order="deterministic"))
+            return fingerprint(values.encode(values.form(found)))
         except Exception as error:  # noqa: BLE001 - a payload type of the user's may raise anything
             raise _invalid("fingerprint", f"cannot be encoded ({type(error).__name__})") from None
 
     return take
-
-
-def _compared(value: object) -> object:
-    if models.hides(type(value)):
-        raise TypeError("two that differ in what is not written would be the same message")
-    return paths.plain(value)
 
 
 def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Read:

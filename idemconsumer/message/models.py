@@ -53,8 +53,8 @@ def parts(annotation: Any) -> Iterator[Any]:
 
 def _field_types(cls: type) -> Sequence[Any]:
     if is_model(cls):
-        by_hand = _by_hand(cls)
-        return [info.annotation for name, info in fields(cls).items() if name not in by_hand]
+        own = by_hand(cls)
+        return [info.annotation for name, info in fields(cls).items() if name not in own]
     plain = dataclasses.is_dataclass(cls) or is_typeddict(cls) or hasattr(cls, "_fields")
     if not plain and not hasattr(cls, "__struct_fields__") and not hasattr(cls, "__attrs_attrs__"):
         return ()
@@ -84,13 +84,18 @@ def adapter(cls: Any) -> Any:
     return TypeAdapter(cls)
 
 
-def write(value: object, *, exclude_defaults: bool = False) -> bytes:
+def write(value: object) -> bytes:
     """The JSON of a model: by the names that it is read by; without what it computes, if it could not be read then."""
     cls: Any = type(value)
-    dumped: bytes = adapter(cls).dump_json(
-        value, by_alias=True, round_trip=_is_strict(cls), exclude_defaults=exclude_defaults
-    )
+    dumped: bytes = adapter(cls).dump_json(value, by_alias=True, round_trip=_is_strict(cls))
     return dumped
+
+
+def write_field(value: Any, name: str) -> Mapping[str, Any]:
+    """What a model has of one field in its JSON."""
+    cls: Any = type(value)
+    written: Mapping[str, Any] = adapter(cls).dump_python(value, mode="json", include={name}, round_trip=True)
+    return written
 
 
 @lru_cache(maxsize=256)
@@ -143,18 +148,13 @@ def lost(annotation: Any) -> str | None:
     return next((reason for part in models for reason in (*_hidden_fields(part), *_renamed_fields(part))), None)
 
 
-def hides(annotation: Any) -> bool:
-    """Whether two of its values may differ in what is not written."""
-    return any(True for part in parts(annotation) if is_model(part) for _ in _hidden_fields(part))
-
-
 def _hidden_fields(cls: type) -> Iterator[str]:
-    by_hand = _by_hand(cls)
+    own = by_hand(cls)
     for name, info in fields(cls).items():
         field = f"its field {name!r} of {cls.__name__}"
         if info.exclude:
             yield f"{field} is left out when it is written; remove exclude=True, or give another type"
-        if name not in by_hand and any(map(_is_secret, _arguments(info.annotation))):
+        if name not in own and any(map(is_secret, _arguments(info.annotation))):
             yield (
                 f"{field} is a secret, of which only asterisks are written; leave it out, or say how it is to be kept "
                 "with a field_serializer"
@@ -175,7 +175,7 @@ def _renamed_fields(cls: Any) -> Iterator[str]:
             )
 
 
-def _by_hand(cls: Any) -> frozenset[str]:
+def by_hand(cls: Any) -> frozenset[str]:
     """The fields that the user's own code writes."""
     decorators, known = cls.__pydantic_decorators__, fields(cls)
     named = {name for each in decorators.field_serializers.values() for name in each.info.fields}
@@ -197,5 +197,6 @@ def _arguments(annotation: Any) -> Iterator[Any]:
         yield from _arguments(argument)
 
 
-def _is_secret(part: Any) -> bool:
+def is_secret(part: Any) -> bool:
+    """pydantic's SecretStr and the like, of which only asterisks are written."""
     return _is_pydantics(get_origin(part) or part) and hasattr(get_origin(part) or part, "get_secret_value")

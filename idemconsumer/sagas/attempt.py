@@ -244,7 +244,7 @@ class Attempt:
         if cause is None:
             run.check_complete()
             try:
-                result = codecs.encode_result(value)
+                result = codecs.encode_result(value, compared=False)
             except TypeError as unencodable:
                 return await self._unencodable(run, unencodable)
             return await self._endings.finish(OutcomeKind.APPLIED, State.COMPLETED, result)

@@ -56,7 +56,7 @@ def plain(fn: Any) -> str | None:
 def encode(fn: Callable[..., Any], value: object) -> tuple[StoredResult | None, Any]:
     """What is stored for an output, and the value that a resume will get. Raises TypeError for a value that cannot be
     stored, or could not be read again."""
-    stored = codecs.encode(value)
+    stored = codecs.encode(value, compared=False)  # both runs get what the annotation makes of it
     if stored is None or type(value) is _output(fn).exact:
         return stored, value
     try:

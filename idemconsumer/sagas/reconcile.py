@@ -80,7 +80,7 @@ async def complete_if_done(
         answer = await call_in_transaction(opened, asking, functions.limit_in_transaction(), accept)
         if not isinstance(answer, Done):
             return answer
-        result = codecs.encode(answer.result)
+        result = codecs.encode(answer.result, compared=False)
         at(Point.SEALING)
         await opened.finish(result)
         at(Point.COMMITTED)

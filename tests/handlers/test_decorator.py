@@ -458,7 +458,7 @@ def test_a_payload_is_compared_by_its_bytes_and_by_its_value() -> None:
     assert compared(one) == (sha256(one).digest(), keys.canonical(other))
     assert compared(one, fingerprint="raw bytes") == (sha256(one).digest(), None)
     assert compared(one, take, key=Key.message_id()) == (sha256(one).digest(), None)
-    made = keys.canonical(msgspec.json.encode(Order("a")))
+    made = keys.canonical(b'{"order_id":"a"}')
     assert compared(one, decode=lambda body, message: Order("a")) == (sha256(one).digest(), made)
     assert compared(one, decode=lambda body, message: Order("a"), fingerprint="raw bytes")[1] is None
     assert compared(one, fingerprint=None) == (None, None)
