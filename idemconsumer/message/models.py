@@ -91,6 +91,14 @@ def write(value: object) -> bytes:
     return dumped
 
 
+def write_as(annotation: Any, value: object) -> bytes:
+    """The JSON of what an annotation says of a value: without the fields of a subclass."""
+    from pydantic import TypeAdapter
+
+    written: bytes = TypeAdapter(annotation).dump_json(value, by_alias=True, round_trip=True, warnings=False)
+    return written
+
+
 def write_field(value: Any, name: str) -> Mapping[str, Any]:
     """What a model has of one field in its JSON."""
     cls: Any = type(value)

@@ -10,6 +10,7 @@ import inspect
 import re
 from asyncio import Future, Task
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace, UnionType
@@ -28,6 +29,7 @@ _AWAITABLE: Final = re.compile(r"\b(Awaitable|Coroutine|Future|Task|Any)\b")
 class _Output:
     """`exact`: a type with values that always read back as they were; `octets`: bytes are stored as they are."""
 
+    kind: Any
     exact: type | None
     octets: bool
     decode: codecs.Decode | None
@@ -62,6 +64,9 @@ def encode(fn: Callable[..., Any], value: object) -> tuple[StoredResult | None, 
     try:
         return stored, decode(fn, stored)
     except BadMessage as error:
+        with suppress(Exception):  # it may be of a subclass of what is annotated, with fields that are forbidden there
+            if models.validates(kind := _output(fn).kind):
+                return (again := StoredResult(models.write_as(kind, value))), decode(fn, again)
         raise TypeError(
             f"it returned a {type(value).__name__}, which a resume could not read: {error.detail}; correct its return "
             "annotation"
@@ -145,10 +150,11 @@ def _read(annotation: Any) -> _Output:
         raise TypeError(f"what it returns cannot be read back: {lost}")
     others = tuple(kind for kind in kinds if models.bare(kind) is not bytes)
     return _Output(
+        kind=annotation,
         exact=annotation if annotation in (str, int, bool) else None,
         octets=len(others) < len(kinds),
         decode=codecs.decoder(Union[others]) if others else None,  # noqa: UP007 - any number of types
     )
 
 
-_ANYTHING: Final = _Output(exact=None, octets=True, decode=codecs.decoder(Any))
+_ANYTHING: Final = _Output(kind=Any, exact=None, octets=True, decode=codecs.decoder(Any))

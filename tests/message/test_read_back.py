@@ -283,6 +283,15 @@ class Pay(BaseModel):
     card: Card
 
 
+class Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    last4: str
+
+
+class MoreOf(Closed):
+    safe: bool = True
+
+
 @pytest.mark.parametrize(
     ("value", "why"),
     [
@@ -374,6 +383,8 @@ def test_a_value_that_is_what_its_fields_say_is_never_refused(value: Any) -> Non
     [
         (Card, Visa(last4="1"), Card(last4="1")),
         (Pay, Pay(card=Visa(last4="1")), Pay(card=Card(last4="1"))),
+        (Closed, MoreOf(last4="1"), Closed(last4="1")),
+        (list[Closed], [MoreOf(last4="1")], [Closed(last4="1")]),
         (Rounded, Rounded(amount=1.5), Rounded(amount=2)),
         (dict[str, Any], {"on": dt.date(2026, 1, 1)}, {"on": "2026-01-01"}),
         (Page[Decimal], Page(Decimal("1.10")), Page(Decimal("1.10"))),
