@@ -14,6 +14,7 @@ from idemconsumer import App, ConfigurationError, HandlerError, Saga, Tx
 from idemconsumer.admin.deciding import Deciding
 from idemconsumer.admin.key_secrets import examine_secrets
 from idemconsumer.admin.keys import Keys
+from idemconsumer.errors import NothingFound
 from idemconsumer.hashing import HASHING, Hashing
 from idemconsumer.message import keys
 from idemconsumer.message.message import Message
@@ -287,7 +288,7 @@ async def test_a_key_is_found_by_its_text_with_any_of_the_secrets(ledger: Ledger
 
     begin(f"{NEW},{OLD}")
     known = Keys(ledger.dsn, SCHEMA)
-    with pytest.raises(ConfigurationError, match="nothing is"):
+    with pytest.raises(NothingFound, match="nothing is"):
         await known.find(handler="take", key="a")
     begin()
     app.worker(Settings(dsn=ledger.dsn, key_secrets=OLD))
