@@ -9,8 +9,8 @@ from idemconsumer.message.message import Message
 
 
 def message_of(source: str, record: Any) -> Message:
-    """Translate one record of aiokafka. Without a value it is a tombstone; a header without a value is empty text."""
-    pairs = tuple((name, _text(value)) for name, value in record.headers)
+    """Translate one record of aiokafka. Without a value it is a tombstone; a header without a value is none (R41)."""
+    pairs = tuple((name, _text(value)) for name, value in record.headers if value is not None)
     headers = dict(pairs)
     return Message(
         source=source,
@@ -42,9 +42,7 @@ def _time(milliseconds: int | None) -> datetime | None:
         return None
 
 
-def _text(value: bytes | None) -> str | bytes:
-    if value is None:
-        return ""
+def _text(value: bytes) -> str | bytes:
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError:
