@@ -90,10 +90,11 @@ def _decoder(name: str, payload_type: Any, *, hooked: bool) -> codecs.Decode | N
     except TypeError as error:
         if hooked:
             return None
+        problem, _, instead = str(error).partition("; ")
         raise HandlerError(
             name,
-            f"the payload type cannot be decoded: {error}",
-            "use a Struct, dataclass, TypedDict, dict or bytes, or give decode= a function that makes it",
+            f"the payload type cannot be decoded: {problem}",
+            instead or "use a Struct, dataclass, TypedDict, dict or bytes, or give decode= a function that makes it",
         ) from None
 
 

@@ -47,7 +47,10 @@ def decoder(annotation: Any) -> Decode:
         annotation = Any
     if models.validates(annotation):
         return _pydantic(annotation)
-    unknown = next(_custom_classes(types.type_info(annotation)), None)
+    try:
+        unknown = next(_custom_classes(types.type_info(annotation)), None)
+    except TypeError as error:
+        raise TypeError(f"{error}; make each of them a field" if "InitVar" in str(error) else str(error)) from None
     if unknown is not None:
         raise TypeError(f"{unknown.__name__} is not a msgspec Struct, dataclass, TypedDict, builtin or pydantic model")
     return _safe(msgspec.json.Decoder(annotation, dec_hook=_read_model).decode, _msgspec_detail)
@@ -99,7 +102,7 @@ def _concrete(cls: type) -> bool:
         return False
     derived: list[type] = [] if cls is type else cls.__subclasses__()
     # Once somebody imports it, pydantic.v1 has subclasses of Path whose values are Paths.
-    return all(unencodable(each) for each in derived if not each.__module__.startswith("pydantic."))
+    return all(unencodable(each) for each in derived if not str(each.__module__).startswith("pydantic."))
 
 
 def encode_result(result: object, *, compared: bool = True) -> StoredResult | None:
@@ -175,22 +178,21 @@ def _of_class(read: Reject, name: str) -> Reject:
 
 def _json(value: object, what: str, instead: str, compared: bool = True) -> bytes:
     def model(inside: object) -> object:
-        if models.is_model(type(inside)):
+        if models.writes(inside):
             return msgspec.Raw(_json(inside, f"a {type(inside).__name__}", "give it", compared))
         if isinstance(inside, str | int | float):
             return values.form(inside)
         raise TypeError(f"{type(inside).__name__} is not JSON")
 
     try:
-        is_model = type(value) not in _PLAIN and models.is_model(type(value))
-        written = models.write(value) if is_model else msgspec.json.encode(value, enc_hook=model)
+        by_pydantic = models.writes(value)
+        written = models.write(value) if by_pydantic else msgspec.json.encode(_prepared(value, model), enc_hook=model)
     except _NotReadBack as error:
         raise _NotReadBack(f"{what} cannot be stored: {error}") from None
     except Exception as error:  # noqa: BLE001 - a value's own code runs while it is encoded
-        raise TypeError(
-            f"{what} cannot be stored as JSON: {_why(error)}; {instead} a "
-            "Struct, dataclass, dict, list, str, number, bytes or None"
-        ) from None
+        reason, _, advice = _why(error).partition("; ")
+        types_of_json = f"{instead} a Struct, dataclass, dict, list, str, number, bytes or None"
+        raise TypeError(f"{what} cannot be stored as JSON: {reason}; {advice or types_of_json}") from None
     if b"null" in written and any(isinstance(n, float) and not isfinite(n) for n in values.parts(value, _WHOLE)):
         raise _NotReadBack(f"{what} has a number in it that is NaN or infinite, which JSON does not have; write None")
     if b"[" in written and any(isinstance(part, set | frozenset) for part in values.parts(value, _SCALARS)):
@@ -198,6 +200,15 @@ def _json(value: object, what: str, instead: str, compared: bool = True) -> byte
     if (problem := _lost(value, written, compared)) is not None:
         raise _NotReadBack(f"{what} cannot be read back as it was: {problem}")
     return written
+
+
+def _prepared(value: Any, model: Callable[[object], object]) -> Any:
+    """With the JSON of what msgspec would take for its own: it asks for none that has the fields of a dataclass."""
+    if type(value) is dict and not _SCALARS.issuperset(map(type, value.values())):
+        return {name: _prepared(each, model) for name, each in value.items()}
+    if type(value) in (list, tuple) and not _SCALARS.issuperset(map(type, value)):
+        return [_prepared(each, model) for each in value]
+    return model(value) if models.writes(value) else value
 
 
 class _NotReadBack(TypeError):
@@ -294,9 +305,9 @@ def _read_model(cls: type, value: object) -> object:
 
 
 def _pydantic(annotation: Any) -> Decode:
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    adapter = TypeAdapter(annotation)
+    adapter = models.new_adapter(annotation)
     strict_json = msgspec.json.Decoder()
 
     def decode(body: bytes) -> object:

@@ -6,9 +6,10 @@ Known by their names, so that pydantic is imported only by those who have import
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias, get_args, get_origin, get_type_hints, is_typeddict
+from types import UnionType
+from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 Wire: TypeAlias = tuple[str | int, ...]
 """Where a field stands in the JSON: its name there, or a path."""
@@ -24,6 +25,11 @@ def is_root(cls: type) -> bool:
     return bool(getattr(cls, "__pydantic_root_model__", False))
 
 
+def is_typed_dict(cls: Any) -> bool:
+    """That of `typing` or of `typing_extensions`, each of which knows its own only."""
+    return hasattr(cls, "__required_keys__")
+
+
 def bare(annotation: Any) -> Any:
     """The type in Annotated, in a NewType, and, from Python 3.12, in `type Name = …`."""
     while True:
@@ -37,8 +43,8 @@ def bare(annotation: Any) -> Any:
             return annotation
 
 
-def parts(annotation: Any) -> Iterator[Any]:
-    """The annotation itself and each type in it: arguments, and fields of classes."""
+def parts(annotation: Any, into: Callable[[Any], bool] = lambda _: True) -> Iterator[Any]:
+    """The annotation itself and each type in it; of a class with fields, their types if it goes `into` that class."""
     waiting, seen = [annotation], dict[int, Any]()  # kept, so that no other one has the same number
     while waiting:
         part = bare(waiting.pop())
@@ -46,42 +52,80 @@ def parts(annotation: Any) -> Iterator[Any]:
             continue
         seen[id(part)] = part
         yield part
-        waiting += get_args(part)
-        if isinstance(cls := get_origin(part) or part, type):
-            waiting += _field_types(cls)
+        cls = get_origin(part) or part
+        inside = _field_types(cls) if isinstance(cls, type) else ()
+        if not inside or into(cls):
+            waiting += (*get_args(part), *inside)
 
 
 def _field_types(cls: type) -> Sequence[Any]:
     if is_model(cls):
         own = by_hand(cls)
         return [info.annotation for name, info in fields(cls).items() if name not in own]
-    plain = dataclasses.is_dataclass(cls) or is_typeddict(cls) or hasattr(cls, "_fields")
+    plain = dataclasses.is_dataclass(cls) or is_typed_dict(cls) or hasattr(cls, "_fields")
     if not plain and not hasattr(cls, "__struct_fields__") and not hasattr(cls, "__attrs_attrs__"):
         return ()
+    return list(_hints(cls).values())
+
+
+def _hints(cls: Any) -> dict[str, Any]:
     try:
-        return list(get_type_hints(cls).values())
+        return get_type_hints(cls)
     except Exception:  # noqa: BLE001 - a name that only type checkers see: whoever decodes it will say so
-        return ()
+        return {}
 
 
 def validates(annotation: Any) -> bool:
-    """Whether pydantic has to read it: it is a model, or contains one where no class of msgspec's is around it."""
-    part = bare(annotation)
-    if is_model(part) or is_model(get_origin(part)) or _is_pydantics(part):
-        return True
-    return any(validates(argument) for argument in get_args(part))
+    """Whether pydantic has to read and write it: it is a model, or contains one where no class of msgspec's is around
+    it, or has in it what msgspec would take for its own, or does not take."""
+    around = (part for part in parts(annotation, into=lambda _: False))
+    return any(is_model(get_origin(part) or part) or _is_pydantics(part) for part in around) or any(
+        map(_only_pydantic, parts(annotation, into=lambda cls: not is_model(cls)))
+    )
+
+
+def writes(value: object) -> bool:
+    """Whether pydantic has to write it."""
+    cls: Any = type(value)
+    return cls.__module__ != "builtins" and _validates(cls)
+
+
+_validates = lru_cache(maxsize=1_024)(validates)
+
+
+def _only_pydantic(part: Any) -> bool:
+    """A dataclass of pydantic's, which has aliases and constraints; a model as one of several alternatives."""
+    if get_origin(part) in (Union, UnionType):
+        kinds = [bare(kind) for kind in get_args(part) if kind is not type(None)]
+        return len(kinds) > 1 and any(is_model(get_origin(kind) or kind) for kind in kinds)
+    return is_model(cls := get_origin(part) or part) and dataclasses.is_dataclass(cls)
 
 
 def _is_pydantics(part: Any) -> bool:
-    return any(cls.__module__.partition(".")[0] == "pydantic" for cls in getattr(part, "__mro__", ()))
+    # Classes that are made at run time, as Protobuf's, may have no module.
+    return any(str(cls.__module__).partition(".")[0] == "pydantic" for cls in getattr(part, "__mro__", ()))
 
 
 @lru_cache(maxsize=256)
 def adapter(cls: Any) -> Any:
     """pydantic's TypeAdapter of a class. Not of any annotation: `A | B` and `B | A` are equal, and read differently."""
-    from pydantic import TypeAdapter
+    return new_adapter(cls)
 
-    return TypeAdapter(cls)
+
+def new_adapter(annotation: Any) -> Any:
+    """pydantic's TypeAdapter. Raises TypeError, with what to write instead, for what pydantic does not know."""
+    from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
+
+    try:
+        return TypeAdapter(annotation)
+    except PydanticSchemaGenerationError as error:
+        unknown = str(error).partition(". Set")[0].partition(" for ")[2]
+        raise TypeError(
+            "only pydantic reads pydantic dataclasses, and unions with a model, and what they are in, and it does not "
+            f"know {unknown}; write a dataclass, a TypedDict or a pydantic model in its place"
+        ) from None
+    except PydanticUserError as error:
+        raise TypeError(error.message) from None
 
 
 def write(value: object) -> bytes:
