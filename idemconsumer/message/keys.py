@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -20,10 +19,11 @@ import msgspec
 
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.hashing import HASHING
-from idemconsumer.message import paths, values
+from idemconsumer.message import digits, paths, values
 from idemconsumer.message.codecs import without_mark
 from idemconsumer.message.functions import is_async, takes
 from idemconsumer.message.message import PROPERTIES, Message
+from idemconsumer.message.plain_form import plain
 
 MAX_KEY_BYTES = 1_024
 """The longest key, in UTF-8 bytes. A key is an identity; longer ones are a sign that a document was named."""
@@ -212,43 +212,11 @@ def fingerprint(body: bytes) -> bytes:
     return HASHING.digest(b"payload", body)
 
 
-_MOST_DIGITS = 400  # beyond all floats; a number with more that is written in two ways counts as two
-
-
-def _number(text: str) -> msgspec.Raw:
-    """The same for all ways to write that number, and for no other: as floats, two that differ in the 17th digit would
-    be one."""
-    scientific = "e" in text or "E" in text
-    if not scientific and text[-1] != "0":  # as nearly all are: a body may have a hundred thousand
-        return msgspec.Raw(text.encode())
-    if scientific:
-        try:
-            sign, digits, exponent = Decimal(text).as_tuple()
-        except InvalidOperation:  # an exponent of more than 18 digits
-            return msgspec.Raw(text.encode())
-        assert isinstance(exponent, int), "JSON has no NaN"
-        if len(digits) + abs(exponent) > _MOST_DIGITS:
-            return msgspec.Raw(text.encode())
-        written = "".join(map(str, digits)) + "0" * exponent
-        before = len(written) + min(exponent, 0)
-        whole = written[: max(before, 0)].lstrip("0") or "0"
-        part = "0" * -before + written[max(before, 0) :]
-        text = f"{'-' * sign}{whole}.{part}"
-    whole, _, part = text.partition(".")
-    part = part.rstrip("0")
-    if part:
-        return msgspec.Raw(f"{whole}.{part}".encode())
-    return msgspec.Raw(b"0" if whole == "-0" else whole.encode())
-
-
-_decode_value = msgspec.json.Decoder(float_hook=_number).decode
-
-
 def canonical(body: bytes) -> bytes | None:
     """The first 16 bytes of the hash of the JSON value: the same whatever the order of fields, the spaces between them,
     the escapes in texts and the ways to write a number. None for what is not JSON."""
     try:
-        return shortened(values.encode(_decode_value(without_mark(body))))
+        return shortened(values.encode(digits.decode(without_mark(body))))
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         return None
 
@@ -353,22 +321,23 @@ def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Rea
 
 
 def _exact(read: _Read, path: str) -> _Read:
-    """Numbers as they are on the wire: of two that differ in the 17th digit, floats would make one."""
+    """In the form that it has on the wire, and numbers with all their digits: of two that differ in the 17th, floats
+    would make one."""
     on_the_wire = paths.compile_search(path)
 
     def exact(message: Message, payload: object) -> object:
         value = read(message, payload)
-        if type(value) is not float or not math.isfinite(value):
+        if value is None or type(value) is str or type(value) is int:
             return value
-        with suppress(msgspec.MsgspecError, RecursionError, UnicodeError, OverflowError, BadMessage):
-            if len(message.body) <= paths.MAX_SEARCHED_BYTES:  # R25
-                found = on_the_wire(_decode_value(without_mark(message.body)))
-                if isinstance(found, int) and found == value:
-                    return found
-                # What decode= has made may have another number there than the body.
-                if isinstance(found, msgspec.Raw) and float(bytes(found)) == value:
-                    return found
-        return _number(str(value))
+        with suppress(RecursionError):
+            if not digits.has_floats(value := plain(value)):
+                return value
+            sent = None
+            with suppress(msgspec.MsgspecError, UnicodeError, BadMessage):
+                if len(message.body) <= paths.MAX_SEARCHED_BYTES:  # R25
+                    sent = on_the_wire(digits.decode(without_mark(message.body)))
+            return digits.exact(value, sent)
+        return value
 
     return exact
 
@@ -504,8 +473,6 @@ def _scalar(value: object, what: str) -> str:
         raise _invalid(what, "is not a finite number")
     if isinstance(value, str):
         return str.__str__(value)
-    if isinstance(value, Decimal) and value.is_finite():
-        value = _number(str(value))
     if isinstance(value, msgspec.Raw):
         return bytes(value).decode()
     if isinstance(value, int | float):
@@ -513,12 +480,6 @@ def _scalar(value: object, what: str) -> str:
             return str(value + 0)  # an IntEnum's own text is its name; + 0 gives the number
         except ValueError:  # CPython refuses to print integers of more than 4,300 digits
             raise _invalid(what, "is an integer with thousands of digits") from None
-    try:
-        plain: object = msgspec.to_builtins(value)  # UUID, Decimal, dates, enums: as JSON writes them
-    except Exception as error:  # noqa: BLE001 - a type of the user's may raise anything
-        raise _invalid(what, f"is a {type(value).__name__}, not a scalar ({type(error).__name__})") from None
-    if isinstance(plain, str | int) and not isinstance(plain, bool) and plain != "":
-        return str(plain)
     raise _invalid(what, f"is a {type(value).__name__}, not a scalar")
 
 

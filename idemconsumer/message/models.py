@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import UnionType
-from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Wire: TypeAlias = tuple[str | int, ...]
 """Where a field stands in the JSON: its name there, or a path."""
@@ -182,6 +182,26 @@ def read_at(cls: type, name: str, info: Any) -> list[Wire]:
     if not found or config.get("populate_by_name") or config.get("validate_by_name"):
         found.append((name,))
     return found
+
+
+def places(annotation: Any) -> list[tuple[Wire, str, Any]]:
+    """Each field of a class that pydantic reads: where it stands in the JSON, its attribute, and its type. Of two that
+    may stand at one place, the first one is meant."""
+    cls = get_origin(annotation) or annotation
+    known = fields(cls) if is_model(cls) else {}
+    given = {name: info.annotation for name, info in known.items()} or _hints(cls)
+    read = {name: read_at(cls, name, known[name]) if name in known else [(name,)] for name in given}
+    ranked = [(rank, wire, name) for name, wires in read.items() for rank, wire in enumerate(wires)]
+    of = dict(zip(getattr(cls, "__parameters__", ()), get_args(annotation), strict=False))
+    return [(wire, name, _applied(given[name], of)) for _, wire, name in sorted(ranked, key=lambda each: each[0])]
+
+
+def _applied(annotation: Any, of: Mapping[Any, Any]) -> Any:
+    """With the arguments of a generic class in the place of its variables."""
+    if isinstance(annotation, TypeVar):
+        return of.get(annotation, annotation)
+    open_ones = getattr(annotation, "__parameters__", ()) if get_origin(annotation) else ()
+    return annotation[tuple(of.get(each, each) for each in open_ones)] if open_ones else annotation
 
 
 def takes_more(cls: type) -> bool:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from types import UnionType
 from typing import Any, Final, TypeAlias, Union, get_args, get_origin
 
 import jmespath
-import msgspec
 from jmespath.exceptions import JMESPathError
 from jmespath.functions import Functions
 from jmespath.visitor import TreeInterpreter
@@ -25,9 +23,9 @@ from msgspec import inspect as types
 from idemconsumer.errors import BadMessage, HandlerError
 from idemconsumer.message import models
 from idemconsumer.message.message import Message
+from idemconsumer.message.plain_form import is_there, looked_up, plain
 
 Read: TypeAlias = Callable[[Message, object], object]
-_Get: TypeAlias = Callable[[Any], object]
 
 MAX_SEARCHED_BYTES: Final = 1 << 20
 """The largest body in which an expression that is not a plain path is searched: the plain form alone takes 40 ms."""
@@ -37,10 +35,9 @@ MAX_SEARCH_STEPS: Final = 20_000
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A step that the type knows: how it is taken, what is there, and how many names of the path it has used. `sure`:
-    each value of the type has it, if it is not null."""
+    """A step into a type: what is there, the attribute that it is read by if it is one, and how many names of the path
+    it has used. `sure`: the type shows that it is there, if it is not null."""
 
-    get: _Get
     type: types.Type
     attribute: str | None = None
     names: int = 1
@@ -51,6 +48,10 @@ class _NoSuchField(Exception):
     def __init__(self, on: str, name: str, known: Sequence[str]) -> None:
         super().__init__(on, name)
         self.on, self.name, self.known = on, name, known
+
+
+_OF_SEVERAL: Final = ("or_expression", "and_expression", "not_expression", "comparator", "function_expression",
+                      "multi_select_list", "multi_select_dict", "key_val_pair")  # fmt: skip
 
 
 class ByAttribute:
@@ -85,20 +86,22 @@ def compile_path(expression: str, payload_type: Any, *, handler: str, option: st
         found = _resolve(names, _type_info(payload_type))
     except _NoSuchField as missing:
         raise _no_such_field(missing, expression, handler, option) from None
-    if not whole or found is None:
+    if not whole:
         return _search(compiled.parsed, expression, option)
     attributes = [each.attribute for each in found if each.attribute is not None]
-    return _attributes(attributes) if len(attributes) == len(found) else _follow([each.get for each in found])
+    return _attributes(attributes) if len(attributes) == len(found) else _follow(names)
 
 
 def is_sure(expression: str, payload_type: Any) -> bool:
     """Whether the payload's type shows that what a valid path names is there, or tells nothing, as `dict` does."""
-    names, whole = _leading_steps(jmespath.compile(expression).parsed)
     root = _type_info(payload_type)
-    if not whole or isinstance(root, types.AnyType | types.DictType):
+    if isinstance(root, types.AnyType | types.DictType):
         return True
-    found = _resolve(names, root)
-    return found is None or all(each.sure for each in found)
+    try:
+        begun = _paths_of(jmespath.compile(expression).parsed)
+        return all(step.sure for names in begun for step in _resolve(names, root))
+    except _NoSuchField:  # in an alternative of the expression's own, `a || b`
+        return False
 
 
 def compile_search(expression: str) -> Callable[[object], object]:
@@ -114,20 +117,14 @@ def compile_search(expression: str) -> Callable[[object], object]:
     return search
 
 
-def plain(value: object) -> object:
-    """The plain form of what msgspec does not know: pydantic models, by the names they have on the wire."""
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json", by_alias=True)
-    raise TypeError(f"{type(value).__name__} has no plain form")
-
-
 # ---------------------------------------------------------------------------------------------- the getters
-def _follow(steps: Sequence[_Get]) -> Read:
+def _follow(names: Sequence[str | int]) -> Read:
+    """Where the type does not tell: in what the decoder has made."""
+
     def read(_: Message, payload: object) -> object:
-        value = payload
-        for get in steps:
-            value = get(value)
-        return value
+        for name in names:
+            payload = looked_up(payload, name)
+        return payload
 
     return read
 
@@ -144,61 +141,14 @@ def _attributes(names: Sequence[str]) -> Read:
     return read
 
 
-def _attribute(name: str) -> _Get:
-    return lambda value: getattr(value, name, None)
-
-
-def _item(name: str) -> _Get:
-    return lambda value: value.get(name) if isinstance(value, dict) else None
-
-
-def _index(number: int) -> _Get:
-    def get(value: Any) -> object:
-        value = getattr(value, "root", value) if models.is_root(type(value)) else value
-        return value[number] if isinstance(value, list | tuple) and -len(value) <= number < len(value) else None
-
-    return get
-
-
-def _in_root(get: _Get) -> _Get:
-    return lambda value: get(getattr(value, "root", None))
-
-
-def _looked_up(name: str) -> _Get:
-    """Where the type does not tell: in what the decoder has made."""
-
-    def get(value: Any) -> object:
-        while models.is_root(type(value)):
-            value = value.root
-        if isinstance(value, dict):
-            return value.get(name)
-        cls: Any = type(value)
-        if (attribute := _attribute_of(cls, name)) is not None:
-            return getattr(value, attribute, None)
-        return models.extras(value).get(name)
-
-    return get
-
-
-@lru_cache(maxsize=1_024)
-def _attribute_of(cls: Any, name: str) -> str | None:
-    """Of an object of that class, what has this name on the wire."""
-    node = _type_info(cls)
-    if isinstance(node, types.StructType) and node.tag_field == name:
-        return None
-    return next((field.attribute for wire, field in _fields(node) if wire == (name,)), None)
-
-
 def _by_attribute(names: Sequence[str | int]) -> Read:
     def read(_: Message, payload: object) -> object:
         value: Any = payload
         for name in names:
-            if isinstance(name, int):
-                value = value[name] if isinstance(value, Sequence) and -len(value) <= name < len(value) else None
-            elif isinstance(value, Mapping):
-                value = value.get(name)
+            if isinstance(name, int) or isinstance(value, Mapping):
+                value = looked_up(value, name)
             else:
-                value = getattr(value, name, None)
+                value = getattr(value, name, None) if is_there(value, name) else None
         return value
 
     return read
@@ -215,7 +165,7 @@ def _search(parsed: Mapping[str, Any], expression: str, option: str) -> Read:
                 "plain path of names and indexes has no such limit",
             )
         try:
-            return _Search().visit(parsed, msgspec.to_builtins(payload, str_keys=True, enc_hook=plain))
+            return _Search().visit(parsed, plain(payload))
         except _TooLong:
             raise BadMessage(
                 "key_invalid",
@@ -251,6 +201,8 @@ def _leading_steps(node: Mapping[str, Any]) -> tuple[list[str | int], bool]:
     match node["type"]:
         case "field" | "index":
             return [node["value"]], True
+        case "identity":  # before an index that the expression begins with
+            return [], True
         case "subexpression" | "index_expression":
             names: list[str | int] = []
             for child in node["children"]:
@@ -263,6 +215,15 @@ def _leading_steps(node: Mapping[str, Any]) -> tuple[list[str | int], bool]:
             return _leading_steps(node["children"][0])[0], False
         case _:
             return [], False
+
+
+def _paths_of(node: Mapping[str, Any]) -> Iterator[list[str | int]]:
+    """The beginnings of all paths from the payload itself that an expression has in it."""
+    if node["type"].endswith(_OF_SEVERAL):
+        for child in node["children"]:
+            yield from _paths_of(child)
+    else:
+        yield _leading_steps(node)[0]
 
 
 def _check_functions(node: Mapping[str, Any], expression: str, handler: str, option: str) -> None:
@@ -280,114 +241,121 @@ def _check_functions(node: Mapping[str, Any], expression: str, handler: str, opt
 
 # ------------------------------------------------------------------------------------------------- the type
 def _type_info(annotation: Any) -> types.Type:
+    """What the decoder makes of it. Of what pydantic reads one level, since its types may contain themselves."""
     annotation = models.bare(annotation)
     if annotation is object:
         return types.AnyType()
-    if models.is_model(annotation):  # of a pydantic dataclass, msgspec would tell the names in Python
-        return types.CustomType(annotation)
-    if get_origin(annotation) in (Union, UnionType):  # of several models, msgspec would tell nothing
-        return types.UnionType(tuple(map(_type_info, get_args(annotation))))
+    if models.validates(annotation):
+        return _validated(annotation)
     try:
         return types.type_info(annotation)
     except TypeError:  # msgspec does not know it: nothing can be checked before there is a payload
         return types.AnyType()
 
 
-def _resolve(names: Sequence[str | int], node: types.Type) -> Sequence[_Found] | None:
-    """None: no mistake is visible, but getters cannot follow it."""
+def _validated(annotation: Any) -> types.Type:
+    cls, arguments = get_origin(annotation) or annotation, get_args(annotation)
+    inside = tuple(map(types.CustomType, arguments))
+    if cls in (Union, UnionType):
+        return types.UnionType(inside)
+    if not isinstance(cls, type):
+        return types.AnyType()
+    if issubclass(cls, Mapping) and len(inside) == 2:
+        return types.DictType(*inside)
+    if issubclass(cls, tuple) and inside and arguments[-1] is not Ellipsis:
+        return types.TupleType(inside)
+    if issubclass(cls, Collection) and inside:
+        return types.ListType(inside[0])
+    return types.CustomType(annotation)
+
+
+def _resolve(names: Sequence[str | int], node: types.Type) -> Sequence[_Found]:
     steps: list[_Found] = []
-    indexed = any(isinstance(name, int) for name in names)
     while names:
-        if indexed and isinstance(node, types.CustomType):  # pydantic's plain form may be another text
-            return None
-        found = _indexed(node, names[0]) if isinstance(names[0], int) else _named(node, names)
-        if found is None:
-            return None
-        steps.append(found)
+        steps += [found := _step(node, names)]
         node, names = found.type, names[found.names :]
     return steps
 
 
-def _indexed(node: types.Type, number: int) -> _Found | None:
-    inner = _item_type(node)
-    return None if inner is None else _Found(_index(number), inner)
-
-
-def _item_type(node: types.Type) -> types.Type | None:
-    if isinstance(node, types.UnionType):
-        members = _members(node)
-        return _item_type(members[0]) if len(members) == 1 else None
-    if isinstance(node, types.ListType | types.VarTupleType):
-        return node.item_type
-    return node if isinstance(node, types.AnyType) else None
-
-
-def _members(node: types.UnionType) -> list[types.Type]:
-    return [member for member in node.types if not isinstance(member, types.NoneType)]
-
-
-def _named(node: types.Type, names: Sequence[str | int]) -> _Found | None:
-    name = str(names[0])
-    if isinstance(node, types.UnionType):
-        return _in_one_of(_members(node), names)
-    if isinstance(node, types.AnyType):
-        return _Found(_looked_up(name), node, sure=False)
-    if isinstance(node, types.DictType):
-        return _Found(_item(name), node.value_type) if _text_keys(node) else None
-    if isinstance(node, types.StructType) and node.tag_field == name:
-        return None
+def _step(node: types.Type, names: Sequence[str | int]) -> _Found:
+    if isinstance(node, types.CustomType):
+        node = _type_info(node.cls)
     if isinstance(node, types.CustomType) and models.is_root(node.cls):
-        inner = _named(_type_info(models.fields(node.cls)["root"].annotation), names)
-        return None if inner is None else replace(inner, get=_in_root(inner.get), attribute=None)
+        return replace(_step(types.CustomType(models.fields(node.cls)["root"].annotation), names), attribute=None)
+    if isinstance(node, types.UnionType):
+        return _in_one_of([each for each in node.types if not _is_none(each)], names)
+    return _indexed(node, names[0]) if isinstance(names[0], int) else _named(node, names)
+
+
+def _is_none(node: types.Type) -> bool:
+    return isinstance(node, types.NoneType) or (isinstance(node, types.CustomType) and node.cls is type(None))
+
+
+_UNKNOWN: Final = _Found(types.AnyType(), sure=False)
+
+
+def _indexed(node: types.Type, number: int) -> _Found:
+    if isinstance(node, types.ListType | types.VarTupleType):
+        return _Found(node.item_type)
+    if isinstance(node, types.TupleType) and -len(node.item_types) <= number < len(node.item_types):
+        return _Found(node.item_types[number])
+    return _UNKNOWN
+
+
+def _named(node: types.Type, names: Sequence[str | int]) -> _Found:
+    name = str(names[0])
+    if isinstance(node, types.DictType):
+        return _Found(node.value_type)
+    if isinstance(node, types.StructType) and node.tag_field == name:
+        return _Found(types.StrType())
     known = list(_fields(node))
     for wire, field in known:
         if tuple(names[: len(wire)]) == wire:
             return replace(field, names=len(wire))
-    if isinstance(node, types.CustomType) and (not known or models.takes_more(node.cls)):
-        return _Found(_looked_up(name), types.AnyType(), sure=False) if known else None
+    parents = {wire[0] for wire, _ in known if len(wire) > 1}
+    if name in parents or isinstance(node, types.AnyType | types.RawType):
+        return _UNKNOWN
+    if isinstance(node, types.CustomType) and (not known or models.takes_more(get_origin(node.cls) or node.cls)):
+        return _UNKNOWN
     raise _NoSuchField(_type_name(node), name, [".".join(map(str, wire)) for wire, _ in known])
 
 
-def _in_one_of(members: Sequence[types.Type], names: Sequence[str | int]) -> _Found | None:
+def _in_one_of(members: Sequence[types.Type], names: Sequence[str | int]) -> _Found:
     """Which of them it is, only the value tells. One at least has to have the field."""
     if len(members) == 1:
-        return _named(members[0], names)
+        return _step(members[0], names)
     known: list[str] = []
     have_it: list[_Found] = []
     for member in members:
         try:
-            if (found := _named(member, names)) is not None:
-                have_it.append(found)
+            have_it.append(_step(member, names))
         except _NoSuchField as missing:
             known += missing.known
-    if not have_it and known:
+    if not have_it:
         raise _NoSuchField("the payload's types", str(names[0]), known)
+    if any(each.names > 1 for each in have_it):
+        return _UNKNOWN
     sure = len(have_it) == len(members) and all(each.sure for each in have_it)
-    inner = types.UnionType(tuple(each.type for each in have_it)) if sure else types.AnyType()
-    return _Found(_looked_up(str(names[0])), inner, sure=sure)
-
-
-def _text_keys(node: types.DictType) -> bool:
-    return isinstance(node.key_type, types.AnyType | types.StrType)
+    return _Found(types.UnionType(tuple(each.type for each in have_it)), sure=sure)
 
 
 def _fields(node: types.Type) -> Iterator[tuple[models.Wire, _Found]]:
     """The fields of an object type, by where they are on the wire."""
-    if isinstance(node, types.TypedDictType):
+    if isinstance(node, types.CustomType):
+        by_name = models.is_typed_dict(get_origin(node.cls) or node.cls)
+        for wire, attribute, annotation in models.places(node.cls):
+            yield wire, _Found(types.CustomType(annotation), None if by_name else attribute)
+    elif isinstance(node, types.TypedDictType):
         for field in node.fields:
-            yield (field.encode_name,), _Found(_item(field.name), field.type)
-    elif isinstance(node, types.StructType | types.DataclassType):
-        if not getattr(node, "array_like", False):
-            for field in node.fields:
-                yield (field.encode_name,), _Found(_attribute(field.name), field.type, field.name)
-    elif isinstance(node, types.CustomType):
-        for name, info in models.fields(node.cls).items():
-            for wire in models.read_at(node.cls, name, info):
-                yield wire, _Found(_attribute(name), _type_info(info.annotation), name)
+            yield (field.encode_name,), _Found(field.type)
+    elif isinstance(node, types.StructType | types.DataclassType) and not getattr(node, "array_like", False):
+        for field in node.fields:
+            yield (field.encode_name,), _Found(field.type, field.name)
 
 
 def _type_name(node: types.Type) -> str:
     cls = getattr(node, "cls", None)
+    cls = get_origin(cls) or cls
     return cls.__name__ if cls is not None else type(node).__name__.removesuffix("Type").lower()
 
 
