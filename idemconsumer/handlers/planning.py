@@ -258,7 +258,14 @@ def _fingerprint(handler: str, payload_type: Any, given: Options, *, hooked: boo
         return lambda _, __, ___: (None, None)
     if spec is not _WHOLE_BODY and spec != RAW_BYTES:
         take = keys.compile_fingerprint(spec, payload_type, handler=handler)
-        return lambda _, message, payload: (take(message, payload), None)
+        otherwise: Any = RAW_BYTES if payload_type is ByAttribute else _WHOLE_BODY
+        whole = _fingerprint(handler, payload_type, {**given, "fingerprint": otherwise}, hooked=hooked)
+
+        def named(arrived: Message, message: Message, payload: object) -> tuple[bytes | None, bytes | None]:
+            found = take(message, payload)
+            return whole(arrived, message, payload) if found is None else (found, None)
+
+        return named
     if hooked and spec is _WHOLE_BODY:
         if payload_type is ByAttribute:
             raise HandlerError(

@@ -9,7 +9,8 @@ import msgspec
 
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.http.messages import Request
-from idemconsumer.message import keys, paths
+from idemconsumer.message import keys
+from idemconsumer.message.keys import Key
 from idemconsumer.message.message import Message
 from idemconsumer.rules.http import host_name
 
@@ -31,16 +32,14 @@ def compile_fingerprint(name: str, spec: Literal["bytes", "json"] | Sequence[str
             f'route {name!r}: `fingerprint` is {given!r}; write "bytes", "json", a list of paths into a JSON body '
             'such as ["amount"], or None'
         )
-    reads = [paths.compile_path(path, Any, handler=name, option="fingerprint") for path in given]
+    take = keys.compile_fingerprint(Key.all(*given), Any, handler=name)
 
     def chosen(request: Request, body: bytes) -> bytes:
-        message = Message("", body)
         try:
-            value = msgspec.json.decode(body)
-            values = msgspec.json.encode([read(message, value) for read in reads], order="deterministic")
+            named = take(Message("", body), msgspec.json.decode(body))
         except (msgspec.MsgspecError, RecursionError, UnicodeError, BadMessage):
             return _of(request, b"bytes", body)
-        return _of(request, b"fields", values)
+        return _of_value(request, body, keys.canonical(body)) if named is None else _of(request, b"fields", named)
 
     return chosen
 

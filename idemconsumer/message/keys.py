@@ -258,19 +258,27 @@ def compile_key(spec: KeySpec, payload_type: Any, *, handler: str, option: str =
     return extract
 
 
-def compile_fingerprint(spec: KeySpec, payload_type: Any, *, handler: str) -> Callable[[Message, object], bytes]:
-    """Compile what must not change between messages of one key. Unlike a key it may be null, or any type."""
+def compile_fingerprint(spec: KeySpec, payload_type: Any, *, handler: str) -> Callable[[Message, object], bytes | None]:
+    """Compile what must not change between messages of one key. Unlike a key it may be of any type. None: nothing of
+    it is there, so that there is nothing to compare (R41)."""
     specs = spec.specs if isinstance(spec, Key) and spec.kind == "all" else (spec,)
     reads = [_reader(part, payload_type, handler, "fingerprint") for part in specs]
 
-    def take(message: Message, payload: object) -> bytes:
+    def take(message: Message, payload: object) -> bytes | None:
         found = [read(message, payload) for read in reads]
         try:
-            return fingerprint(values.encode(values.form(found)))
+            return None if _nothing(found) else fingerprint(values.encode(values.form(found)))
         except Exception as error:  # noqa: BLE001 - a payload type of the user's may raise anything
             raise _invalid("fingerprint", f"cannot be encoded ({type(error).__name__})") from None
 
     return take
+
+
+def _nothing(value: object) -> bool:
+    """Absent, or an expression's list or object of what is absent."""
+    if isinstance(value, list | dict):
+        return all(map(_nothing, value.values() if isinstance(value, dict) else value))
+    return _missing(value)
 
 
 def _reader(spec: KeySpec, payload_type: Any, handler: str, option: str) -> _Read:

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from idemconsumer import App, ConfigurationError
 from idemconsumer.http import Idempotency, IdempotencyMiddleware, Request, Route, current_key
+from idemconsumer.http.fingerprints import compile_fingerprint
 from idemconsumer.rules.http import BadKey, parse_key
 from tests.http.site import MakeDoor, by_header, client, place, problem, replayed, service
 from tests.support.ledger import Ledger
@@ -231,3 +232,14 @@ def test_what_cannot_be_is_refused_at_construction(options: dict[str, object], s
     given: dict[str, object] = {"tenant": by_header, **options}
     with pytest.raises(ConfigurationError, match=says):
         Idempotency(App("shop"), **given)  # type: ignore[arg-type]
+
+
+def test_where_the_named_fields_are_not_there_the_whole_body_is_compared() -> None:
+    take = compile_fingerprint("orders", ["amount", "card.id"])
+    assert take is not None
+
+    def taken(body: bytes) -> bytes:
+        return take(Request("POST", "/orders", b"", ()), body)
+
+    assert taken(b'{"amount":1,"at":1}') == taken(b'{"amount":1.0,"at":2}') != taken(b'{"amount":2,"at":1}')
+    assert taken(b'{"at":1}') == taken(b'{"at": 1}') != taken(b'{"at":2}')
