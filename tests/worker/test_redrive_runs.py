@@ -29,7 +29,7 @@ class Shop:
 
     async def fail(self) -> None:
         await self.bench.publish("q", *map(Item, "abc"))
-        await self.bench.until_empty(self.app)
+        await self.bench.until_empty(self.app, concurrency=1)  # their letters are in this order
 
     async def open(self) -> list[int]:
         return sorted([each.id for each in await Admin(self.bench.dsn, SCHEMA).dead_letters()])
