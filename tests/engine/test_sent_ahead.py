@@ -575,7 +575,7 @@ async def test_a_statement_that_waits_for_a_lock_does_not_outlast_the_timeout_of
         rival.execute(INSERT, ("locked",))
         async with asyncio.timeout(8):  # and not the lock_timeout of ten seconds
             assert kinds([await engine.process(*works(stays, "a"))]) == ["retrying"]
-        assert ledger.sessions("active") == 0
+        await until(lambda: ledger.sessions("active") == 0, "the server goes on")
     assert (ledger.states, ledger.attempts) == ([], [])
 
 
@@ -594,7 +594,7 @@ async def test_what_was_sent_takes_no_longer_than_the_timeout_of_its_handler(
     async with asyncio.timeout(8):  # and not the 35 s after which the server ends a statement
         outcomes = await engine.run(works(sends, "a", "b"))
     assert [(outcome.kind, outcome.error) for outcome in outcomes] == [("retrying", "TimeoutError")]
-    assert ledger.sessions("active") == 0
+    await until(lambda: ledger.sessions("active") == 0, "the server goes on")
     assert ledger.attempts == [1]
 
 
@@ -620,7 +620,7 @@ async def test_a_statement_is_cut_off_while_it_is_written(ledger: Ledger, engine
     async with asyncio.timeout(PATIENCE):
         outcome = await engine.process(*works(stays, "a"))
     assert (outcome.kind, outcome.error) == ("retrying", "TimeoutError")
-    assert ledger.sessions("active") == 0
+    await until(lambda: ledger.sessions("active") == 0, "the server goes on")
 
 
 async def test_what_a_task_still_waits_for_is_not_waited_for_once_its_handler_has_failed(
@@ -638,7 +638,7 @@ async def test_what_a_task_still_waits_for_is_not_waited_for_once_its_handler_ha
 
     async with asyncio.timeout(20):  # and not the 35 s after which the server ends a statement
         assert kinds([await engine.process(*works(fails, "a"))]) == ["dead"]
-    assert ledger.sessions("active") == 0
+        await until(lambda: ledger.sessions("active") == 0, "the server goes on")
     assert written(ledger) == []
 
 
