@@ -31,7 +31,7 @@ def begin_run() -> int:
 
 def left_running(run: int, *things: object) -> asyncio.Task[Any] | None:
     """A task made in this run that is not done and refers to one of `things`."""
-    wanted = {id(thing) for thing in things}
+    wanted = {id(thing) for thing in things if thing is not None}
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         if _made_in(task, run) and _reaches(task, wanted):
             return task
@@ -57,7 +57,7 @@ def _reaches(task: asyncio.Task[Any], wanted: set[int]) -> bool:
         for each in level:
             if id(each) in wanted:
                 return True
-            if id(each) not in seen and not isinstance(each, _ELSEWHERE):
+            if id(each) not in seen and not _is_elsewhere(each):
                 seen.add(id(each))
                 further += _parts(each)
         level = further
@@ -66,6 +66,12 @@ def _reaches(task: asyncio.Task[Any], wanted: set[int]) -> bool:
 
 # What these refer to is no run's alone.
 _ELSEWHERE: Final = (Everybodys, type, ModuleType, Context, asyncio.AbstractEventLoop, asyncio.Task)
+# Where OpenTelemetry has a provider, FastAPI keeps what an endpoint was given, to tell of it.
+_TELEMETRY: Final = "fastapi.telemetry"
+
+
+def _is_elsewhere(each: object) -> bool:
+    return isinstance(each, _ELSEWHERE) or str(type(each).__module__).startswith(_TELEMETRY)
 
 
 def _parts(each: object) -> list[object]:

@@ -30,6 +30,7 @@ from idemconsumer.http.openapi import describe
 from tests.http.fake_requests import FakeRequests
 from tests.http.site import MakeDoor, client, problem, replayed
 from tests.support.ledger import Ledger, write
+from tests.support.spans import collected
 
 Make = Callable[[Idempotency], Any]
 
@@ -112,6 +113,13 @@ async def test_effect_and_response_are_one_commit(ledger: Ledger, make_door: Mak
     assert (first.status_code, first.json(), replayed(first)) == (201, {"placed": 1}, False)
     assert (again.status_code, again.content, replayed(again)) == (201, first.content, True)
     assert (other.status_code, problem(other)) == (422, "key-reused")
+    assert ledger.effects == ["1"]
+
+
+async def test_what_fastapi_keeps_for_its_traces_does_not_use_tx(ledger: Ledger, make_door: MakeDoor) -> None:
+    collected()  # from then on, in this process
+    async with client(in_fastapi(make_door())) as shop:
+        assert (await shop.post(path="/v1/orders", json={"id": 1})).status_code == 201
     assert ledger.effects == ["1"]
 
 

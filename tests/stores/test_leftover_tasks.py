@@ -163,14 +163,15 @@ async def test_a_task_that_has_nothing_of_tx_is_its_authors_own_business(
     going_on.set()
 
 
-async def test_who_keeps_tx_without_a_task_is_not_to_blame(ledger: Ledger, engine: Engine) -> None:
+@pytest.mark.parametrize("what", ["tx", "connection", "both"])
+async def test_who_keeps_tx_without_a_task_is_not_to_blame(ledger: Ledger, engine: Engine, what: str) -> None:
     kept: list[object] = []
     background = asyncio.create_task(asyncio.sleep(60))
 
     @idempotent_handler(SOURCE, key="id")
     async def keeps(order: dict[str, Any], tx: Tx) -> None:
-        kept.extend([tx, tx.connection])
-        leave(asyncio.sleep(60))
+        kept.extend({"tx": [tx], "connection": [tx.connection], "both": [tx, tx.connection]}[what])
+        leave(asyncio.sleep(60))  # its result, None, is nothing of the run
         await write(tx, order["id"])
 
     assert kinds(await engine.run(works(keeps, 1))) == ["applied"]
