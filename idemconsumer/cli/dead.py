@@ -222,13 +222,13 @@ def dead_redrive(
     async def act() -> tuple[int, Run]:
         which = await _which(admin, flags, ids=ids or None)
         length, _ = await admin.count(which)
+        if length and not dry_run:
+            click.echo(f"run {name}; to go on after an interruption, repeat this with --run {name}", err=True)
         with click.progressbar(length=length, label="redriving", file=sys.stderr) as bar:
             return length, await redrives.redrive(
                 which, by=by, run=name, rate=rate, dry_run=dry_run, progress=bar.update
             )
 
-    if not dry_run:
-        click.echo(f"run {name}; to go on after an interruption, repeat this with --run {name}", err=True)
     chosen, done = asyncio.run(act())
     if run is None:  # else they may have been redriven before it was interrupted
         _matched(chosen, given, ids)
