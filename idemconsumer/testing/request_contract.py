@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 import pytest
 
+from idemconsumer.errors import StoreUnavailable
 from idemconsumer.message.keys import parts_of
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Held, LostRequest, RequestStore, Running
@@ -348,9 +349,11 @@ async def hold(store: RequestStore, claim: Claim) -> Held:
 async def until_held(store: RequestStore, claim: Claim) -> Held:
     """As soon as it can be had."""
     async with asyncio.timeout(PATIENCE):
-        while not isinstance(held := await store.claim(claim, never), Held):
+        while True:
+            with suppress(StoreUnavailable):
+                if isinstance(held := await store.claim(claim, never), Held):
+                    return held
             await asyncio.sleep(0.02)
-    return held
 
 
 async def until_completed(store: RequestStore, claim: Claim) -> None:

@@ -672,13 +672,16 @@ async def test_what_a_silent_broker_did_not_confirm_is_relayed_again_and_in_orde
     await mortal.create()
     messages = [Outgoing(b"%d" % n, key="k") for n in range(20)]
     assert await mortal.broker.relay(mortal.topic, messages[:5]) == [None] * 5
+    said = list[str]()  # on a busy machine the client may ask for the cluster's metadata in between, which fails too
     with monkeypatch.context() as brief:
         tuned(brief, kafka_confirm_patience=0.5)
         mortal.own.freeze()
         for _ in range(3):
-            with pytest.raises(BrokerUnavailable, match="did not confirm"):
+            with pytest.raises(BrokerUnavailable) as failed:
                 await mortal.broker.relay(mortal.topic, messages[5:])
+            said.append(str(failed.value))
         mortal.own.thaw()
+    assert any("did not confirm" in each for each in said), said
     assert await mortal.broker.relay(mortal.topic, messages[5:]) == [None] * 15
     session, bodies = await mortal.open(), list[bytes]()
     while bodies[-1:] != [b"19"]:

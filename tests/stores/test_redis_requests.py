@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -547,20 +547,38 @@ async def test_what_too_few_replicas_have_does_not_count(private_redis: PrivateR
     """H29."""
     primary, replica = private_redis(), private_redis()
     store, plain = opened(primary.address, replicas=1), opened(primary.address)
-    with pytest.raises(NotReplicated, match="0 replicas of 1 have confirmed"):
-        await store.claim(A, never)
+    assert "0 replicas of 1 have confirmed" in str(await until_not_replicated(lambda: store.claim(A, never)))
     assert not (await until_held(plain, A)).again, "it was taken back"
     replica.follow(primary)
     held = await until_held(store, B)
     replica.kill()
-    with pytest.raises(NotReplicated):
-        await store.complete(held, CREATED)
+    await until_not_replicated(lambda: store.complete(held, CREATED))
     replica.start()
     replica.follow(primary)
     async with asyncio.timeout(PATIENCE):
         while not store._unfinished.idle:
             await asyncio.sleep(0.02)
-    assert await store.complete(held, CREATED)
+    await until(lambda: confirmed(store.complete(held, CREATED)), "replicas have confirmed it")
+
+
+async def until_not_replicated(ask: Callable[[], Awaitable[object]]) -> NotReplicated:
+    """On a busy machine a server may not answer at all within its time."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            try:
+                answer = await ask()
+            except NotReplicated as said:
+                return said
+            except StoreUnavailable:
+                continue
+            pytest.fail(f"it counts: {answer}")
+
+
+async def confirmed(answer: Awaitable[bool]) -> bool:
+    """On a busy machine a replica may not confirm within its time."""
+    with suppress(StoreUnavailable):
+        return await answer
+    return False
 
 
 async def until_there(store: RedisRequests) -> None:
@@ -585,8 +603,9 @@ async def test_a_failover_by_sentinel_loses_nothing_that_a_replica_has_confirmed
     try:
         store = opened(sentinels.address, replicas=1)
         await until_there(store)
-        await store.complete(await until_held(store, A), CREATED)
-        await hold(store, B)
+        held = await until_held(store, A)
+        await until(lambda: confirmed(store.complete(held, CREATED)), "the replica has confirmed it")
+        await until_held(store, B)
         primary.kill()
         await until(lambda: sentinels.primary_port() == replica.port, "the replica is the primary")
         rival = opened(sentinels.address)
