@@ -39,6 +39,7 @@ _WARM = 0.1  # the share of a run before its rate is read
 _COUNTS = {"kafka": (10_000, 60_000), "sqs": (1_500, 10_000)}
 _POLL_SECONDS = 0.25
 _LEAVE_SECONDS = 20.0
+_START_SECONDS = 120.0  # until its first message
 
 
 class Consumer(msgspec.Struct, frozen=True):
@@ -223,7 +224,7 @@ async def _all_applied(
     """Wait for all of them, or until the time after the first one is over, which is False; and how many there were, and
     what CPU the process had taken, when it was warm."""
     clock = asyncio.get_running_loop().time
-    deadline = clock() + 3 * most
+    deadline = clock() + _START_SECONDS
     started = False
     warm, start = 0, 0.0
     while clock() < deadline:
