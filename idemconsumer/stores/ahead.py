@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from psycopg import generators
+from psycopg import OperationalError, generators
 from psycopg.errors import error_from_result
 from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
@@ -134,6 +134,9 @@ class Ahead:
             results = yield from generators.fetch_many(pgconn)
             self._heard()
             if (answered := expected.popleft()) is None:
+                if not results or results[-1].status != ExecStatus.PIPELINE_SYNC:
+                    pgconn.finish()  # its session has ended, which libpq knows once it has read the end
+                    raise error_from_result(results[-1]) if results else OperationalError("the connection is lost")
                 if expected:
                     self._expect(timer)
                 continue

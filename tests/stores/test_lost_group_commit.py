@@ -17,12 +17,14 @@ from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.rules.values import Outcome, State
 from idemconsumer.stores.joined import PostgresStore
 from tests.support.ledger import SCHEMA, SOURCE, Ledger, OpenStore, kinds, work, works
-from tests.support.servers.proxy import Proxy, Trap
+from tests.support.logs import LogCapture, times
+from tests.support.servers.proxy import LAST_WORDS, READY_FOR_QUERY, Proxy, Trap
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
 Cut = Literal["before", "after"]
+DONE = b"COMMIT\x00"  # what the server says of it
 
 before_and_after = pytest.mark.parametrize("cut", ["before", "after"])
 
@@ -133,6 +135,25 @@ async def test_a_group_whose_commit_is_unknown_is_applied_once(
     observer.assert_sprung()
     assert kinds(outcomes) == ["applied" if cut == "before" else "duplicate"] * size
     assert [outcome.result for outcome in outcomes] == [b'{"paid":"%s"}' % id.encode() for id in ids]
+    assert ledger.effects == ids
+    assert ledger.states == [State.COMPLETED] * size
+
+
+@pytest.mark.parametrize("size", [1, 5])
+async def test_last_words_right_behind_a_commit_are_the_failure_of_none(
+    ledger: Ledger, proxy: Proxy, engine: Engine, logged: LogCapture, size: int
+) -> None:
+    """B5: a session that somebody ends says so in the place of what is still to come, which may be a Sync's answer."""
+    ids = [f"{n}" for n in range(size)]
+    trap = proxy.cut_at(mode="after", answer=DONE + READY_FOR_QUERY, instead=DONE + LAST_WORDS)
+
+    async with asyncio.timeout(PATIENCE):
+        outcomes = await engine.run(works(pay, *ids))
+
+    assert trap.sprung.is_set()
+    assert times(logged, "commit unknown, claiming again")
+    assert not times(logged, "handler failed")
+    assert kinds(outcomes) == ["duplicate"] * size
     assert ledger.effects == ids
     assert ledger.states == [State.COMPLETED] * size
 

@@ -19,6 +19,8 @@ PLAIN_COMMIT = b"COMMIT\x00"
 # `transaction()`: a pool examines each new connection with it (R18), and makes one at any time after another was lost.
 COMMIT = (b"; COMMIT\x00", b"\x00COMMIT\x00")
 READY_FOR_QUERY = b"Z\x00\x00\x00\x05"
+_LAST_WORDS = b"SFATAL\0VFATAL\0C57P01\0Mterminating connection due to administrator command\0\0"
+LAST_WORDS = b"E" + struct.pack("!i", len(_LAST_WORDS) + 4) + _LAST_WORDS
 _KEPT = 64  # bytes; no needle is longer
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -32,6 +34,7 @@ class Trap:
     mode: Literal["before", "after"]
     answer: bytes
     frozen: bool = False
+    instead: bytes = b""
     sprung: asyncio.Event = field(default_factory=asyncio.Event)
 
     def springs(self, before: bytes, sent: bytes) -> bool:
@@ -103,13 +106,16 @@ class Proxy:
         self._trap = Trap(needles or COMMIT, mode, answer, frozen=True)
         return self._trap
 
-    def cut_at(self, *needles: bytes, mode: Literal["before", "after"], answer: bytes = READY_FOR_QUERY) -> Trap:
+    def cut_at(
+        self, *needles: bytes, mode: Literal["before", "after"], answer: bytes = READY_FOR_QUERY, instead: bytes = b""
+    ) -> Trap:
         """Cut the connection on which one of `needles` is sent next, else a COMMIT; once.
 
         `before`: what arrives with the needle is not forwarded, so the server never sees it. `after`: it is
-        forwarded, and the cut comes when `answer` was in the server's reply; the client gets nothing of it.
+        forwarded, and the cut comes when `answer` was in the server's reply; the client gets nothing of it. With
+        `instead` it gets what is before `answer`, and that, and then the end.
         """
-        self._trap = Trap(needles or COMMIT, mode, answer)
+        self._trap = Trap(needles or COMMIT, mode, answer, bool(instead), instead)
         return self._trap
 
     def take_trap(self, before: bytes, sent: bytes) -> Trap | None:
@@ -200,6 +206,9 @@ class _Pair:
                 if self._sprung.answer in kept:
                     if not self._sprung.frozen:
                         return
+                    if self._sprung.instead and not self.deaf:
+                        self._client_writer.write(kept.partition(self._sprung.answer)[0] + self._sprung.instead)
+                        self._client_writer.write_eof()
                     self._sprung.sprung.set()
                     self.deaf = True
 
