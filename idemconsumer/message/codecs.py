@@ -17,7 +17,8 @@ import msgspec
 from msgspec import inspect as types
 
 from idemconsumer.errors import BadMessage, Reject
-from idemconsumer.message import models, read_back, values
+from idemconsumer.message import contents, forms, models, read_back
+from idemconsumer.message.fields import fields
 from idemconsumer.message.message import Result, StoredResult
 
 Decode: TypeAlias = Callable[[bytes], object]
@@ -181,7 +182,7 @@ def _json(value: object, what: str, instead: str, compared: bool = True) -> byte
         if models.writes(inside):
             return msgspec.Raw(_json(inside, f"a {type(inside).__name__}", "give it", compared))
         if isinstance(inside, str | int | float):
-            return values.form(inside)
+            return forms.form(inside)
         raise TypeError(f"{type(inside).__name__} is not JSON")
 
     try:
@@ -193,10 +194,10 @@ def _json(value: object, what: str, instead: str, compared: bool = True) -> byte
         reason, _, advice = _why(error).partition("; ")
         types_of_json = f"{instead} a Struct, dataclass, dict, list, str, number, bytes or None"
         raise TypeError(f"{what} cannot be stored as JSON: {reason}; {advice or types_of_json}") from None
-    if b"null" in written and any(isinstance(n, float) and not isfinite(n) for n in values.parts(value, _WHOLE)):
+    if b"null" in written and any(isinstance(n, float) and not isfinite(n) for n in contents.parts(value, _WHOLE)):
         raise _NotReadBack(f"{what} has a number in it that is NaN or infinite, which JSON does not have; write None")
-    if b"[" in written and any(isinstance(part, set | frozenset) for part in values.parts(value, _SCALARS)):
-        written = values.encode(values.in_order(_decode_exactly(written), value))
+    if b"[" in written and any(isinstance(part, set | frozenset) for part in contents.parts(value, _SCALARS)):
+        written = forms.encode(contents.in_order(_decode_exactly(written), value))
     if (problem := _lost(value, written, compared)) is not None:
         raise _NotReadBack(f"{what} cannot be read back as it was: {problem}")
     return written
@@ -225,7 +226,7 @@ def _lost(value: object, written: bytes, compared: bool) -> str | None:
     """Why it cannot be read back, if it has fields. It quotes no value. Only a value tells what the type's own
     serializers do, and which of several classes it is, but then it has to be seen before an effect depends on it (R40).
     """
-    if type(value) in _PLAIN or not values.fields(type(value)):
+    if type(value) in _PLAIN or fields(type(value)) is None:
         return None
     cls = getattr(value, "__orig_class__", type(value))  # Box[int], of which the class is Box
     if (lost := _always_lost(cls)) is not None or not compared:

@@ -19,11 +19,10 @@ import msgspec
 
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.hashing import HASHING
-from idemconsumer.message import digits, paths, values
+from idemconsumer.message import digits, forms, paths
 from idemconsumer.message.codecs import without_mark
 from idemconsumer.message.functions import is_async, takes
 from idemconsumer.message.message import PROPERTIES, Message
-from idemconsumer.message.plain_form import plain
 
 MAX_KEY_BYTES = 1_024
 """The longest key, in UTF-8 bytes. A key is an identity; longer ones are a sign that a document was named."""
@@ -216,7 +215,7 @@ def canonical(body: bytes) -> bytes | None:
     """The first 16 bytes of the hash of the JSON value: the same whatever the order of fields, the spaces between them,
     the escapes in texts and the ways to write a number. None for what is not JSON."""
     try:
-        return shortened(values.encode(digits.decode(without_mark(body))))
+        return shortened(forms.encode(digits.decode(without_mark(body))))
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         return None
 
@@ -227,7 +226,7 @@ def canonical_value(payload: object, *, secrets: bool = False) -> bytes | None:
     if isinstance(payload, bytes):
         return shortened(payload)
     try:
-        return canonical(values.encode(values.form(payload, secrets=secrets)))
+        return canonical(forms.encode(forms.form(payload, secrets=secrets)))
     except Exception:  # noqa: BLE001 - a value's own code runs while it is compared
         return None
 
@@ -267,7 +266,7 @@ def compile_fingerprint(spec: KeySpec, payload_type: Any, *, handler: str) -> Ca
     def take(message: Message, payload: object) -> bytes | None:
         found = [read(message, payload) for read in reads]
         try:
-            return None if _nothing(found) else fingerprint(values.encode(values.form(found)))
+            return None if _nothing(found) else fingerprint(forms.encode(forms.form(found)))
         except Exception as error:  # noqa: BLE001 - a payload type of the user's may raise anything
             raise _invalid("fingerprint", f"cannot be encoded ({type(error).__name__})") from None
 
@@ -337,8 +336,8 @@ def _exact(read: _Read, path: str) -> _Read:
         value = read(message, payload)
         if value is None or type(value) is str or type(value) is int:
             return value
-        with suppress(RecursionError):
-            if not digits.has_floats(value := plain(value)):
+        with suppress(Exception):  # a value's own code
+            if not digits.has_floats(value := forms.plain(value)):
                 return value
             sent = None
             with suppress(msgspec.MsgspecError, UnicodeError, BadMessage):

@@ -22,8 +22,8 @@ from msgspec import inspect as types
 
 from idemconsumer.errors import BadMessage, HandlerError
 from idemconsumer.message import models
+from idemconsumer.message.forms import is_there, looked_up, plain
 from idemconsumer.message.message import Message
-from idemconsumer.message.plain_form import is_there, looked_up, plain
 
 Read: TypeAlias = Callable[[Message, object], object]
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from idemconsumer.message import models
-from idemconsumer.message.values import fields, form
+from idemconsumer.message.fields import fields
+from idemconsumer.message.forms import form
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 
@@ -16,7 +17,7 @@ def difference(back: object, value: object) -> str | None:
     """In which field they differ, in words that quote no value. None: in none."""
     if _same(back, value):
         return None
-    for name in fields(type(value)):
+    for name in fields(type(value)) or ():
         was, found = getattr(value, name, None), getattr(back, name, None)
         if not _same(found, was):
             return (
@@ -32,11 +33,11 @@ def _same(back: object, value: object) -> bool:
     cls = type(value)
     if cls is type(back) and cls in _SCALARS:
         return back == value
-    if names := fields(cls):
+    if (names := fields(cls)) is not None:
         if cls is type(back):
-            pairs = ((getattr(back, name, None), getattr(value, name, None)) for name in names)
-            return all(_same(*pair) for pair in pairs) and _all_same(models.extras(back), models.extras(value))
-        if fields(type(back)):
+            each = all(_same(getattr(back, name, None), getattr(value, name, None)) for name in names)
+            return each and _all_same(models.extras(back), models.extras(value))
+        if fields(type(back)) is not None:
             return False
         if isinstance(back, Mapping):
             return all(_same(back[wire], getattr(value, name, None)) for name, wire in names.items() if wire in back)

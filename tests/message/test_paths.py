@@ -20,8 +20,8 @@ from typing_extensions import TypedDict
 from idemconsumer import Message, Tx, idempotent_handler
 from idemconsumer.errors import BadMessage, HandlerError
 from idemconsumer.message import codecs, keys
+from idemconsumer.message.forms import plain
 from idemconsumer.message.paths import ByAttribute
-from idemconsumer.message.plain_form import plain
 
 T = TypeVar("T")
 
