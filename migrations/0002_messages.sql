@@ -51,6 +51,7 @@ declare
     given jsonb := coalesce(publish_bytes.headers, '{{}}');
     due timestamptz;
     not_text text;
+    instead text;
 begin
     if jsonb_typeof(given) <> 'object' then
         raise exception 'headers must be a JSON object of texts, e.g. {{"n": "v"}}' using errcode = '22023';
@@ -69,6 +70,22 @@ begin
     if starts_with(queue, 'postgres:') then
         into_queue := substr(queue, 10);
     elsif starts_with(queue, 'kafka:') or starts_with(queue, 'rabbitmq:') or starts_with(queue, 'sqs:') then
+        instead := case
+            when queue ~ '^kafka:' and queue !~ '^kafka:(?!\.{{1,2}}$)[a-zA-Z0-9._-]{{1,249}}$' then
+                'Write a topic''s name: letters, digits, ''.'', ''_'', ''-''.'
+            when queue ~ '^rabbitmq:' and octet_length(queue) not between 10 and 264 then
+                'Write a queue''s name, or exchange/routing.key, of 1 to 255 bytes.'
+            when queue ~ '^rabbitmq:' and octet_length(key) > 255 then
+                'The key becomes the message id, of at most 255 bytes: give a hash of it.'
+            when queue ~ '^sqs:' and coalesce(given ->> 'MessageGroupId', case when queue !~ '\.fifo$' then 'none' end, '')
+                    !~ '^[!-~]{{1,128}}$' then
+                'Write headers => jsonb_build_object(''MessageGroupId'', customer_id) for a FIFO queue; a group has 1 to 128 '
+                || 'letters, digits or punctuation, no spaces.'
+        end;
+        if instead is not null then
+            raise exception 'no broker takes a message to % like this', quote_literal(left(queue, 300))
+                using errcode = '22023', hint = instead;
+        end if;
         if delay > interval '0' then
             due := clock_timestamp() + delay;
         end if;

@@ -20,6 +20,7 @@ from idemconsumer.app.pausing import Pausing
 from idemconsumer.app.sagas import AppStarter, SagaCalls
 from idemconsumer.brokers.connecting import check_delay, connect
 from idemconsumer.brokers.connecting import destination as parse_destination
+from idemconsumer.brokers.sendable import check_sendable
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.forks import PerLoop
 from idemconsumer.handlers.decorator import Decorate, Handler, asks_for_key, idempotent_handler
@@ -389,6 +390,7 @@ class App(SagaCalls, Accepting, Pausing):
         settings = self._configured()
         sent = tracing_of(settings).carried(headers or {})
         message = Outgoing(b"null" if encoded is None else encoded.body, sent, key, seconds)
+        check_sendable(scheme, name, message, settings.max_message_bytes)
         if tx is not None:
             if scheme == "memory":
                 raise ConfigurationError(f"publish to {destination!r} with tx=: what is in memory is in no transaction")

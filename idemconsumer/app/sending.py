@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 from collections.abc import Mapping
 from typing import Final
@@ -20,12 +19,11 @@ from idemconsumer.message import codecs
 from idemconsumer.message.accepted import ACCEPTED, TOKEN_BYTES
 from idemconsumer.message.keys import Key, KeySpec, describe
 from idemconsumer.message.message import Message
-from idemconsumer.message.queues import GROUP
+from idemconsumer.message.queues import GROUP, TOKEN
 from idemconsumer.message.replies import MESSAGE_ID
 from idemconsumer.message.sources import consumes
 from idemconsumer.stores.accepting import Sent
 
-_TOKEN: Final = re.compile(r"[!-~]{1,128}", re.ASCII)  # what a group of SQS may be called
 _GIVEN: Final = frozenset({"header", "message_id", "record_key", "first"})
 
 
@@ -124,7 +122,7 @@ def _ordered(message: Message, scheme: str, name: str, order: str) -> Message:
     if scheme != "sqs" or not name.endswith(".fifo"):
         return message
     group = message.headers.get(GROUP) or (
-        order if _TOKEN.fullmatch(order) else hashlib.sha256(order.encode()).hexdigest()
+        order if TOKEN.fullmatch(order) else hashlib.sha256(order.encode()).hexdigest()
     )
     return replace(message, headers={**message.headers, GROUP: group}, order_hint=group)
 

@@ -11,6 +11,7 @@ import click
 import psycopg
 
 from idemconsumer.brokers.connecting import check_delay, connect, destination
+from idemconsumer.brokers.sendable import check_sendable
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.handlers.durations import parse_duration
@@ -64,6 +65,8 @@ async def _publish(source: str, messages: Sequence[Outgoing], settings: Settings
     if scheme == "memory":
         raise ConfigurationError(f"{source!r} exists only inside one process, for tests; use another source")
     check_delay(scheme, name, max((message.delay for message in messages), default=0.0))
+    for message in messages:
+        check_sendable(scheme, name, message, settings.max_message_bytes)
     broker = connect(scheme, settings)
     try:
         with click.progressbar(length=len(messages), label="publishing", file=sys.stderr) as bar:

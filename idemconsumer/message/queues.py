@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
+
+from idemconsumer.errors import ConfigurationError
 
 GROUP: Final = "MessageGroupId"
 """The header that names the group of a message, published or received."""
 
 DEDUPLICATION_ID: Final = "MessageDeduplicationId"
 """The header with the deduplication id of a message received from a FIFO queue."""
+
+TOKEN: Final = re.compile(r"[!-~]{1,128}", re.ASCII)
+"""What SQS takes for a group, or for a deduplication id."""
 
 _NAME: Final = r"(?P<name>[A-Za-z0-9_-]{1,80}(\.fifo)?)"
 _ARN: Final = re.compile(rf"arn:aws[a-z-]*:sqs:(?P<region>[a-z0-9-]+):(?P<account>\d{{12}}):{_NAME}")
@@ -47,3 +53,17 @@ def queue_address(given: str) -> QueueAddress | None:
             return QueueAddress(given, url["name"], region=aws[1] or aws[2], url=given)
         return QueueAddress(given, url["name"], url=given, endpoint=f"{parts.scheme}://{parts.netloc}")
     return None if "/" in given or ":" in given else QueueAddress(given, given)
+
+
+def check_group(queue: str, headers: Mapping[str, str | bytes]) -> None:
+    """Raise ConfigurationError for a message that a queue does not take for the sake of its group."""
+    group = headers.get(GROUP)
+    if group is None and queue.endswith(".fifo"):
+        raise ConfigurationError(
+            f"publish to sqs:{queue}: a FIFO queue keeps order within a group, so each message names its own; "
+            f"give headers={{{GROUP!r}: customer_id}}, or --header {GROUP}=…"
+        )
+    if group is not None and (isinstance(group, bytes) or not TOKEN.fullmatch(group)):
+        raise ConfigurationError(
+            f"publish to sqs:{queue}: the header {GROUP} has 1 to 128 letters, digits or punctuation, no spaces"
+        )

@@ -31,6 +31,7 @@ from idemconsumer.brokers.kafka.relaying import Relay
 from idemconsumer.brokers.kafka.seat import Seat
 from idemconsumer.brokers.kafka.session import KafkaSession
 from idemconsumer.brokers.kafka.topics import Topics
+from idemconsumer.brokers.sendable import largest_record
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError
 from idemconsumer.logs import log
 from idemconsumer.message.message import Subscription
@@ -66,7 +67,7 @@ class KafkaBroker:
         plain = not self._connection["security_protocol"].endswith("SSL")
         self._exposed = plain and not all(map(is_local, kafka_hosts(settings.kafka)))
         self._publisher = Publisher(self._connection, settings, self._admin)
-        most_bytes = max(settings.max_message_bytes, 1024 * 1024)
+        most_bytes = largest_record(settings.max_message_bytes)
         self._relay = Relay(self._connection, self._servers, most_bytes, self._publisher.partitions, self._missing)
         self._positions: Positions | None = None
         self._seats: dict[str, Seat] = {}

@@ -14,6 +14,7 @@ from idemconsumer.brokers.kafka.checking import missing_text, partitions_of
 from idemconsumer.brokers.kafka.client import words
 from idemconsumer.brokers.kafka.diagnosis import unavailable
 from idemconsumer.brokers.kafka.producing import Producing
+from idemconsumer.brokers.sendable import largest_record
 from idemconsumer.errors import BadMessage, BrokerUnavailable
 from idemconsumer.message.replies import CONTENT_TYPE, KAFKA_CORRELATION, MESSAGE_ID, OUTCOME
 from idemconsumer.message.sources import BadSource, split_source
@@ -36,7 +37,7 @@ class Publisher:
         self._connection = connection
         self._servers = settings.kafka or ""
         self._admin = admin
-        self._producing = Producing(connection, max(settings.max_message_bytes, 1024 * 1024))
+        self._producing = Producing(connection, largest_record(settings.max_message_bytes))
         self._starting = asyncio.Lock()
         self._counts: dict[str, int] = {}  # of the partitions of topics that exist
 

@@ -26,13 +26,13 @@ from aiokafka.partitioner import DefaultPartitioner
 
 from idemconsumer.brokers.kafka.client import words
 from idemconsumer.brokers.kafka.producing import Producing
+from idemconsumer.brokers.sendable import record_bytes
 from idemconsumer.errors import BrokerUnavailable
 from idemconsumer.ports.broker import BEHIND, Outgoing, Unsent
 from idemconsumer.user_code.cancellation import ends_this_task
 
 CONFIRM: Final = 30.0  # seconds
 _BATCH: Final = 256 * 1024  # bytes; a topic may take less, and then batches are halved
-_OVERHEAD: Final = 128  # bytes of a record and its batch beside key, value and headers, generously
 
 
 class InvalidRecordError(UnknownError):  # type: ignore[misc]
@@ -82,10 +82,6 @@ class Relay:
             return sending.given_up(f"Kafka at {self._servers} did not confirm it: {words(error)}")
         return sending.answers
 
-    def too_large(self, message: Outgoing) -> bool:
-        headers = sum(len(name.encode()) + len(_bytes(value)) + 10 for name, value in message.headers.items())
-        return len(message.body) + len(_key(message) or b"") + headers + _OVERHEAD > self.most_bytes
-
     async def close(self) -> None:
         await self.producing.close()
 
@@ -122,7 +118,7 @@ class _Sending:
             if key in self._stopped:
                 continue
             try:
-                too_large = self._relay.too_large(message)
+                too_large = record_bytes(message) > self._relay.most_bytes
             except ValueError as error:
                 self._refuse(index, f"it cannot be encoded: {error}")
                 continue

@@ -23,7 +23,7 @@ from idemconsumer.brokers.sqs.client import Queue
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.message.headers import decode_headers, encode_headers
 from idemconsumer.message.message import Message
-from idemconsumer.message.queues import DEDUPLICATION_ID, GROUP
+from idemconsumer.message.queues import DEDUPLICATION_ID, GROUP, TOKEN, check_group
 from idemconsumer.ports.broker import Outgoing
 
 BATCH: Final = 10  # messages in one request
@@ -39,7 +39,6 @@ _LEAST_REQUEST: Final = 262_144
 
 _UNSAYABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _NAME = re.compile(r"(?!aws\.|amazon\.)(?=.{1,256}$)[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.ASCII | re.IGNORECASE)
-_TOKEN = re.compile(r"[!-~]{1,128}", re.ASCII)
 
 Entry = dict[str, Any]
 
@@ -51,6 +50,7 @@ def entry_of(queue: Queue, message: Outgoing) -> Entry:
     Raises BadMessage when it is larger than the queue takes, ConfigurationError for a group that is missing or cannot
     be one.
     """
+    check_group(queue.given or queue.name, message.headers)
     headers = dict(message.headers)
     group = headers.pop(GROUP, None)
     headers.pop(DEDUPLICATION_ID, None)  # of the message that this one was made from
@@ -138,19 +138,10 @@ def _size(body: str, attributes: Mapping[str, str]) -> int:
 
 
 def _fifo(queue: Queue, group: str | bytes | None, key: str | None) -> Entry:
-    if isinstance(group, bytes) or (group is not None and not _TOKEN.fullmatch(group)):
-        raise ConfigurationError(
-            f"publish to {queue.source}: the header {GROUP} has 1 to 128 letters, digits or punctuation, no spaces"
-        )
     if not queue.fifo:
         return {} if group is None else {GROUP: group}  # fair queues share the workers among groups
-    if group is None:
-        raise ConfigurationError(
-            f"publish to {queue.source}: a FIFO queue keeps order within a group, so each message names its own; "
-            f"give headers={{{GROUP!r}: customer_id}}, or --header {GROUP}=…"
-        )
     if key is not None:
-        token = key if _TOKEN.fullmatch(key) else hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+        token = key if TOKEN.fullmatch(key) else hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
     elif queue.content_based:
         return {GROUP: group}
     else:

@@ -1,0 +1,56 @@
+"""What no broker of its kind takes from anybody, whether it is published at once or in a transaction (X11)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from idemconsumer.errors import BadMessage, ConfigurationError
+from idemconsumer.message.queues import check_group
+from idemconsumer.ports.broker import Outgoing
+
+_MOST_IN_AMQP: Final = {"key": 255, "header's name": 128}  # bytes; of a header's name the client sends no more
+_AROUND_RECORD: Final = 128  # bytes of a record of Kafka and its batch beside key, value and headers, generously
+_NO_UTF8: Final = re.compile("[\ud800-\udfff]")
+
+
+def check_sendable(scheme: str, name: str, message: Outgoing, max_message_bytes: int) -> None:
+    """Raise ConfigurationError for what is to be written in another way, BadMessage for what is too large. What only
+    the broker knows, such as the limits of a queue or a topic, it says later."""
+    to = f"publish to '{scheme}:{name}'"
+    given: Mapping[Any, Any] = message.headers  # whatever was given
+    if message.key is not None and (not _is_text(message.key) or "\0" in message.key):
+        raise ConfigurationError(f"{to}: the key is no text that Postgres and brokers take; give one, as str(order_id)")
+    for header, value in given.items():
+        if not _is_text(header) or not isinstance(value, str | bytes):
+            wrong = f"has the value {type(value).__name__}" if isinstance(header, str) else "has a name that is no text"
+            raise ConfigurationError(f"{to}: the header {header!r} {wrong}; give text or bytes, or leave it out")
+        if scheme in ("kafka", "rabbitmq") and isinstance(value, str) and not _is_text(value):
+            raise ConfigurationError(f"{to}: the header {header!r} has a lone surrogate in it; give bytes")
+    if scheme == "sqs":
+        check_group(name, message.headers)
+    elif scheme == "rabbitmq":
+        for what, text in [("key", message.key or ""), *(("header's name", header) for header in message.headers)]:
+            if len(text.encode()) > (most := _MOST_IN_AMQP[what]):
+                most_of_it = f"the {most} bytes of a {what}"
+                raise ConfigurationError(f"{to}: {text[:40]!r}… is longer than {most_of_it}; give its hash")
+    elif scheme == "kafka" and record_bytes(message) > (most := largest_record(max_message_bytes)):
+        instead = "publish a reference to its payload, or raise IDEMCONSUMER_MAX_MESSAGE_BYTES"
+        raise BadMessage("oversized", f"{to}: it is larger than the {most} bytes that are sent to Kafka; {instead}")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and not _NO_UTF8.search(value)
+
+
+def largest_record(max_message_bytes: int) -> int:
+    """How many bytes of a record are sent to Kafka at most."""
+    return max(max_message_bytes, 1024 * 1024)
+
+
+def record_bytes(message: Outgoing) -> int:
+    """How many it will have, or a few less. Raises ValueError for text that is no UTF-8."""
+    parts = (message.record_key or message.key or "", *message.headers, *message.headers.values())
+    size = sum(len(part if isinstance(part, bytes) else part.encode()) for part in parts)
+    return len(message.body) + size + 10 * len(message.headers) + _AROUND_RECORD
