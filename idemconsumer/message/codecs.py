@@ -6,10 +6,9 @@ import contextlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import isfinite
 from types import UnionType
 from typing import Annotated, Any, Final, TypeAlias, Union, get_args, get_origin
 
@@ -179,64 +178,86 @@ def _of_class(read: Reject, name: str) -> Reject:
 
 def _json(value: object, what: str, instead: str, compared: bool = True) -> bytes:
     def model(inside: object) -> object:
-        if models.writes(inside):
+        if models.writes(type(inside)):
             return msgspec.Raw(_json(inside, f"a {type(inside).__name__}", "give it", compared))
         if isinstance(inside, str | int | float):
             return forms.form(inside)
         raise TypeError(f"{type(inside).__name__} is not JSON")
 
     try:
-        by_pydantic = models.writes(value)
-        written = models.write(value) if by_pydantic else msgspec.json.encode(_prepared(value, model), enc_hook=model)
+        written, levels = _written(value, model)
     except _NotReadBack as error:
         raise _NotReadBack(f"{what} cannot be stored: {error}") from None
     except Exception as error:  # noqa: BLE001 - a value's own code runs while it is encoded
         reason, _, advice = _why(error).partition("; ")
         types_of_json = f"{instead} a Struct, dataclass, dict, list, str, number, bytes or None"
         raise TypeError(f"{what} cannot be stored as JSON: {reason}; {advice or types_of_json}") from None
-    if b"null" in written and any(isinstance(n, float) and not isfinite(n) for n in contents.parts(value, _WHOLE)):
+    problem, sets = _lost(value, written, compared)
+    if sets and not levels and (b"null" in written or b"[" in written):
+        levels = list(contents.levels(value))
+    if b"null" in written and any(map(contents.has_no_json, levels)):
         raise _NotReadBack(f"{what} has a number in it that is NaN or infinite, which JSON does not have; write None")
-    if b"[" in written and any(isinstance(part, set | frozenset) for part in contents.parts(value, _SCALARS)):
+    if any(issubclass(kind, _SETS) for kind in contents.unusual(levels)):
         written = forms.encode(contents.in_order(_decode_exactly(written), value))
-    if (problem := _lost(value, written, compared)) is not None:
+        problem = problem and _lost(value, written, compared)[0]  # where nothing says that it is a set
+    if problem is not None:
         raise _NotReadBack(f"{what} cannot be read back as it was: {problem}")
     return written
 
 
-def _prepared(value: Any, model: Callable[[object], object]) -> Any:
-    """With the JSON of what msgspec would take for its own: it asks for none that has the fields of a dataclass."""
-    if type(value) is dict and not _SCALARS.issuperset(map(type, value.values())):
+_Model: TypeAlias = Callable[[object], object]
+
+
+def _written(value: Any, model: _Model) -> tuple[bytes, Sequence[contents.Level]]:
+    """And what is in it, where that had to be looked at: msgspec takes a dataclass of pydantic's for its own."""
+    if models.writes(type(value)):
+        return models.write(value), ()
+    if type(value) not in _OPEN:
+        return msgspec.json.encode(value, enc_hook=model), ()
+    try:
+        written, levels = msgspec.json.encode(value), list(contents.levels(value))
+    except Exception:  # noqa: BLE001 - it does not know all of it
+        written, levels = b"", []
+    if written and not any(map(models.writes, contents.unusual(levels))):
+        return written, levels
+    return msgspec.json.encode(_prepared(value, model), enc_hook=model), ()
+
+
+def _prepared(value: Any, model: _Model) -> Any:
+    """With the JSON of what pydantic has to write."""
+    if type(value) is dict:
         return {name: _prepared(each, model) for name, each in value.items()}
-    if type(value) in (list, tuple) and not _SCALARS.issuperset(map(type, value)):
+    if type(value) in _OPEN:
         return [_prepared(each, model) for each in value]
-    return model(value) if models.writes(value) else value
+    return model(value) if models.writes(type(value)) else value
 
 
 class _NotReadBack(TypeError):
     pass
 
 
-_WHOLE: Final[frozenset[type]] = frozenset({str, int, bool, type(None), bytes})
-_SCALARS: Final = _WHOLE | {float}
-_PLAIN: Final = _SCALARS | {dict, list, tuple, set, frozenset}
+_OPEN: Final = frozenset({dict, list, tuple})
+_SETS: Final = (set, frozenset)
 _decode_exactly = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.encode())).decode
 
 
-def _lost(value: object, written: bytes, compared: bool) -> str | None:
-    """Why it cannot be read back, if it has fields. It quotes no value. Only a value tells what the type's own
-    serializers do, and which of several classes it is, but then it has to be seen before an effect depends on it (R40).
-    """
-    if type(value) in _PLAIN or fields(type(value)) is None:
-        return None
-    cls = getattr(value, "__orig_class__", type(value))  # Box[int], of which the class is Box
+def _lost(value: Any, written: bytes, compared: bool) -> tuple[str | None, bool]:
+    """Why it cannot be read back, if it has fields; and whether there may be a set in it, or a number that JSON does
+    not have. It quotes no value. Only a value tells what the type's own serializers do, and which of several classes it
+    is, but then it has to be seen before an effect depends on it (R40)."""
+    cls: Any = type(value)
+    if fields(cls) is None:
+        return None, True
+    if not models.is_model(cls):
+        cls = getattr(value, "__orig_class__", cls)  # Box[int], of which the class is Box
     if (lost := _always_lost(cls)) is not None or not compared:
-        return lost
+        return lost, True
     try:
         return read_back.difference(_decoder_of(cls)(written), value)
     except (BadMessage, TypeError) as error:
-        return f"{getattr(error, 'detail', error)}; correct the types of its fields, or how they are written"
+        return f"{getattr(error, 'detail', error)}; correct the types of its fields, or how they are written", True
     except RecursionError as error:
-        return _why(error)
+        return _why(error), True
 
 
 _always_lost: Final[Callable[[Any], str | None]] = lru_cache(maxsize=1024)(models.lost)

@@ -2,27 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import lru_cache
+from itertools import chain
+from math import isfinite
+from typing import Any, Final, TypeAlias
 
 from idemconsumer.message import models
 from idemconsumer.message.fields import fields
 from idemconsumer.message.forms import encode
 
+Level: TypeAlias = tuple[Set[type], Sequence[Any]]
 
-def parts(value: object, leave_out: Set[type]) -> Iterator[object]:
-    """It, and all values in it that are not of these types."""
-    waiting = [value]
-    while waiting:
-        yield (part := waiting.pop())
-        inside: Iterable[object]
-        if isinstance(part, dict):
-            inside = part.values()
-        elif isinstance(part, list | tuple | set | frozenset):
-            inside = part
-        else:
-            inside = _attributes(part, fields(type(part)) or {}).values()
-        waiting += [each for each in inside if type(each) not in leave_out]
+_OPEN: Final = frozenset({dict, list, tuple, set, frozenset})
+_CLOSED: Final = frozenset({str, int, float, bool, type(None), bytes})
+_IN_JSON: Final = frozenset({dict, list, tuple})
+_OF_JSON: Final = _CLOSED | _IN_JSON
+
+
+def levels(value: Any) -> Iterator[Level]:
+    """The value, if it is no dict or list, all that is in it, all that is in that, and so on: each with its types. A
+    level of one type is read without a step of Python's for each. An object is opened once: it may be in itself, by
+    what is not written."""
+    level: list[Any] = list(_opener(type(value))(value)) if type(value) in _IN_JSON else [value]
+    seen: dict[int, object] = {}
+    while level:
+        kinds = set(map(type, level))
+        yield kinds, level
+        inside: list[object] = []
+        for cls in kinds - _CLOSED:
+            these = level if len(kinds) == 1 else [each for each in level if type(each) is cls]
+            if cls not in _OPEN:
+                these = [each for each in these if id(each) not in seen]
+                seen.update(zip(map(id, these), these, strict=True))
+            inside += chain.from_iterable(map(_opener(cls), these))
+        level = inside
+
+
+def unusual(levels: Iterable[Level]) -> set[type]:
+    """The types in it that JSON does not have, and are no float."""
+    return {kind for kinds, _ in levels for kind in kinds - _OF_JSON}
+
+
+def has_no_json(level: Level) -> bool:
+    """Whether a number in it is written as null."""
+    kinds, values = level
+    floats = float in kinds or any(issubclass(kind, float) for kind in kinds - _OF_JSON)
+    return floats and not all(map(isfinite, [each for each in values if isinstance(each, float)]))
+
+
+def _opener_of(cls: type) -> Callable[[Any], Iterable[object]]:
+    if issubclass(cls, dict):
+        return dict.values
+    if issubclass(cls, list | tuple | set | frozenset | deque):
+        return iter
+    names = fields(cls)
+    return (lambda _: ()) if names is None else (lambda value: _attributes(value, names).values())
+
+
+_opener: Final[Callable[[type], Callable[[Any], Iterable[object]]]] = lru_cache(maxsize=1_024)(_opener_of)
 
 
 def _attributes(value: object, names: Mapping[str, str]) -> dict[str, object]:

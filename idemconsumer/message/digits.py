@@ -64,11 +64,3 @@ def _as_float(sent: object) -> float | None:
         return float(sent) if type(sent) is int else None
     except OverflowError:
         return None
-
-
-def has_floats(value: object) -> bool:
-    """Whether there is a number in it that may have had more digits."""
-    if isinstance(value, dict | list):
-        inside = value.values() if isinstance(value, dict) else value
-        return any(type(each) in _INEXACT and has_floats(each) for each in inside)
-    return type(value) is float

@@ -19,7 +19,7 @@ import msgspec
 
 from idemconsumer.errors import BadMessage, ConfigurationError, HandlerError
 from idemconsumer.hashing import HASHING
-from idemconsumer.message import digits, forms, paths
+from idemconsumer.message import contents, digits, forms, paths
 from idemconsumer.message.codecs import without_mark
 from idemconsumer.message.functions import is_async, takes
 from idemconsumer.message.message import PROPERTIES, Message
@@ -337,7 +337,8 @@ def _exact(read: _Read, path: str) -> _Read:
         if value is None or type(value) is str or type(value) is int:
             return value
         with suppress(Exception):  # a value's own code
-            if not digits.has_floats(value := forms.plain(value)):
+            value = forms.plain(value)
+            if not any(float in kinds for kinds, _ in contents.levels(value)):
                 return value
             sent = None
             with suppress(msgspec.MsgspecError, UnicodeError, BadMessage):

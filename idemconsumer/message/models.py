@@ -84,9 +84,8 @@ def validates(annotation: Any) -> bool:
     )
 
 
-def writes(value: object) -> bool:
-    """Whether pydantic has to write it."""
-    cls: Any = type(value)
+def writes(cls: type) -> bool:
+    """Whether pydantic has to write its instances."""
     return cls.__module__ != "builtins" and _validates(cls)
 
 
