@@ -79,6 +79,7 @@ class InlineRunner:
             connections=settings.concurrency,
             longest_run=max((plan.options.timeout for plan in plans), default=30.0),
             beside=min((plan.options.lease for plan in leased), default=None),
+            hasty=True,
             require_standby=settings.require_synchronous_standby,
         )
         return cls(settings, settings.dsn, store, leased, resources, tracing)

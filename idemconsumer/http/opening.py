@@ -21,6 +21,7 @@ from idemconsumer.redaction import SHOWN
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.requests import PostgresRequests
+from idemconsumer.stores.sharing import SHORT
 
 if TYPE_CHECKING:  # an optional driver
     from idemconsumer.stores.redis.copies import Copies
@@ -106,7 +107,9 @@ class Opened:
             here.postgres = await PostgresStore.open(
                 settings.dsn,
                 settings.schema,
-                connections=settings.concurrency,
+                connections=settings.concurrency + 1,  # for endpoints, and for what waits for none of them (H10)
+                parties=[SHORT],
+                hasty=True,
                 longest_run=self._longest_run,
                 require_standby=settings.require_synchronous_standby,
             )

@@ -219,6 +219,11 @@ class JoinedStore(Protocol):
         """How many keys all lanes together may hold at once (G4)."""
         ...
 
+    @property
+    def full(self) -> bool:
+        """Whether a transaction that is asked for here and now has to wait for a connection."""
+        ...
+
     def transaction(self, *, group: int, gate: str | None = None) -> AbstractAsyncContextManager[Claims]:
         """A transaction for `group` messages. Leaving without `complete` rolls back; a broken connection is dropped.
 

@@ -3,6 +3,8 @@ psycopg (R14)."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -168,6 +170,11 @@ def _own(
 def takes_no_settings(error: psycopg.OperationalError) -> bool:
     """Whether a pooler refused the startup options, as PgBouncer does; libpq gives nothing but its text."""
     return "unsupported startup parameter" in str(error)
+
+
+def nobody_listens(error: psycopg.OperationalError) -> bool:
+    """Whether there is no server at all, at one address at least; libpq gives nothing but the system's text."""
+    return any(os.strerror(each) in str(error) for each in (errno.ECONNREFUSED, errno.ENOENT))
 
 
 def without_settings(conninfo: str) -> str:

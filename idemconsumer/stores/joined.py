@@ -43,6 +43,7 @@ class PostgresStore:
         beside: float | None = None,
         require_standby: bool = False,
         parties: Iterable[str] = (),
+        hasty: bool = False,
     ) -> PostgresStore:
         """Check and open; see `Pool` for the parameters.
 
@@ -60,6 +61,7 @@ class PostgresStore:
             beside=beside,
             require_standby=require_standby,
             parties=parties,
+            hasty=hasty,
         )
         await pool.open()
         try:
@@ -74,6 +76,10 @@ class PostgresStore:
 
     def transaction(self, *, group: int, gate: str | None = None) -> AbstractAsyncContextManager[PostgresClaims]:
         return transaction(self.pool, group=group, gate=gate)
+
+    @property
+    def full(self) -> bool:
+        return self.pool.full
 
     def cut_within(self, seconds: float) -> bool:
         return self.pool.cut_within(seconds)

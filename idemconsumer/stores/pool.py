@@ -23,7 +23,7 @@ from idemconsumer.errors import ConfigurationError, Contention, StoreUnavailable
 from idemconsumer.ports.store import Claim
 from idemconsumer.redaction import error_text
 from idemconsumer.sql.answering import PATIENCE
-from idemconsumer.sql.connecting import OwnCursor, connect_async
+from idemconsumer.sql.connecting import OwnCursor, connect_async, nobody_listens
 from idemconsumer.sql.queries import load
 from idemconsumer.stores.answers import loaded
 from idemconsumer.stores.connection import Connection
@@ -58,7 +58,8 @@ class _Connections(AsyncConnectionPool[Session]):
 class Pool:
     """At most `connections`, made when they are needed; more callers than that wait, and `parties` share them fairly.
 
-    `longest_run`, `lease` and `beside` are those of SessionRules. With `require_standby` nothing is committed that no
+    `longest_run`, `lease` and `beside` are those of SessionRules. With `hasty` nobody waits where no server listens:
+    who asks has a client that waits, and comes again (H10). With `require_standby` nothing is committed that no
     synchronous standby has to confirm (R22). To be opened and closed by its owner. Raises ConfigurationError for a
     schema that is no name.
     """
@@ -74,6 +75,7 @@ class Pool:
         beside: float | None = None,
         require_standby: bool = False,
         parties: Iterable[str] = (),
+        hasty: bool = False,
     ) -> None:
         self.queries = load(schema)
         self._schema = schema
@@ -85,13 +87,15 @@ class Pool:
         self._most = connections
         self._dsn = dsn
         self.forget_scopes()
-        self._silent_at = self._changed_at = self._cut_at = -math.inf
+        self._silent_at = self._changed_at = self._cut_at = self._unheard_at = -math.inf
+        self._hasty = hasty
         # Queueing for a connection is no outage, however long it takes; what the pool times out on is one.
         self._sharing = Sharing(connections, parties)
         self._rules = SessionRules(dsn, longest_run, lease, beside)
         self._refused: ConfigurationError | None = None
         self._pool = _Connections(
             self._rules.conninfo,
+            kwargs={"failed": self._failed},
             min_size=0,
             max_size=connections,
             max_idle=_IDLE_SECONDS,
@@ -106,6 +110,11 @@ class Pool:
     def usage(self) -> tuple[int, int, int]:
         """How many connections are in use, how many may be, and how many callers wait for one."""
         return self._sharing.used, self._most, self._sharing.pending
+
+    @property
+    def full(self) -> bool:
+        """Whether the code running here would have to wait for one."""
+        return self._sharing.full
 
     @property
     def held_here(self) -> bool:
@@ -185,6 +194,10 @@ class Pool:
         connection.statements.dropped()
         connection.changed, connection.state = False, ""
 
+    def _failed(self, error: psycopg.OperationalError) -> None:
+        if nobody_listens(error):
+            self._unheard_at = time.monotonic()
+
     async def _configure(self, connection: Session) -> None:
         connection.patience = _READY_SECONDS
         try:
@@ -211,14 +224,16 @@ class Pool:
 
     async def _given(self, outside: CancellationWatch) -> Session:
         """The pool tries to connect once for who asks, and says nothing when that fails: so ask again (R8)."""
-        deadline = time.monotonic() + _ACQUIRE_SECONDS
+        began = time.monotonic()
         while True:
             try:
                 return await self._pool.getconn(_TRY_SECONDS)
             except PoolTimeout:
                 if outside.requested:  # asyncio.wait_for again
                     raise asyncio.CancelledError from None
-                if self._refused or time.monotonic() >= deadline:
+                if self._hasty and self._unheard_at >= began:
+                    raise PoolTimeout("no server listens there") from None
+                if self._refused or time.monotonic() >= began + _ACQUIRE_SECONDS:
                     raise PoolTimeout(f"none within {_ACQUIRE_SECONDS:g} s") from None
 
     async def waits_for_lock(self, connection: Session) -> bool:

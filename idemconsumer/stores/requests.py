@@ -32,6 +32,7 @@ from idemconsumer.stores.heartbeat import Heartbeat
 from idemconsumer.stores.looks import Looks
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.results import kept_row
+from idemconsumer.stores.sharing import short
 from idemconsumer.stores.unfinished import Unfinished
 from idemconsumer.user_code.cancellation import ends_this_task
 
@@ -164,14 +165,15 @@ class PostgresRequests:
         return found
 
     async def _claimed(self, claim: Claim, worker: int, again: bool) -> Held | Running | Record:
-        async with transaction(self._pool, group=1) as claims:
-            (scope,) = await claims.scope_ids([claim])
-            given = {
-                "key": claim.key, "scope": scope, "fingerprint": claim.fingerprint, "canonical": claim.canonical,
-                "expires": claim.expires, "worker": worker,
-            }  # fmt: skip
-            (answer,) = await claims.commit([("claim_request", given)])
-            rows = claims.rows(answer)
+        with short():
+            async with transaction(self._pool, group=1) as claims:
+                (scope,) = await claims.scope_ids([claim])
+                given = {
+                    "key": claim.key, "scope": scope, "fingerprint": claim.fingerprint, "canonical": claim.canonical,
+                    "expires": claim.expires, "worker": worker,
+                }  # fmt: skip
+                (answer,) = await claims.commit([("claim_request", given)])
+                rows = claims.rows(answer)
         if not rows:
             raise StoreUnavailable(_OVER)
         ((*found, token, free),) = rows
@@ -311,5 +313,6 @@ class PostgresRequests:
 
     async def _commit(self, *statements: Statement) -> list[tuple[Any, ...]]:
         """As a whole transaction: the rows of the last one."""
-        async with transaction(self._pool, group=1) as claims:
-            return claims.rows((await claims.commit(statements))[-1])
+        with short():
+            async with transaction(self._pool, group=1) as claims:
+                return claims.rows((await claims.commit(statements))[-1])

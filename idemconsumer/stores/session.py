@@ -7,7 +7,7 @@ run in another session of the server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -104,11 +104,15 @@ class Session(Connection):
 
     @classmethod
     async def connect(cls, conninfo: str = "", **more: Any) -> Session:
-        """See `psycopg.AsyncConnection.connect`; without settings where a pooler refuses them."""
+        """See `psycopg.AsyncConnection.connect`; without settings where a pooler refuses them. `failed`, if it is
+        given, is told why there is no connection, which a pool tells nobody."""
+        failed: Callable[[psycopg.OperationalError], None] | None = more.pop("failed", None)
         try:
             return await super().connect(conninfo, **more)
         except psycopg.OperationalError as error:
             if not takes_no_settings(error):
+                if failed is not None:
+                    failed(error)
                 raise
         return await super().connect(without_settings(conninfo), **more)
 

@@ -1,20 +1,33 @@
 """Who gets the next connection of a pool (D13): each party has one of its own; the others go to who holds the fewest.
 
 A party is a handler of a worker, named by `PARTY` in its lanes' tasks. What else uses the pool is a party of its own.
+At the front door what takes one exchange with the server is another one, so it waits for no endpoint (H10).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
 OTHERS: Final = ""
+SHORT: Final = "~short"  # no handler is named so
 PARTY: Final[ContextVar[str]] = ContextVar("idemconsumer_party", default=OTHERS)
+
+
+@contextmanager
+def short() -> Iterator[None]:
+    """What asks for a connection meanwhile has it for one exchange or two. Where there is no such party, it is one of
+    `OTHERS`."""
+    token = PARTY.set(SHORT)
+    try:
+        yield
+    finally:
+        PARTY.reset(token)
 
 
 @dataclass(slots=True)
@@ -52,6 +65,11 @@ class Sharing:
         return sum(map(len, self._waiting.values()))
 
     @property
+    def full(self) -> bool:
+        """Whether the code running here would have to wait for a place."""
+        return bool(self._held[self._party()]) and not self._spare
+
+    @property
     def held_here(self) -> bool:
         """Whether the code running here has a place: one that waited for another could wait for itself (J29)."""
         hold = _HOLDS.get()
@@ -62,9 +80,7 @@ class Sharing:
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         """One place, for the party of the current task."""
-        party = PARTY.get()
-        if party not in self._held:
-            party = OTHERS
+        party = self._party()
         await self._enter(party)
         hold = _Hold(self, _HOLDS.get())
         _HOLDS.set(hold)
@@ -74,6 +90,9 @@ class Sharing:
             hold.over = True  # for tasks that were made meanwhile
             _HOLDS.set(hold.before)
             self._leave(party)
+
+    def _party(self) -> str:
+        return party if (party := PARTY.get()) in self._held else OTHERS
 
     async def _enter(self, party: str) -> None:
         if not self._held[party] or self._spare:

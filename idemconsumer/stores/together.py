@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 from idemconsumer.errors import StoreUnavailable
-from idemconsumer.stores.sharing import OTHERS, PARTY
+from idemconsumer.stores.sharing import PARTY, SHORT
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -41,7 +41,7 @@ class Together(Generic[Q, A]):
         return await waiting
 
     async def _run(self) -> None:
-        PARTY.set(OTHERS)  # it is for all handlers, whoever began it
+        PARTY.set(SHORT)  # it is for all handlers, whoever began it
         group: list[tuple[Q, asyncio.Future[A]]] = []
         try:
             while self._asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -11,6 +12,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 
@@ -18,6 +20,9 @@ from idemconsumer import App, ConfigurationError, Message, Reject, Result, Store
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.http import AcceptLater
 from tests.http.site import Client, by_header, client, problem
+from tests.support.servers.proxy import Proxy
+from tests.support.tuning import tuned
+from tests.support.waiting import PATIENCE
 from tests.support.workers import Bench, Item, connected, note, prepare
 
 TENANT = {"X-Tenant": "t"}
@@ -94,6 +99,19 @@ async def test_it_is_202_with_the_same_location_until_it_is_done_and_then_what_t
     (seen,) = orders.seen
     assert seen.headers["x-passed"] == "yes"
     assert "cookie" not in seen.headers
+
+
+async def test_where_no_server_listens_a_client_hears_it_at_once(
+    bench: Bench, orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Proxy(int(str(conninfo_to_dict(bench.dsn)["port"]))) as proxy:
+        monkeypatch.setenv("IDEMCONSUMER_DSN", make_conninfo(bench.dsn, host="127.0.0.1", port=proxy.port))
+        assert (await orders.http.post(json={"id": "a"})).status_code == 202
+        tuned(monkeypatch, connection_patience=10 * PATIENCE)
+        proxy.cut()
+        async with asyncio.timeout(PATIENCE):
+            away = await orders.http.post(json={"id": "b"}, key="other")
+        assert (away.status_code, problem(away)) == (503, "unavailable")
 
 
 @pytest.mark.parametrize(("given", "told"), [([], "no-store"), ([("Cache-Control", "max-age=9")], "max-age=9")])

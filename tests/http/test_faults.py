@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
 
 from idemconsumer import StoreUnavailable
 from idemconsumer.embedded.postgres import free_port
@@ -21,6 +22,7 @@ from idemconsumer.http import Route, current_tx
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.stores.joined import PostgresStore
 from tests.http.crashing import ROUTES
+from tests.http.endpoints import Counting
 from tests.http.site import MakeDoor, client, place, problem, replayed, service
 from tests.support import ROOT
 from tests.support.ledger import Ledger, write
@@ -101,6 +103,69 @@ async def test_a_pool_that_is_full_is_503_and_nothing_runs(
         go.set()
         assert (await first).status_code == 201
     assert ledger.effects == ["1"]
+
+
+@pytest.mark.parametrize("mode", ["joined", "leased"])
+async def test_where_no_server_listens_a_client_hears_it_at_once(
+    ledger: Ledger, make_door: MakeDoor, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    routes = JOINED if mode == "joined" else {"POST /orders": Route()}
+    endpoint = Counting()
+    async with client(service(make_door(routes=routes), endpoint.__call__)) as shop:
+        assert (await shop.post()).status_code == 201
+        long = 10 * PATIENCE
+        tuned(monkeypatch, connection_patience=long, joined_request_patience=long, leased_request_patience=long)
+        proxy.cut()
+        async with asyncio.timeout(PATIENCE):
+            away = [await shop.post(), await shop.post(2, key="other")]
+        assert [(each.status_code, problem(each)) for each in away] == [(503, "unavailable")] * 2
+        await proxy.restore()
+    assert endpoint.runs == 1
+
+
+async def test_what_is_stored_waits_for_no_connection_of_an_endpoint(
+    ledger: Ledger, make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does what takes one exchange with the server: a request in leased mode, and the record of a refusal."""
+    monkeypatch.setenv("IDEMCONSUMER_CONCURRENCY", "1")
+    tuned(monkeypatch, joined_request_patience=10 * PATIENCE)
+    inside, go = asyncio.Event(), asyncio.Event()
+    routes = {"POST /orders": Route(tx=True), "POST /refused": Route(tx=True), "POST /leased": Route()}
+
+    async def slow(request: StarletteRequest) -> Response:
+        if (await request.json())["id"] == "slow":
+            inside.set()
+            await go.wait()
+        return await place(request)
+
+    async def refused(request: StarletteRequest) -> Response:
+        return Response("no", 409)
+
+    def shop_of(leased: Counting) -> Any:
+        more = [
+            StarletteRoute(path, of, methods=["POST"])
+            for path, of in (("/refused", refused), ("/leased", leased.__call__))
+        ]
+        return service(make_door(routes=routes), slow, *more)
+
+    before, leased = Counting(), Counting()
+    async with client(shop_of(before)) as earlier, client(shop_of(leased)) as shop:
+        stored = {path: await earlier.post(path=path) for path in ("/orders", "/refused", "/leased")}
+        holding = asyncio.create_task(shop.post("slow", key="slow"))
+        await inside.wait()
+        waiting = asyncio.create_task(shop.post(path="/refused", key="new"))  # for the connection that is held
+        async with asyncio.timeout(PATIENCE):
+            for path, first in stored.items():
+                for _ in range(2):
+                    got = await shop.post(path=path)
+                    assert (got.status_code, got.content, replayed(got)) == (first.status_code, first.content, True)
+            assert (await shop.post(path="/leased", key="new")).status_code == 201
+        assert not holding.done()
+        assert not waiting.done()
+        go.set()
+        assert [(await each).status_code for each in (holding, waiting)] == [201, 409]
+    assert (before.runs, leased.runs) == (1, 1)
+    assert ledger.effects == ["1", "slow"]
 
 
 @pytest.mark.parametrize("look", ["differs", "reject"])

@@ -39,6 +39,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "commit_is_slow_after": at("stores.connection._SLOW_COMMIT"),
     "slow_commit_pause": at("stores.slow_commits._ASK_EVERY"),
     "answer_patience": at("stores.pool.PATIENCE", "stores.claims.PATIENCE", "stores.lending.PATIENCE"),
+    "connection_patience": at("stores.pool._ACQUIRE_SECONDS"),
     "pool_patience": at("stores.pool.PATIENCE"),
     "claim_patience": at("stores.claims.PATIENCE"),
     "spare_answer_time": at("stores.pool._SPARE_SECONDS"),
