@@ -1,4 +1,4 @@
-"""What `deploy/` and the docs name is what a launcher exports."""
+"""What `deploy/` and the docs name is what is exported."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from idemconsumer.http.watch import OUTCOMES
 from idemconsumer.observe.counts import Counts
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.database import Found, Number, Outgoing
 from idemconsumer.observe.exposition import exposition
 from idemconsumer.observe.reports import HandlerState, PoolState, Report, encoded
+from idemconsumer.observe.requests import numbers_in
 from idemconsumer.ports.broker import Lag
 from idemconsumer.rules.health import Phase
 from idemconsumer.rules.values import Outcome, OutcomeKind
@@ -29,7 +32,7 @@ NAME = re.compile(r"idemconsumer_[a-z_]+")
 
 @cache
 def exported() -> list[Metric]:
-    """All that can be."""
+    """All that can be, by a launcher and by web processes."""
     counts, crew = Counts(), Crew(1)
     take = counts.of("take")
     take.deliveries["kafka:orders"] += 1
@@ -52,7 +55,10 @@ def exported() -> list[Metric]:
     )  # fmt: skip
     with TemporaryDirectory() as folder:
         text = exposition(crew, found, {"kafka": str(self_signed(Path(folder)).certificate)}).decode()
-    parsed = {each.name: each for each in text_string_to_metric_families(text)}
+    of_requests = CollectorRegistry()
+    numbers_in(of_requests).expect("shop", "POST /orders", OUTCOMES)
+    text += generate_latest(of_requests).decode()
+    parsed = {each.name: each for each in text_string_to_metric_families(text) if not each.name.endswith("_created")}
     assert all(each.samples and each.documentation for each in parsed.values())
     return list(parsed.values())
 

@@ -80,11 +80,11 @@ class IdempotencyMiddleware:
                 await self.app(scope, receive, send)
             return
         if isinstance(admitted, Problem):
-            await respond(send, admitted.response)
+            await respond(send, self.idempotency.refused(policy, admitted))
             return
         body = await read_body(request, receive, policy.max_body)
         if isinstance(body, Problem):
-            await respond(send, body.response)
+            await respond(send, self.idempotency.refused(policy, body))
             return
         if body is None:  # the client has gone before it had sent all: nothing has begun
             return

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, Unpack
 
 from idemconsumer.app.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError
@@ -21,6 +21,7 @@ from idemconsumer.http.modes import Answer, Mode, Run
 from idemconsumer.http.opening import Opened
 from idemconsumer.http.policy import Policy, Route, RouteOptions, compile_route
 from idemconsumer.http.problems import Problem
+from idemconsumer.http.watch import Watch
 from idemconsumer.message import keys
 from idemconsumer.ports.observer import NullObserver, Observer
 from idemconsumer.ports.requests import LostRequest, RequestStore
@@ -28,6 +29,9 @@ from idemconsumer.ports.store import Claim
 from idemconsumer.rules.http import BadKey, parse_key
 from idemconsumer.rules.request_keys import UNNAMED, request_key
 from idemconsumer.rules.routes import Pattern, pattern
+
+if TYPE_CHECKING:  # an optional library
+    from prometheus_client import CollectorRegistry
 
 T = TypeVar("T", bound=Callable[..., Any])
 Tenant = Callable[[Request], "str | Awaitable[str | None] | None"]
@@ -68,6 +72,11 @@ class Table:
             self._routes.setdefault(each.pattern.method, []).append(each)
         self._default = default
 
+    @property
+    def policies(self) -> list[Policy]:
+        of_routes = [each.policy for entries in self._routes.values() for each in entries if each.policy is not None]
+        return [*of_routes, *self._default.values()]
+
     def find(self, method: str, *spellings: str, rule: object = None) -> Policy | None:
         """None: this request is none of ours. `spellings` of its path. `rule`: what the app's router says, if it was
         asked."""
@@ -92,8 +101,9 @@ class Idempotency:
     belongs to its tenant and its route, so two callers never meet in one key. None or an empty text is answered with
     401; what it raises is raised, and nothing runs. `routes` has a Route for "POST /orders/{id}" and the like;
     `default` is for every other POST and PATCH, and None leaves those alone. `store` is where routes without `tx` keep
-    their keys: "postgres", "redis" or "hybrid", the last two at the address `redis`, or the settings'. `observer`
-    is for tests. Raises ConfigurationError for what cannot be.
+    their keys: "postgres", "redis" or "hybrid", the last two at the address `redis`, or the settings'. `metrics` is a
+    registry of prometheus_client's, such as its REGISTRY, in which requests are counted. `observer` is for tests.
+    Raises ConfigurationError for what cannot be.
 
     The database is opened by the first request that needs it. While it is away, requests with a key are answered with
     503 and nothing runs.
@@ -109,6 +119,7 @@ class Idempotency:
         store: Literal["postgres", "redis", "hybrid"] | RequestStore = "postgres",
         redis: str | None = None,
         observer: Observer | None = None,
+        metrics: CollectorRegistry | None = None,
     ) -> None:
         if not callable(tenant):
             raise ConfigurationError(
@@ -124,6 +135,7 @@ class Idempotency:
         self._at = (observer or NullObserver()).at
         self._opened = Opened(app, store, redis, self._at)
         self._door = Door()
+        self._watch = Watch(app, metrics)
         for policy in [policy for _, policy in self._routes] + list(self._defaults().values()):
             self._opened.expect(policy)
 
@@ -162,7 +174,9 @@ class Idempotency:
                 policy = compile_route(each.name, replace(route, tx=True) if each.tx else route)
                 self._opened.expect(policy)
                 routes.append(Entry(_pattern(each), policy, each.rule))
-        return Table(routes, self._defaults())
+        table = Table(routes, self._defaults())
+        self._watch.expect(table.policies)
+        return table
 
     def _defaults(self) -> dict[str, Policy]:
         if self._default is None:
@@ -206,6 +220,15 @@ class Idempotency:
     async def answer(self, admitted: Admitted, body: bytes, run: Run) -> Answer:
         """The answer to an admitted request. Raises what the application raises, and ConfigurationError for a database
         that cannot be used."""
+        return await self._watch.follow(
+            admitted.policy, self._answered(admitted, body, run), keyed=admitted.key is not None
+        )
+
+    def refused(self, policy: Policy, problem: Problem) -> Response:
+        """The answer to a request that is not admitted, or whose body is not."""
+        return self._watch.refused(policy, problem)
+
+    async def _answered(self, admitted: Admitted, body: bytes, run: Run) -> Answer:
         policy, key = admitted.policy, admitted.key
         if key is None:
             KEY.set(new_key())

@@ -49,16 +49,23 @@ class Open:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the client gets. `live`: what the application gave in the last run, to be sent as the application has it,
-    and `marks` with its headers; else `response` is to be sent, and the application is to be ended if it waits."""
+    and `marks` with its headers; else `response` is to be sent, and the application is to be ended if it waits.
+    `problem`: the name of the one that it is."""
 
     response: Response
     live: bool
     marks: Headers = ()
     open: Open | None = None
+    problem: str | None = None
+
+    @property
+    def outcome(self) -> str:
+        """How the request was answered, in a word for who counts."""
+        return self.problem or ("run" if self.live else "replayed")
 
 
 def refusal(problem: Problem) -> Answer:
-    return Answer(problem.response, live=False)
+    return Answer(problem.response, live=False, problem=problem.name)
 
 
 class Mode(Protocol):

@@ -64,10 +64,10 @@ class IdempotencyMiddleware:
             with slot_without_key(policy.name):
                 return self.app(environ, start_response)
         if isinstance(admitted, Problem):
-            return _respond(start_response, admitted.response)
+            return _respond(start_response, self.idempotency.refused(policy, admitted))
         body = _read(environ, policy.max_body)
         if isinstance(body, Problem):
-            return _respond(start_response, body.response)
+            return _respond(start_response, self.idempotency.refused(policy, body))
         if body is None:
             start_response("400 Bad Request", [("Content-Length", "0")])  # the client has gone
             return []

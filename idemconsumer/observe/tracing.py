@@ -67,6 +67,10 @@ class OpenTelemetry:
             its["idemconsumer.step.attempt"] = attempt
         return _Current(_safely(lambda: self._tracer.start_span(f"{kind} {name}", attributes=its)))
 
+    def request(self, app: str, route: str) -> _Request:
+        its = {"idemconsumer.app": app, "idemconsumer.route": route}
+        return _Request(_safely(lambda: self._tracer.start_span(f"idempotent {route}", attributes=its)))
+
     def carried(self, headers: Mapping[str, str]) -> dict[str, str]:
         return _safely(lambda: _injected(headers)) or dict(headers)
 
@@ -139,6 +143,13 @@ class _Processing(_Current):
             self._attributes["idemconsumer.attempt"] = outcomes[0].attempt
         for error_type in filter(None, map(_error_type, outcomes)):
             self.failed(error_type)
+
+
+class _Request(_Current):
+    def answered(self, outcome: str, key: str) -> None:
+        self._attributes["idemconsumer.outcome"] = outcome
+        if key:
+            self._attributes["idemconsumer.key"] = key[:_KEY_DIGITS]
 
 
 def _error_type(outcome: Outcome) -> str | None:

@@ -18,6 +18,14 @@ class Processing(Protocol):
         ...
 
 
+class Requested(Protocol):
+    """A request at the front door."""
+
+    def answered(self, outcome: str, key: str) -> None:
+        """It was, in this way. `key`: the stored one, in hex; empty if it has none, or none was found."""
+        ...
+
+
 class Tracing(Protocol):
     """It decides nothing, waits for nobody, and must not raise (O20). What is entered is the current span of its task,
     and of the tasks begun there, until it is left."""
@@ -39,6 +47,10 @@ class Tracing(Protocol):
 
     def step(self, kind: str, name: str, attempt: int | None) -> AbstractContextManager[object]:
         """Around one step of the saga that is processed, which runs. `attempt`: of a call, the number of this one."""
+        ...
+
+    def request(self, app: str, route: str) -> AbstractContextManager[Requested]:
+        """Around the answer to a request that was let in."""
         ...
 
     def carried(self, headers: Mapping[str, str]) -> dict[str, str]:
@@ -63,12 +75,18 @@ class NullTracing:
     def step(self, kind: str, name: str, attempt: int | None) -> AbstractContextManager[object]:
         return _NOTHING
 
+    def request(self, app: str, route: str) -> AbstractContextManager[Requested]:
+        return _NOTHING
+
     def carried(self, headers: Mapping[str, str]) -> dict[str, str]:
         return dict(headers)
 
 
 class _Unfollowed:
     def decided(self, outcomes: Sequence[Outcome]) -> None:
+        return
+
+    def answered(self, outcome: str, key: str) -> None:
         return
 
 

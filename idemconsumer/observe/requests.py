@@ -1,0 +1,49 @@
+"""The front door's numbers, in a registry that the web service serves itself: it has no launcher to ask processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+from weakref import WeakKeyDictionary
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from idemconsumer.observe.counts import SECONDS
+
+_NAME: Final = "idemconsumer_http_requests"
+_TOOK: Final = "idemconsumer_http_request_duration_seconds"
+
+
+class RequestNumbers:
+    """Of one registry. Each number is one of Prometheus's own, so where a server has many processes, its client's mode
+    for them adds these up too."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            _NAME, "Requests that the front door has answered, by how", ("app", "route", "outcome"), registry=registry
+        )
+        self._seconds = Histogram(
+            _TOOK, "How long that took, the endpoint included", ("app", "route"), buckets=SECONDS, registry=registry
+        )
+
+    def expect(self, app: str, route: str, outcomes: Iterable[str]) -> None:
+        """They are there at 0 (O31)."""
+        self._seconds.labels(app, route)
+        for outcome in outcomes:
+            self._requests.labels(app, route, outcome)
+
+    def count(self, app: str, route: str, outcome: str, seconds: float | None) -> None:
+        """`seconds`: None for what was refused before its key was looked at."""
+        self._requests.labels(app, route, outcome).inc()
+        if seconds is not None:
+            self._seconds.labels(app, route).observe(seconds)
+
+
+_KNOWN: Final[WeakKeyDictionary[CollectorRegistry, RequestNumbers]] = WeakKeyDictionary()
+
+
+def numbers_in(registry: CollectorRegistry) -> RequestNumbers:
+    """Those of all front doors that count there: a registry takes each name once."""
+    if (known := _KNOWN.get(registry)) is None:
+        known = _KNOWN[registry] = RequestNumbers(registry)
+    return known
