@@ -17,6 +17,7 @@ from idemconsumer.hashing import HASHING
 from idemconsumer.message import keys
 from idemconsumer.message.sources import retry_source
 from idemconsumer.ports.broker import Finding
+from idemconsumer.rules.request_keys import is_route
 from idemconsumer.sql.queries import load
 from idemconsumer.stores import migrations
 
@@ -26,6 +27,10 @@ _NOT_VACUUMED: Final = 600.0  # seconds
 _DEAD: Final = 10_000  # rows
 _LARGE: Final = 16 * 1024 * 1024  # bytes
 _TIMES: Final = 3  # as large as its rows
+_UNPRUNED: Final = 172_800.0  # seconds
+_QUESTIONS: Final = (
+    "stale_leases", "abandoned_requests", "old_transactions", "table_sizes", "some_scopes", "unpruned"
+)  # fmt: skip
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,10 +48,9 @@ async def diagnose(dsn: str, schema: str, app: str | None = None, sagas: Sagas |
     orphans = await find_orphans(dsn, schema, app or "", sagas or {})
     queries = load(schema)
     async with connected(dsn, schema) as connection:
-        given = {"most": MOST, "seconds": LONG}
-        leases, requests, transactions, tables, scopes = [
-            await (await connection.execute(queries[name], given)).fetchall()
-            for name in ("stale_leases", "abandoned_requests", "old_transactions", "table_sizes", "some_scopes")
+        given = {"most": MOST, "seconds": LONG, "unpruned": _UNPRUNED}
+        leases, requests, transactions, tables, scopes, unpruned = [
+            await (await connection.execute(queries[name], given)).fetchall() for name in _QUESTIONS
         ]
     subjects = ((each.waiting, each.text) for each in orphans)
     return [
@@ -60,6 +64,7 @@ async def diagnose(dsn: str, schema: str, app: str | None = None, sagas: Sagas |
         *_outbox(found),
         *_transactions(transactions),
         *_tables(tables),
+        *_pruning(unpruned),
         *_scopes([row["name"] for row in scopes], found, app),
         *_secrets(await examine_secrets(dsn, schema) if HASHING.secrets else ()),
     ]
@@ -233,12 +238,22 @@ def _tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
             )
 
 
+def _pruning(rows: Iterable[Mapping[str, Any]]) -> Iterator[Diagnosis]:
+    for row in rows:
+        yield _warning(
+            "pruning",
+            f"no pass has ended since {row['since']:%Y-%m-%d %H:%M}, so what is past its retention stays; workers "
+            "prune by themselves, and where none runs, as for a front door alone, have `idemconsumer prune` run once "
+            "a day",
+        )
+
+
 def _scopes(names: Sequence[str], found: Status, app: str | None) -> Iterator[Diagnosis]:
     """Records of a handler that is gone: they go by their retention, and only their name stays."""
     read = {queue for each in found.handlers for queue in each.queues}
     stored = {(of, handler) for of, _, handler in map(keys.parts_of, names)}
     for of, handler in sorted(stored):
-        if app in (None, of) and retry_source(of, handler) not in read:
+        if app in (None, of) and not is_route(handler) and retry_source(of, handler) not in read:
             text = (
                 "has records, and no live worker on record runs it; if it was renamed, give it its name back, "
                 f'name="{handler}"; if it is gone, they go after their retention'

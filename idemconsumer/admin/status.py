@@ -68,6 +68,18 @@ class OutboxLine(msgspec.Struct, frozen=True, kw_only=True):
     more: bool
 
 
+class RequestLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of a route in leased mode that have not ended, the first since `oldest`: `running`, or `lost` with the
+    process that ran them. `more` as in QueueLine."""
+
+    app: str
+    route: str
+    running: int
+    lost: int
+    oldest: datetime
+    more: bool
+
+
 class Letters(msgspec.Struct, frozen=True, kw_only=True):
     """Dead letters that wait for a person, by reason; `newest`: when one arrived last. `more` as in QueueLine."""
 
@@ -106,6 +118,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerLine]
     most: int
     outbox: list[OutboxLine] = []
+    requests: list[RequestLine] = []
 
 
 async def status(dsn: str, schema: str, app: str | None = None, *, most: int | None = None) -> Status:
@@ -119,7 +132,7 @@ async def status(dsn: str, schema: str, app: str | None = None, *, most: int | N
     async with connected(dsn, schema) as connection:
         rows = {
             name: await (await connection.execute(queries[f"status_{name}"], given)).fetchall()
-            for name in ("queues", "sagas", "letters", "outbox")
+            for name in ("queues", "sagas", "letters", "outbox", "requests")
         }
         (now,) = await (await connection.execute(b"select clock_timestamp() as at")).fetchall()
     relays = {each for line in workers if line.live for doing in line.handlers.values() for each in doing.relays}
@@ -133,6 +146,9 @@ async def status(dsn: str, schema: str, app: str | None = None, *, most: int | N
         workers=workers,
         most=most,
         outbox=[OutboxLine(**row, relayed=_scheme(row) in relays) for row in rows["outbox"] if app is None],
+        requests=[
+            RequestLine(**row | {each: unquote(row[each]) for each in ("app", "route")}) for row in rows["requests"]
+        ],
     )
 
 

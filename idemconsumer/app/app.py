@@ -71,6 +71,7 @@ class App(SagaCalls, Accepting, Pausing):
         for each in publishes:
             parse_destination(each)
         self.name = name
+        self.fronted = False  # by an Idempotency of this process: it may be for nothing else, and have no handlers
         self._publishes = tuple(publishes)
         self._handlers: dict[str, Handler[..., Any]] = {}
         self._schedules: list[Schedule] = []

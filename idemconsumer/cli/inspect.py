@@ -77,8 +77,11 @@ def check(target: str, as_json: bool, **flags: Any) -> None:
 async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
     """All findings, in the order in which to repair them."""
     handlers = app.bound_handlers(settings)
-    if not handlers:
-        yield Finding("error", app.name, "has no handlers; decorate a function with @app.idempotent_handler(…)")
+    if not handlers and app.fronted:
+        yield Finding("ok", app.name, "has a front door and no handlers, so web processes run it, and no workers")
+    elif not handlers:
+        text = "has no handlers; decorate a function with @app.idempotent_handler(…)"
+        yield Finding("error", app.name, f"{text}, or name a module that makes its Idempotency too")
     for handler in handlers:
         text = f"{', '.join(sources(handler))}; key: {handler.key_rule}; records kept for {retention(handler)}"
         yield Finding("ok", f"handler {handler.name}", text)
@@ -132,10 +135,13 @@ async def findings(app: App, settings: Settings) -> AsyncIterator[Finding]:
 
 
 async def _connections(handlers: Sequence[BoundHandler], settings: Settings) -> list[Finding]:
-    """R45."""
+    """R45. Of web processes nobody knows here how many there are."""
     subject, most = f"database {database_name(settings.dsn)}", most_connections(handlers, settings)
+    kind, processes, who = "worker", settings.workers, f"{settings.workers} workers"
+    if not handlers:  # H56
+        kind, processes, who = "web", 1, "a web process"
     text = (
-        f"each worker process opens at most {most} connections, and a few more for a moment; with nothing to do it "
+        f"each {kind} process opens at most {most} connections, and a few more for a moment; with nothing to do it "
         f"holds {resting_connections(handlers)}"
     )
     try:
@@ -144,11 +150,11 @@ async def _connections(handlers: Sequence[BoundHandler], settings: Settings) -> 
         return [Finding("ok", subject, text)]  # said of the database already
     if limit.most is None:
         return [Finding("ok", subject, f"{text}; {limit.what} cannot be seen, and should be as much for each process")]
-    if (needed := most * settings.workers) <= limit.most:
+    if (needed := most * processes) <= limit.most:
         return [Finding("ok", subject, f"{text}; there is room for {limit.most // most} ({limit.what}: {limit.most})")]
     few = (
-        f"{settings.workers} workers may need {needed} connections, and there are {limit.most} ({limit.what}); raise "
-        "that, or lower `workers` or `concurrency`"
+        f"{who} may need {needed} connections, and there are {limit.most} ({limit.what}); raise "
+        f"that, or lower {'`workers` or ' if handlers else ''}`concurrency`"
     )
     return [Finding("ok", subject, text), Finding("warning", subject, few)]
 
@@ -185,6 +191,7 @@ async def _database(handlers: Sequence[BoundHandler], settings: Settings) -> lis
             longest_run=longest_run(handlers),
             beside=lease,
             require_standby=settings.require_synchronous_standby,
+            kind="worker" if handlers else "front-door",
         )
         if leased:
             await check_database(dsn, settings.schema, longest_run=longest_run(leased), lease=lease)

@@ -108,11 +108,19 @@ def sql(everything: bool, **flags: Any) -> None:
 
 @migrate.command()
 @click.option("--worker", metavar="ROLE", help="Runs handlers, and every other command that changes something.")
+@click.option("--front-door", metavar="ROLE", help="Answers requests in web processes; runs `prune` and `keys forget`.")
 @click.option("--producer", metavar="ROLE", help="Publishes to Postgres queues and sends signals; reads no message.")
 @click.option("--reader", metavar="ROLE", help="Looks at everything, payloads too; changes nothing.")
 @click.option("--purge", metavar="ROLE", help="Runs `prune`; reads no results, and no messages but dead letters.")
 @database
-def grants(worker: str | None, producer: str | None, reader: str | None, purge: str | None, **flags: Any) -> None:
+def grants(
+    worker: str | None,
+    front_door: str | None,
+    producer: str | None,
+    reader: str | None,
+    purge: str | None,
+    **flags: Any,
+) -> None:
     """Print the SQL that gives roles the rights they need, and no others; runs nothing.
 
     The role that migrates is to run it, when the schema is there, and again after each `migrate up`: it takes nothing
@@ -122,12 +130,13 @@ def grants(worker: str | None, producer: str | None, reader: str | None, purge: 
     check_schema(schema)
     wanted = {
         "worker": rights.worker(schema, worker) if worker else [],
+        "front door": rights.front_door(schema, front_door) if front_door else [],
         "producer": rights.producer(schema, producer) if producer else [],
         "reader": rights.reader(schema, reader) if reader else [],
         "purge": rights.purge(schema, purge) if purge else [],
     }
     if not any(wanted.values()):
-        raise click.UsageError("name a role: --worker, --producer, --reader or --purge ROLE")
+        raise click.UsageError("name a role: --worker, --front-door, --producer, --reader or --purge ROLE")
     for kind, statements in wanted.items():
         if statements:
             click.echo("\n".join([f"-- {kind}", *(f"{statement};" for statement in statements)]))

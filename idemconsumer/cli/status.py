@@ -21,7 +21,8 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 @database
 @as_json
 def status(app: str | None, as_json: bool, **flags: Any) -> None:
-    """Show how things stand: handlers, Postgres queues, retries, sagas, dead letters, outgoing messages, workers.
+    """Show how things stand: handlers, Postgres queues, retries, sagas, dead letters, requests in leased mode, outgoing
+    messages, workers.
 
     APP is an app's name; without it, all apps of the schema. It only reads, by a few statements that read at most
     10,000 rows for each queue, handler of sagas and reason: above that it says so. What waits at Kafka, RabbitMQ and
@@ -43,6 +44,7 @@ def tables(status: Status) -> list[tuple[str, list[tuple[str, ...]]]]:
         ("queues in Postgres", _queues(status)),
         ("sagas that have not ended", _sagas(status)),
         ("dead letters that wait for a person", _letters(status)),
+        *([("requests in leased mode", _requests(status))] if status.requests else []),
         *([("outgoing messages", _outbox(status))] if status.outbox else []),
         ("workers", _workers(status)),
     ]
@@ -116,6 +118,14 @@ def _letters(status: Status) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("reason", "letters", "newest")]
     for each in status.letters:
         rows.append((each.reason, counted(each.letters, status.most, each.more), f"{each.newest:%Y-%m-%d %H:%M:%S}"))
+    return rows
+
+
+def _requests(status: Status) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("route", "running", "lost", "oldest")]
+    for each in status.requests:
+        counts = [counted(n, status.most, each.more) for n in (each.running, each.lost)]
+        rows.append(tuple(map(printable, (f"{each.app}: {each.route}", *counts, f"{each.oldest:%Y-%m-%d %H:%M:%S}"))))
     return rows
 
 

@@ -127,6 +127,7 @@ class Idempotency:
                 "lambda request: request.header('x-account')"
             )
         self._name = app.name
+        app.fronted = True
         self._tenant = tenant
         self._default = default
         self._routes = [

@@ -110,6 +110,7 @@ class Opened:
                 connections=settings.concurrency + 1,  # for endpoints, and for what waits for none of them (H10)
                 parties=[SHORT],
                 hasty=True,
+                kind="front-door",
                 longest_run=self._longest_run,
                 require_standby=settings.require_synchronous_standby,
             )

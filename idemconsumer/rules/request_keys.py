@@ -12,6 +12,12 @@ UNNAMED: Final = "*"
 """The path in the name of what stands for all routes that nobody has written down, such as `POST *`."""
 
 
+def is_route(name: str) -> bool:
+    """Whether what a scope is named by is a route, and no handler."""
+    method, _, path = name.partition(" ")
+    return method.isalpha() and method.isupper() and (path == UNNAMED or path.startswith("/"))
+
+
 def request_key(app: str, tenant: str | None, route: str, key: str, *, root: str, path: str) -> bytes:
     """`route` is the name of its policy, `root` where the app is mounted, and `path` what follows that. H1: the paths
     of routes that nobody has written down are many, so each is part of the key, not of the scope. So is `root`."""

@@ -80,6 +80,16 @@ with dropped as (
 )
 delete from {schema}.record where key in (select key from gone) and state = {PROCESSING}
 
+-- name: status_requests
+-- Of all tenants of a route together; at most `most` rows are read.
+select split_part(c.name, '/', 1) as app, split_part(c.name, '/', 3) as route, count(*) filter (where s.held) as running,
+    count(*) filter (where not s.held) as lost, min(s.started_at) as oldest,
+    sum(count(*)) over () > %(most)s as more
+from (select s.scope_id, s.started_at, {held} as held from {schema}.request as s limit %(most)s + 1) as s
+join {schema}.scope as c on c.id = s.scope_id
+where %(scopes)s::text is null or starts_with(c.name, %(scopes)s)
+group by 1, 2 order by 1, 2
+
 -- name: abandoned_requests
 -- H24. Of each handler, up to `most` of them: nobody has a good lease for them, and nobody has come back.
 select c.name as scope, count(*) as requests, min(s.started_at) as oldest

@@ -13,6 +13,14 @@ from (
 where u.what = free.what
 returning u.what
 
+-- name: unpruned
+-- Since when, if nobody has been at it for `unpruned` seconds, and there are records. Web processes do not prune.
+select since from (
+    select coalesce((select ended_at from {schema}.upkeep where what = 'records'),
+        (select min(applied_at) from {schema}.migration)) as since
+) as last
+where since < clock_timestamp() - make_interval(secs => %(unpruned)s) and exists (select from {schema}.record)
+
 -- name: hold_pass
 -- First in each transaction of a pass: whoever was silent for too long finds another one's name, and stops.
 update {schema}.upkeep set until = clock_timestamp() + make_interval(secs => %(lease)s)

@@ -46,10 +46,9 @@ _LACKING: Final = """
 with ours as (select oid, nspname from pg_namespace where nspname = %(schema)s)
 select 'USAGE on the schema' from ours where not has_schema_privilege(oid, 'usage')
 union all
-select upper(privilege) || ' on ' || c.relname
+select privilege || ' on ' || c.relname
 from ours join pg_class c on c.relnamespace = ours.oid
-    and c.relname = any(%(tables)s)
-cross join (values ('select'), ('insert'), ('update'), ('delete')) as p (privilege)
+join unnest(%(needed)s::text[], %(rights)s::text[]) as p (name, privilege) on p.name = c.relname
 where not has_table_privilege(c.oid, privilege)
 union all
 select 'SELECT on migration' from ours join pg_class c on c.relnamespace = ours.oid and c.relname = 'migration'
@@ -92,15 +91,16 @@ async def check_database(
     lease: float | None = None,
     beside: float | None = None,
     require_standby: bool = False,
+    kind: grants.Kind = "worker",
 ) -> int:
     """Refuse a database that would break the promise (R7); returns how many locks are ours to take.
 
-    It looks at a session that is made as those of a Pool with this `longest_run`, `lease` and `beside`. Raises
-    StoreUnavailable, or ConfigurationError with what to do: no address, settings that do not hold, too old, a
-    standby, synchronous_commit off, fsync or full_page_writes off, not in UTF-8, not migrated or not wholly, rights
-    that are lacking, rows that are hidden (R44), sequences behind their tables (R43), tables that are not logged,
-    the guard's trigger missing or disabled; with `require_standby` a COMMIT that waits for no synchronous standby
-    (R22).
+    It looks at a session that is made as those of a Pool with this `longest_run`, `lease` and `beside`. `kind`: of the
+    process, whose rights it asks for. Raises StoreUnavailable, or ConfigurationError with what to do: no address,
+    settings that do not hold, too old, a standby, synchronous_commit off, fsync or full_page_writes off, not in UTF-8,
+    not migrated or not wholly, rights that are lacking, rows that are hidden (R44), sequences behind their tables
+    (R43), tables that are not logged, the guard's trigger missing or disabled; with `require_standby` a COMMIT that
+    waits for no synchronous standby (R22).
     """
     check_dsn(dsn)
     check_schema(schema)
@@ -108,7 +108,7 @@ async def check_database(
         async with await _reached(SessionRules(dsn, longest_run, lease, beside).connect()) as connection:
             if require_standby:
                 await refuse_unless_synchronous(connection)
-            return await _check(connection, schema)
+            return await _check(connection, schema, grants.needed(kind))
     except psycopg.Error as error:
         raise StoreUnavailable(f"the database does not answer: {error_text(error)}") from error
 
@@ -128,7 +128,7 @@ async def _reached(connecting: Awaitable[Connection]) -> Connection:
         raise StoreUnavailable(f"no connection to the database: {error_text(error)}") from error
 
 
-async def _check(connection: Connection, schema: str) -> int:
+async def _check(connection: Connection, schema: str, needed: grants.Needed) -> int:
     version = connection.info.server_version
     row = await (await connection.execute(_SERVER, {"schema": schema})).fetchone()
     assert row is not None
@@ -155,14 +155,15 @@ async def _check(connection: Connection, schema: str) -> int:
         )
     if not migrated:
         raise ConfigurationError(f"database: schema {schema!r} does not exist; run `idemconsumer migrate up` first")
-    places: dict[str, Any] = {"schema": schema}
-    places |= {"tables": names("table"), "sequences": names("sequence"), "functions": names("function")}
+    places: dict[str, Any] = {"schema": schema, "tables": names("table")}
+    places |= {"sequences": list(needed.sequences), "functions": list(needed.functions)}
+    places |= {"needed": [table for table, _ in needed.tables], "rights": [right for _, right in needed.tables]}
     lacking = [right for (right,) in await (await connection.execute(_LACKING, places)).fetchall()]
     if lacking:
         more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
         raise ConfigurationError(
             f"database: role {role!r} lacks rights in schema {schema!r}: {', '.join(lacking[:_NAMED])}{more}; "
-            f"run as the schema's owner: {'; '.join(grants.worker(schema, role))}"
+            f"run as the schema's owner: {'; '.join(needed.statements(schema, role))}"
         )
     if hidden := [table for (table,) in await (await connection.execute(_HIDDEN, places)).fetchall()]:
         statement = sql.SQL("ALTER TABLE {} DISABLE ROW LEVEL SECURITY")

@@ -6,14 +6,42 @@ before still starts. The other roles have what their statements touch, column by
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final, LiteralString
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, LiteralString
 
 from psycopg import sql
 
 from idemconsumer.stores.migrations import names
 
 _MESSAGE: Final = "name, message_id, body, headers"
+_EVERY: Final[tuple[LiteralString, ...]] = ("SELECT", "INSERT", "UPDATE", "DELETE")
+# Of a request: its claim, which deletes what has expired, its lease and its answer. A person's decision leaves a trace.
+_REQUESTS: Final[Mapping[LiteralString, tuple[LiteralString, ...]]] = {
+    "record": _EVERY,
+    "result": _EVERY,
+    "request": _EVERY,
+    "worker": _EVERY,
+    "scope": ("SELECT", "INSERT", "UPDATE"),
+    "hashing": ("SELECT", "INSERT", "UPDATE"),
+    "audit": ("INSERT",),
+}
+_OF_REQUESTS: Final = ("claim", "use_scopes", "seal", "sequences_behind")
+# H56. Beside `_PURGE`: a process that ends leaves no lease, and what is personal of a key is forgotten.
+_FRONT_DOOR: Final[tuple[LiteralString, ...]] = (
+    *(f"GRANT {', '.join(rights)} ON {{schema}}.{table} TO {{role}}" for table, rights in _REQUESTS.items()),
+    "GRANT SELECT ON {schema}.migration TO {role}",
+    "GRANT SELECT (key, worker) ON {schema}.saga TO {role}",
+    "GRANT SELECT (key), UPDATE (body, content_type, fingerprint, canonical) ON {schema}.child TO {role}",
+    "GRANT SELECT (token), UPDATE (body, headers) ON {schema}.accepted TO {role}",
+    "GRANT SELECT (id) ON {schema}.audit TO {role}",
+    "GRANT SELECT (key) ON {schema}.redrive TO {role}",
+    "GRANT UPDATE (keys, positions) ON {schema}.delivery_log TO {role}",
+    "GRANT USAGE ON SEQUENCE {schema}.saga_token TO {role}",
+    "GRANT EXECUTE ON FUNCTION "
+    "{schema}.claim(bytea[], int[], bytea[], bytea[], float8[], smallint, boolean), {schema}.use_scopes(int[]), "
+    "{schema}.seal(text), {schema}.sequences_behind() TO {role}",
+)
 # INSERT … RETURNING id reads the id, and nothing else of what others have sent. A signal is stored by a function with
 # the rights of its owner (migrations/0005), since it has to look at the record.
 _PRODUCER: Final[tuple[LiteralString, ...]] = (
@@ -56,13 +84,35 @@ _PURGE: Final[tuple[LiteralString, ...]] = (
 )
 
 
+Kind = Literal["worker", "front-door"]
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """What a process cannot start without, tables each with a right; and the statements that grant all it uses."""
+
+    tables: Sequence[tuple[str, str]]
+    sequences: Sequence[str]
+    functions: Sequence[str]
+    statements: Callable[[str, str], list[str]]
+
+
+def needed(kind: Kind) -> Needed:
+    """By a process of that kind."""
+    if kind == "worker":
+        every = [(table, right) for table in names("table") for right in _EVERY]
+        return Needed(every, names("sequence"), names("function"), worker)
+    pairs = [(table, right) for table, rights in _REQUESTS.items() for right in rights]
+    return Needed(pairs, ["saga_token"], _OF_REQUESTS, front_door)
+
+
 def worker(schema: str, role: str) -> list[str]:
     """For one that runs handlers. Also on what later migrations make, if the role that migrates runs these."""
     tables, sequences = (
         sql.SQL(", ").join(sql.Identifier(schema, name) for name in each)
         for each in (names("table"), names("sequence"))
     )
-    every: LiteralString = "GRANT SELECT, INSERT, UPDATE, DELETE ON "
+    every: LiteralString = f"GRANT {', '.join(_EVERY)} ON "
     later: LiteralString = "ALTER DEFAULT PRIVILEGES IN SCHEMA {schema} GRANT "
     return [
         _filled("GRANT USAGE ON SCHEMA {schema} TO {role}", schema, role),
@@ -87,6 +137,11 @@ def producer(schema: str, role: str) -> list[str]:
 def reader(schema: str, role: str) -> list[str]:
     """For people who look: at everything that is stored, messages and results too. It changes nothing."""
     return _all(_READER, schema, role)
+
+
+def front_door(schema: str, role: str) -> list[str]:
+    """For web processes that answer requests, and for `prune` and `keys forget` beside them. It runs no handler."""
+    return _all((*_FRONT_DOOR, *_PURGE), schema, role)
 
 
 def purge(schema: str, role: str) -> list[str]:

@@ -16,6 +16,7 @@ from idemconsumer.rules.values import Mark, Record, State
 from idemconsumer.stores.checks import check_database
 from idemconsumer.stores.claims import PostgresClaims, shown, transaction
 from idemconsumer.stores.deliveries import columns_of
+from idemconsumer.stores.grants import Kind
 from idemconsumer.stores.hashing import settle_hashing
 from idemconsumer.stores.literals import clean
 from idemconsumer.stores.looks import Looks
@@ -44,13 +45,14 @@ class PostgresStore:
         require_standby: bool = False,
         parties: Iterable[str] = (),
         hasty: bool = False,
+        kind: Kind = "worker",
     ) -> PostgresStore:
-        """Check and open; see `Pool` for the parameters.
+        """Check and open; see `check_database` and `Pool` for the parameters.
 
         Raises ConfigurationError (see `check_database`) or StoreUnavailable.
         """
         most_locks = await check_database(
-            dsn, schema, longest_run=longest_run, lease=lease, beside=beside, require_standby=require_standby
+            dsn, schema, longest_run=longest_run, lease=lease, beside=beside, require_standby=require_standby, kind=kind
         )
         pool = Pool(
             dsn,

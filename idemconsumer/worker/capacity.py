@@ -33,7 +33,11 @@ def pool_size(handlers: Sequence[BoundHandler], settings: Settings) -> int:
 
 
 def most_connections(handlers: Sequence[BoundHandler], settings: Settings) -> int:
-    """What one process may open, without those for the moments of a question to the server."""
+    """What one process may open, without those for the moments of a question to the server. Without handlers it is a
+    web process: one for each endpoint in joined mode, one for what takes an exchange (H10), and that of the heartbeat.
+    """
+    if not handlers:
+        return settings.concurrency + 2
     joined, leased = by_mode(handlers)
     pools = pool_size(joined, settings) + (pool_size(leased, settings) if leased else 0)
     upkeep = 1 + bool(leased)  # pruning, and the heartbeat of the lease
@@ -42,7 +46,9 @@ def most_connections(handlers: Sequence[BoundHandler], settings: Settings) -> in
 
 def resting_connections(handlers: Sequence[BoundHandler]) -> int:
     """What one process holds while it has nothing to do: those of the queues, and with sagas that of the heartbeat and
-    one to look for them."""
+    one to look for them. Of a web process that of the heartbeat."""
+    if not handlers:
+        return 1
     return _QUEUES + 2 * any(each.leased for each in handlers)
 
 

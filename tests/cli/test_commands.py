@@ -564,6 +564,25 @@ def test_check_names_a_path_that_the_payload_may_not_have(shop: Shop) -> None:
     ]
 
 
+FRONT = """
+from idemconsumer import App
+from idemconsumer.http import Idempotency
+
+app = App("shop")
+idempotency = Idempotency(app, tenant=lambda request: "everyone")
+"""
+
+
+def test_check_knows_an_app_that_has_a_front_door_alone(shop: Shop) -> None:
+    (shop.folder / "front.py").write_text(FRONT)
+    (shop.folder / "bare.py").write_text("from idemconsumer import App\n\napp = App('shop')\n")
+    findings = json.loads(shop("check", "front:app", "--json", IDEMCONSUMER_CONCURRENCY="8"))
+    assert [each["level"] for each in findings if each["subject"] == "shop"] == ["ok"]
+    assert any("each web process opens at most 10 connections" in each["text"] for each in findings)
+    assert shop("doctor", "front:app") == "nothing found\n"
+    assert "has no handlers; decorate" in shop("check", "bare:app", code=Exit.ERROR)
+
+
 SAGAS = """
 from idemconsumer import App, Saga
 

@@ -294,6 +294,40 @@ def test_records_of_a_handler_that_is_gone_are_a_note(site: Site) -> None:
     assert (result.exit_code, "handler shop/gone: has records" in result.output) == (Exit.DONE, True)
 
 
+def test_a_route_is_no_handler_that_is_gone(site: Site) -> None:
+    for route in ("POST %2Forders%2F{id}", "PATCH *"):
+        site.do("insert into idemconsumer.scope (name) values (%s)", f"shop/acme/{route}")
+    assert site("doctor").output == "nothing found\n"
+
+
+def test_what_nobody_prunes_is_said_with_what_to_do(site: Site) -> None:
+    """Web processes do not."""
+    site.do("insert into idemconsumer.scope (name) values ('shop/acme/POST *')")
+    site.do("update idemconsumer.migration set applied_at = now() - interval '3 days'")
+    assert site("doctor").output == "nothing found\n", "there is nothing to prune"
+    site.do("insert into idemconsumer.record (key, scope_id, state, changed_at) values ('', 1, 1, now())")
+    found = site("doctor")
+    assert (found.exit_code, "have `idemconsumer prune` run once" in found.output) == (Exit.ERROR, True)
+    assert site("prune").exit_code == Exit.DONE
+    assert site("doctor").output == "nothing found\n"
+
+
+def test_requests_in_leased_mode_are_told_by_route(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all tenants together."""
+    for tenant in ("acme", "other"):
+        site.do("insert into idemconsumer.scope (name) values (%s)", f"shop/{tenant}/POST %2Fpayments")
+    for key, scope, worker in ((b"a", 1, site.lease(20)), (b"b", 2, site.lease(20)), (b"c", 2, 0)):
+        site.do("insert into idemconsumer.request values (%s, %s, 1, %s, false, now())", key, scope, worker)
+    (line,) = json.loads(site("status", "--json").stdout)["requests"]
+    assert {name: line[name] for name in ("app", "route", "running", "lost", "more")} == {
+        "app": "shop", "route": "POST /payments", "running": 2, "lost": 1, "more": False,
+    }  # fmt: skip
+    assert "shop: POST /payments" in site("status", "shop").output
+    assert json.loads(site("status", "other", "--json").stdout)["requests"] == []
+    tuned(monkeypatch, status_rows=1)
+    assert json.loads(site("status", "--json").stdout)["requests"][0]["more"]
+
+
 @pytest.mark.parametrize("known", [2, len(files()) - 1], ids=["one without sagas", "the one before"])
 def test_the_doctor_says_that_the_schema_is_of_an_older_version(database: str, known: int) -> None:
     with psycopg.connect(database, autocommit=True) as connection:

@@ -14,21 +14,28 @@ from click.testing import CliRunner
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from psycopg.errors import InsufficientPrivilege
+from starlette.requests import Request as StarletteRequest
+from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
 
-from idemconsumer import App, Reject, Saga, Step, Tx
+from idemconsumer import App, ConfigurationError, Reject, Saga, Step, Tx
 from idemconsumer.admin.dead_letters import ALL
 from idemconsumer.admin.orphans import find_orphans
 from idemconsumer.admin.redrives import Redrives
 from idemconsumer.admin.sagas import SagaAdmin
 from idemconsumer.cli.main import main
+from idemconsumer.http import Idempotency, Route, current_tx
+from idemconsumer.http import Response as Answer
 from idemconsumer.rules.letters import Redriven
 from idemconsumer.stores.migrations import names
+from tests.http.site import by_header, client, replayed, service
 from tests.support.inside import give_settings
 from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
 from tests.support.workers import SCHEMA, Bench, Item, connected, note, prepare
 
 Made = Callable[[str], str]
+UNSEALED: LiteralString = "set session_replication_role = replica"
 WAITING: LiteralString = "select count(*) from idemconsumer.saga where 'go' = any (signals)"
 
 
@@ -162,6 +169,85 @@ async def test_what_later_migrations_make_is_a_workers_too(bench: Bench, made: M
     bench.do("create table idemconsumer.newer (n int)")
     bench.do("create sequence idemconsumer.newer_token")
     assert do(dsn, "insert into idemconsumer.newer values (nextval('idemconsumer.newer_token')) returning n") == [(1,)]
+
+
+async def test_a_front_door_answers_forgets_and_prunes(
+    bench: Bench, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dsn = made("front-door")
+    role = sql.Identifier(str(psycopg.conninfo.conninfo_to_dict(dsn)["user"]))
+    do(bench.dsn, sql.SQL("grant insert on effect to {}").format(role))
+    monkeypatch.setenv("IDEMCONSUMER_DSN", dsn)
+    inside, go = asyncio.Event(), asyncio.Event()
+
+    async def order(request: StarletteRequest) -> Response:
+        await note(current_tx(), Item("ordered"))
+        return Response("ordered", 201)
+
+    async def refuse(request: StarletteRequest) -> Response:
+        return Response("no", 409)
+
+    async def pay(request: StarletteRequest) -> Response:
+        if (await request.json())["id"] == "slow":
+            inside.set()
+            await go.wait()
+        return Response("paid", 201)
+
+    routes = {"POST /orders": Route(tx=True), "POST /refused": Route(tx=True), "POST /paid": Route()}
+    more = [StarletteRoute(path, of, methods=["POST"]) for path, of in (("/refused", refuse), ("/paid", pay))]
+    door = Idempotency(App("shop"), tenant=by_header, routes=routes)
+    async with client(service(door, order, *more)) as shop:
+        for path, status in (("/orders", 201), ("/refused", 409), ("/paid", 201)):
+            answers = [await shop.post(path=path) for _ in range(2)]
+            bench.do(f"{UNSEALED}; update idemconsumer.record set expires_at = now() - interval '1 s'")
+            answers.append(await shop.post(path=path))
+            assert [(each.status_code, replayed(each)) for each in answers] == [
+                (status, False), (status, True), (status, False),
+            ]  # fmt: skip
+        slow = asyncio.create_task(shop.post("slow", key="slow", path="/paid"))
+        await inside.wait()
+        bench.do("update idemconsumer.worker set until = now() - interval '1 s'")
+        (lost,) = await door.lost()
+        assert await door.settle(lost, Answer(201, (), b"paid"))
+        go.set()
+        await slow
+        await door.close()
+    assert bench.effects() == ["ordered", "ordered"]
+
+    ((key,),) = bench.do("select encode(key, 'hex') from idemconsumer.record where key in"
+                         " (select key from idemconsumer.result where body = 'ordered')")  # fmt: skip
+    await command("keys", "forget", key, "--record", "--yes", dsn=dsn)
+    bench.do("update idemconsumer.scope set retain = '-1s'")
+    bench.do(f"{UNSEALED}; update idemconsumer.record set expires_at = null")
+    assert json.loads(await command("prune", "--json", dsn=dsn))["pruned"] == 3
+    refused(
+        dsn,
+        "select body from idemconsumer.queue",
+        "select body from idemconsumer.saga",
+        "select output from idemconsumer.step",
+        "select body from idemconsumer.signal",
+        "insert into idemconsumer.queue (name, body) values ('q', '')",
+        "insert into idemconsumer.dead_letter (handler) values ('h')",
+        "update idemconsumer.saga set token = 1",
+        "delete from idemconsumer.saga",
+        "delete from idemconsumer.audit",
+        "delete from idemconsumer.migration",
+        "truncate idemconsumer.record",
+    )
+
+
+async def test_what_a_front_door_lacks_is_granted_by_what_it_says(
+    bench: Bench, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dsn = made("purge")
+    monkeypatch.setenv("IDEMCONSUMER_DSN", dsn)
+    door = Idempotency(App("shop"), tenant=by_header, routes={"POST /paid": Route()})
+    with pytest.raises(ConfigurationError, match="lacks rights") as lacking:
+        await door.lost()
+    do(bench.dsn, str(lacking.value).partition("run as the schema's owner: ")[2])
+    assert await door.lost() == []
+    await door.close()
+    refused(dsn, "select body from idemconsumer.queue")
 
 
 async def test_a_producer_sends_and_reads_nothing(bench: Bench, made: Made) -> None:
