@@ -14,6 +14,8 @@ from idemconsumer.ports.broker import Broker, Finding
 from idemconsumer.redaction import error_text
 
 _SPARE_DELIVERIES: Final = 10
+_DAY: Final = 86_400.0
+_MARGIN: Final = _DAY  # what was fetched in the last moment is still in hand, and brokers delete late
 
 
 @runtime_checkable
@@ -66,14 +68,13 @@ async def warn_of_sources(
 def _retention(handler: BoundHandler, subscription: Subscription, kept: float | None) -> list[Finding]:
     """A message that outlives its record would count as new when it is redelivered."""
     retain = handler.options.retain
-    if kept is None or math.isinf(kept) or kept <= retain:
+    if kept is None or math.isinf(kept) or kept + _MARGIN <= retain:
         return []
-    days = math.ceil(kept / 86_400)
-    text = (
-        f"keeps messages for {kept / 86_400:g} days, but records are kept for {retain / 86_400:g} days; "
-        f'write retain="{days}d"'
-    )
-    return [Finding("error", subscription.source, text)]
+    text = f"keeps messages for {kept / _DAY:g} days, but records are kept for {retain / _DAY:g} days"
+    if kept <= retain:
+        text += ", which leaves less than a day for what is in hand at the end"
+    text += f'; write retain="{math.ceil((kept + _MARGIN) / _DAY)}d"'
+    return [Finding("error" if kept > retain else "warning", subscription.source, text)]
 
 
 def _redrive(handler: BoundHandler, subscription: Subscription, most: int | None) -> list[Finding]:

@@ -7,8 +7,10 @@ import json
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from idemconsumer import App, Tx
 from idemconsumer.brokers.sqs import session as sqs_session
@@ -53,6 +55,41 @@ async def consuming(double: SqsDouble, name: str = "orders", bounds: Bounds = WI
     finally:
         await session.close()
         await broker.close()
+
+
+DAYS = 86_400
+
+
+class Aside(SqsDouble):
+    """What is received too often goes to another queue, which may be asked or not."""
+
+    denied = False
+
+    def _GetQueueAttributes(self, asked: Any) -> Any:  # noqa: N802
+        name = asked["QueueUrl"].rpartition("/")[2]
+        if name == "orders-dead":
+            if self.denied:
+                raise web.HTTPForbidden(text='{"__type": "com.amazonaws.sqs#AccessDenied", "message": "no"}')
+            return {"Attributes": {"MessageRetentionPeriod": str(10 * DAYS)}}
+        arn = "arn:aws:sqs:eu-west-1:000000000000:orders-dead"
+        policy = {"deadLetterTargetArn": arn, "maxReceiveCount": 50} if name == "orders" else None
+        redrive = {} if policy is None else {"RedrivePolicy": json.dumps(policy)}
+        return {"Attributes": {"MessageRetentionPeriod": str(4 * DAYS), **redrive}}
+
+
+@pytest.mark.parametrize(("name", "denied", "days"), [("plain", False, 4), ("orders", False, 14), ("orders", True, 18)])
+async def test_what_its_dead_letter_queue_keeps_can_come_again(
+    double: SqsDouble, name: str, denied: bool, days: int
+) -> None:
+    """Where that queue may not be asked, it is as long as any keeps a message."""
+    aside = Aside()
+    aside.denied = denied
+    async with aside.serving():
+        broker = SqsBroker(Settings(sqs=aside.address))
+        try:
+            assert await broker.retention_seconds(Subscription(f"sqs:{name}", "handler", "group")) == days * DAYS
+        finally:
+            await broker.close()
 
 
 def shop(name: str = "orders") -> App:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from idemconsumer.brokers.one_after_another import one_after_another
 from idemconsumer.brokers.sqs.client import LOSS, Client, Link, Queue, address_of, farewell
-from idemconsumer.brokers.sqs.limits import limits, max_receives, retention
+from idemconsumer.brokers.sqs.limits import LONGEST, dead_letters, limits, max_receives, retention
 from idemconsumer.brokers.sqs.replies import SqsReplies, send_each
 from idemconsumer.brokers.sqs.session import CONNECTIONS, SqsSession
 from idemconsumer.brokers.sqs.wire import Entry, entry_of, requests
@@ -118,12 +118,20 @@ class SqsBroker:
         ]
 
     async def retention_seconds(self, subscription: Subscription) -> float | None:
-        """How long the queue keeps a message, and so can redeliver it; None: unknown."""
+        """For how long it can come again; None: unknown. Its dead-letter queue keeps a message, too, and from there it
+        may be sent back as late as that allows, as a new one of this queue."""
         try:
             _, queue = await self._ready(subscription.name)
         except BrokerUnavailable:
             return None
-        return retention(queue)
+        kept, arn = retention(queue), dead_letters(queue)
+        if kept is None or arn is None:
+            return kept
+        try:
+            _, aside = await self._ready(arn)
+        except (BrokerUnavailable, ConfigurationError):
+            return kept + LONGEST  # it is there, and may keep as much: these credentials may not ask it
+        return kept + (retention(aside) or LONGEST)
 
     async def max_receives(self, subscription: Subscription) -> int | None:
         """After how many receives the queue's redrive policy takes a message away; None: never, or unknown."""

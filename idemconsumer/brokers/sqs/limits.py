@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any, Final
 
 from idemconsumer.brokers.sqs.client import LEAST_VISIBILITY, Queue
 from idemconsumer.ports.broker import Finding
 
+LONGEST: Final = 1_209_600.0  # seconds that any queue keeps a message at most
 LONG_VISIBILITY: Final = 900  # seconds that messages of a dead worker wait for another
 
 
@@ -23,10 +25,22 @@ def limits(subject: str, queue: Queue) -> list[Finding]:
 def max_receives(queue: Queue) -> int | None:
     """After how many receives SQS moves a message to its dead-letter queue; None: never."""
     try:
-        policy: Any = json.loads(queue.attributes.get("RedrivePolicy") or "{}")
-        return int(policy["maxReceiveCount"])
+        return int(_redrive(queue)["maxReceiveCount"])
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def dead_letters(queue: Queue) -> str | None:
+    """The ARN of the queue that it moves them to, if there is one."""
+    arn = _redrive(queue).get("deadLetterTargetArn")
+    return arn if isinstance(arn, str) else None
+
+
+def _redrive(queue: Queue) -> dict[str, Any]:
+    with suppress(ValueError):
+        policy = json.loads(queue.attributes.get("RedrivePolicy") or "{}")
+        return policy if isinstance(policy, dict) else {}
+    return {}
 
 
 def retention(queue: Queue) -> float | None:
