@@ -798,6 +798,13 @@ async def test_check_says_when_it_cannot_read_limits(node: Node) -> None:
         ({"type": "quorum"}, "4.1.0", "error", "limit 20 (the default of RabbitMQ 4)"),
         ({"type": "quorum", "arguments": {"x-delivery-limit": -1}}, "4.1.0", "ok", "no delivery limit"),
         ({"type": "quorum", "arguments": {"x-dead-letter-exchange": "dlx"}}, "4.1.0", "ok", "goes to 'dlx'"),
+        ({"type": "quorum", "arguments": {"x-dead-letter-exchange": ""}}, "4.1.0", "ok", "goes to the default exch"),
+        (
+            {"type": "quorum", "effective_policy_definition": {"dead-letter-exchange": ""}},
+            "4.1.0",
+            "ok",
+            "goes to the default exchange",
+        ),
         (
             {
                 "type": "quorum",

@@ -34,7 +34,8 @@ def limits(subject: str, queue: Mapping[str, Any], version: str) -> list[Finding
     name, kind = queue.get("name", subject), queue.get("type", "classic")
     if kind == "stream":
         return [Finding("error", subject, f"{name!r} is a stream, without acks per message; use a quorum queue")]
-    dead_letters = arguments.get("x-dead-letter-exchange") or policy.get("dead-letter-exchange")
+    exchange = arguments.get("x-dead-letter-exchange", policy.get("dead-letter-exchange"))
+    dead_letters = "the default exchange" if exchange == "" else None if exchange is None else repr(exchange)
     found = []
     if kind == "quorum":
         both = (arguments.get("x-delivery-limit"), policy.get("delivery-limit"))
@@ -67,7 +68,7 @@ def _given(queue: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, An
     return queue.get("arguments") or {}, policy if isinstance(policy, Mapping) else {}  # an empty one is sent as a list
 
 
-def _delivery_limit(subject: str, name: object, limit: int, dead_letters: object, *, is_default: bool) -> Finding:
+def _delivery_limit(subject: str, name: object, limit: int, dead_letters: str | None, *, is_default: bool) -> Finding:
     if limit < 0:
         return Finding("ok", subject, f"quorum queue {name!r} has no delivery limit")
     default = " (the default of RabbitMQ 4)" if is_default else ""
@@ -86,15 +87,15 @@ def _delivery_limit(subject: str, name: object, limit: int, dead_letters: object
             "warning",
             subject,
             f"{said}, below {TAKE_OVER_AFTER}: messages that were only prefetched by restarting workers go to "
-            f"{dead_letters!r} before the worker can take them over; set it to 20 or more",
+            f"{dead_letters} before the worker can take them over; set it to 20 or more",
         )
-    return Finding("ok", subject, f"{said}; what exceeds it goes to {dead_letters!r}")
+    return Finding("ok", subject, f"{said}; what exceeds it goes to {dead_letters}")
 
 
-def _dropped(subject: str, name: object, what: str, dead_letters: object) -> Finding:
+def _dropped(subject: str, name: object, what: str, dead_letters: str | None) -> Finding:
     said = f"queue {name!r} has a {what}"
     if dead_letters:
-        return Finding("ok", subject, f"{said}; what it takes out goes to {dead_letters!r}")
+        return Finding("ok", subject, f"{said}; what it takes out goes to {dead_letters}")
     return Finding("warning", subject, f"{said} and no dead-letter exchange: it deletes unprocessed messages")
 
 
