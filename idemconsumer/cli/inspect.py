@@ -228,7 +228,7 @@ async def _redis(settings: Settings) -> list[Finding]:
 
         return [
             Finding("ok", "redis", "reachable"),
-            *(Finding("warning", "redis", text) for text in await examine(settings.redis)),
+            *(Finding("warning", "redis", text) for text in await examine(settings.redis, settings.redis_replicas)),
         ]
     except IdemConsumerError as error:
         return [Finding("error", "redis", error_text(error).removeprefix("redis: "))]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
@@ -15,14 +17,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import redis
 
 from idemconsumer.errors import CannotKeep, ConfigurationError, StoreUnavailable
 from idemconsumer.ports.requests import Held, Running
 from idemconsumer.rules.values import Record, State
 from idemconsumer.stores.redis.checks import examine
+from idemconsumer.stores.redis.copies import Copies
 from idemconsumer.stores.redis.requests import RedisRequests
 from idemconsumer.stores.redis.scripts import NotReplicated, name_of
 from idemconsumer.testing import RequestHarness, RequestProcess, RequestStoreContract
+from tests.support import ROOT
 from tests.support.inside import ask_redis, keeper_of, kept
 from tests.support.leases import STEADY
 from tests.support.servers.made import PrivateRedis
@@ -513,6 +518,63 @@ async def test_what_a_server_may_lose_is_said(private_redis: PrivateRedis, serve
         await examine("redis://127.0.0.1:1")
 
 
+# --------------------------------------------------------------------------------------------------------------- rights
+def granted() -> list[str]:
+    """The rules of the list in docs/stores.md, without the user and the password."""
+    page = (ROOT / "docs" / "stores.md").read_text("utf-8")
+    (rules,) = re.findall(r"^ *ACL SETUSER shop on >\S+ (.+?)^ *```", page, re.MULTILINE | re.DOTALL)
+    return str(rules).replace("\\\n", " ").split()
+
+
+def login(server: RedisServer, *rules: str) -> str:
+    """The address of a user that has these rights and no others."""
+    server.ask("ACL", "SETUSER", "shop", "reset", "on", ">secret", *rules)
+    return server.address.replace("//", "//shop:secret@").replace("/0", "/1")
+
+
+async def test_the_rights_that_are_listed_do(private_redis: PrivateRedis, opened: Open) -> None:
+    """H57."""
+    primary, replica = private_redis(), private_redis()
+    replica.follow(primary)
+    address = login(primary, *granted())
+    assert await examine(address, 1) == []
+    assert primary.ask("INFO", "keyspace") == {}, "nothing of the trial is left"
+    store = opened(address, replicas=1, lease=STEADY)
+    lost = asyncio.Event()
+    held = await until_held(store, A)
+    first = await asyncio.to_thread(of_db_1, primary, held)
+    await until(lambda: of_db_1(primary, held) != first, "it is renewed")
+    assert await store.complete(held, CREATED)
+    assert await store.claim(A, never) == Record(State.COMPLETED, A.fingerprint, CREATED)
+    other = await store.claim(B, lost.set)
+    assert isinstance(other, Held)
+    await store.release(other, ran=True)
+    (found,) = await store.lost()
+    assert await store.release_lost(found, by="ann")
+    await store.release(await until_held(store, B))
+    copies = Copies(address, "born")
+    look = await copies.look(C)
+    await copies.lift(C, look)
+    await copies.keep(C, Record(State.COMPLETED, C.fingerprint, CREATED), time.monotonic())
+    assert (await copies.look(C)).found == Record(State.COMPLETED, C.fingerprint, CREATED)
+    await copies.close()
+
+
+def of_db_1(server: RedisServer, held: Held) -> object:
+    with redis.Redis(port=server.port, db=1) as client:
+        return client.hget(name_of(held.claim.key).decode(), "u")
+
+
+async def test_a_user_that_lacks_one_is_told_what_to_grant(private_redis: PrivateRedis) -> None:
+    """H57. By a trial of each script: Redis asks what it does, as it does it."""
+    server = private_redis()
+    for lacking in (each for each in granted() if each != "resetchannels"):
+        address = login(server, *(each for each in granted() if each != lacking))
+        with pytest.raises(ConfigurationError) as refused:
+            await examine(address, int(lacking == "+wait"))
+        assert "grant what docs/stores.md lists" in str(refused.value), lacking
+
+
 # ----------------------------------------------------------------------------------------------------------------- full
 def fill(server: RedisServer) -> None:
     """It has more than it may have by now, so it takes nothing that needs memory."""
@@ -633,6 +695,9 @@ async def test_the_keys_of_a_cluster_are_each_in_one_slot(private_redis: Private
     await one.close()
     assert {lost.key for lost in await two.lost()} == {claim.key.hex() for claim in left}
     await two.close()
+    for node in cluster.nodes:
+        login(node, *granted(), "+command", "+cluster|slots")
+    assert await examine(cluster.address.replace("//", "//shop:secret@")) == [], "as docs/stores.md says (H57)"
 
 
 def test_a_cluster_cannot_wait_for_replicas() -> None:

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from idemconsumer.errors import ConfigurationError
+from idemconsumer.errors import ConfigurationError, StoreUnavailable
 from idemconsumer.redaction import error_text
+from idemconsumer.rules.values import State
 from idemconsumer.stores.redis.client import Redises
-from idemconsumer.stores.redis.scripts import in_doubt
+from idemconsumer.stores.redis.scripts import (
+    CLAIM,
+    COMPLETE,
+    FORGET,
+    KEEP,
+    LEAVE,
+    LOOK,
+    LOST,
+    READ,
+    RELEASE,
+    RELEASE_LOST,
+    RENEW,
+    UNMARK,
+    Scripts,
+    in_doubt,
+    name_of,
+)
 
 _KEEPS: Final = "noeviction"
+_RIGHTS: Final = "grant what docs/stores.md lists"
+_DENIED: Final = ("permission", "can't run this command")  # the second one in a script
+_TRIAL: Final = 10_000  # milliseconds after which the key of a trial goes, if it could not be deleted
 _OLDEST: Final = 5  # the first whose scripts may write after they have asked for the time
 
 
@@ -36,12 +57,16 @@ async def refuse_unfit(redises: Redises) -> None:
             )
 
 
-async def examine(address: str) -> list[str]:
-    """What may lose claims one day (H28). Raises as `refuse_unfit`."""
+async def examine(address: str, replicas: int = 0) -> list[str]:
+    """What may lose claims one day (H28). Raises as `refuse_unfit`, and ConfigurationError for a user that may not do
+    all that a request takes there, by a key that is there for a moment (H57)."""
     redises = Redises(address)
     try:
         await refuse_unfit(redises)
         persistence, memory = await _infos(redises, "persistence"), await _infos(redises, "memory")
+        full = any(0 < int(each.get("maxmemory", 0)) <= int(each.get("used_memory", 0)) for each in memory)
+        if not full:
+            await _try_scripts(redises, replicas)
     finally:
         await redises.close()
     found = []
@@ -50,7 +75,7 @@ async def examine(address: str) -> list[str]:
             "appendonly is off, so a restart loses the claims and responses since the last snapshot, and their "
             "requests run again; set appendonly to yes"
         )
-    if any(0 < int(each.get("maxmemory", 0)) <= int(each.get("used_memory", 0)) for each in memory):
+    if full:
         found.append(
             "memory is full, so no request with a key can begin (503), and what runs is still stored; raise maxmemory"
         )
@@ -70,5 +95,32 @@ async def _asked(infos: Awaitable[Sequence[dict[str, Any]]]) -> Sequence[dict[st
         try:
             return await infos
         except (AuthenticationError, NoPermissionError) as error:
-            text = f"redis: {error_text(error)}; grant +info and +eval, or mend the password"
-            raise ConfigurationError(text) from error
+            raise ConfigurationError(f"redis: {error_text(error)}; mend the password, or {_RIGHTS}") from error
+
+
+async def _try_scripts(redises: Redises, replicas: int) -> None:
+    """Each once, on a key that nobody has. Raises ConfigurationError where a request could not come to its end."""
+    scripts, key, call = Scripts(redises, replicas=replicas), secrets.token_bytes(32), "trial"
+    claim = (call, 1_000, _TRIAL, b"", b"", 1, "check/-/trial")
+    try:
+        try:
+            _, token, *_ = await scripts.run(CLAIM, key, *claim, writes=True)
+            for script, given in (
+                (READ, ()), (RENEW, (token, _TRIAL)), (LEAVE, (token,)), (LOST, ()), (RELEASE, (token, 0)),
+                (RELEASE_LOST, (token,)),
+            ):  # fmt: skip
+                await scripts.run(script, key, *given)
+            _, token, *_ = await scripts.run(CLAIM, key, *claim)
+            await scripts.run(COMPLETE, key, token, int(State.COMPLETED), b"", _TRIAL, 0, writes=True)
+            with in_doubt():  # EVAL too, though the server may know all of these by their digests
+                await redises.client.execute_command("EVAL", "return 1", 1, name_of(key))
+                async for _ in redises.client.scan_iter(match=b"*", count=1):
+                    break
+            for script, given in ((FORGET, ()), (LOOK, (call, _TRIAL)), (UNMARK, (call,)), (KEEP, (call, _TRIAL))):
+                await scripts.run(script, key, *given)
+        finally:
+            await scripts.run(FORGET, key)
+    except StoreUnavailable as error:
+        why = str(error).removeprefix("Redis: ")
+        text = f"redis: no request could come to its end there: {why}"
+        raise ConfigurationError(f"{text}; {_RIGHTS}" if any(each in why for each in _DENIED) else text) from error
