@@ -67,6 +67,10 @@ begin
                 using errcode = '22023', hint = 'Write {{"n": "1"}} for a number, and leave out what has no value.';
         end if;
     end if;
+    if octet_length(queue) > 1000 then
+        raise exception 'the name % has % bytes', quote_literal(left(queue, 60) || '...'), octet_length(queue)
+            using errcode = '22023', hint = 'Write one of at most 1000, which fits into a row of an index.';
+    end if;
     if starts_with(queue, 'postgres:') then
         into_queue := substr(queue, 10);
     elsif starts_with(queue, 'kafka:') or starts_with(queue, 'rabbitmq:') or starts_with(queue, 'sqs:') then

@@ -13,6 +13,7 @@ from idemconsumer.logs import log
 from idemconsumer.observe.logging import is_console
 from idemconsumer.settings import Settings
 
+_WIDEST = 100  # characters of a cell
 _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60))
 
 
@@ -64,7 +65,11 @@ def database_name(dsn: str | None) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns, the first one in capitals."""
+    """Rows in columns, the first one in capitals. What would make one of them wide is cut, but for the last column;
+    `--json` has all of it."""
+    rows = [
+        [*(cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…" for cell in row[:-1]), row[-1]] for row in rows
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [[cell.upper() for cell in rows[0]], *rows[1:]]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

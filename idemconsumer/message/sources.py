@@ -17,6 +17,10 @@ _UNUSABLE: Final = re.compile("[\0\ud800-\udfff]")  # AMQP takes no surrogate, P
 _TOPIC: Final = re.compile(r"(?!\.{1,2}\Z)[a-zA-Z0-9._-]{1,249}")  # others Kafka refuses, and the client waits for
 
 
+LONGEST: Final = 1_000  # bytes, as in migrations/0002: it has to fit into a row of an index
+_SHOWN: Final = 60
+
+
 class BadSource(ValueError):
     """A text that names no source: what is wrong with it, and what to write instead."""
 
@@ -30,6 +34,8 @@ def split_source(source: object) -> tuple[str, str]:
     """The scheme and the name of `scheme:name`. Raises BadSource."""
     if not isinstance(source, str):
         raise BadSource(f"source {source!r} is not a string", _write(""))
+    if (size := len(source.encode(errors="surrogatepass"))) > LONGEST and not is_pattern(source):
+        raise BadSource(f"{source[:_SHOWN]!r}… has {size} bytes", f"write a name of at most {LONGEST}, scheme included")
     scheme, colon, name = source.partition(":")
     if scheme not in SCHEMES or not colon:
         near = difflib.get_close_matches(scheme, SCHEMES, n=1)

@@ -65,6 +65,13 @@ def test_they_are_listed_oldest_first_and_chosen_by_what_is_known_of_them(call: 
     assert "no outgoing messages" in call("list", "--destination", "kafka:none").stdout
 
 
+def test_a_long_key_makes_no_wide_table(call: Call, filled: str) -> None:
+    do(filled, "insert into idemconsumer.outbox (destination, key, body) values ('kafka:b', repeat('k', 100000), '')")
+    assert max(map(len, call("list").stdout.splitlines())) < 300
+    assert json.loads(call("list", "--json").stdout)[-1]["key"] == "k" * 100_000
+    assert f"key         {'k' * 100_000}\n" in call("show", "5").stdout
+
+
 def test_one_is_shown_in_full(call: Call) -> None:
     shown = json.loads(call("show", "1", "--json").stdout)
     assert (shown["body"], shown["headers"]) == ({"text": "parked"}, [{"name": "n", "text": "v"}])

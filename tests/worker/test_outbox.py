@@ -440,6 +440,24 @@ async def test_an_impossible_destination_is_said_and_holds_nothing_up(
     assert times(logged, "outgoing messages cannot be relayed by this worker") == 1
 
 
+async def test_a_name_that_no_index_holds_is_refused_in_words(bench: Bench) -> None:
+    app, long = quiet(), secrets.token_hex(1_000)
+    give_settings(app, bench.settings())
+    for destination in ("kafka:" + long, "rabbitmq:" + long, long):
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match=rf"has {len(destination)} bytes") as refused:
+            bench.do("select idemconsumer.publish(%s, '1')", destination)
+        assert "Write one of at most 1000" in str(refused.value)
+    async with await psycopg.AsyncConnection.connect(bench.dsn) as connection:
+        for tx in (None, connection):
+            with pytest.raises(ConfigurationError, match="has 2009 bytes; write a name of at most 1000"):
+                await app.publish("postgres:" + long, 1, tx=tx)  # type: ignore[arg-type]
+    longest = "ä" * 495 + "q"
+    bench.do("select idemconsumer.publish(%s, '1')", f"postgres:{longest}")
+    await app.publish(f"postgres:{longest}", 1)
+    await app.close()
+    assert bench.do("select count(*) from idemconsumer.queue where name = %s", longest) == [(2,)]
+
+
 async def test_what_is_in_memory_is_in_no_transaction(bench: Bench) -> None:
     app = quiet()
     give_settings(app, bench.settings())
