@@ -8,12 +8,11 @@ A write whose answer is still out may have an earlier position, and is waited fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sized
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from idemconsumer.rules.values import StepRow
 from idemconsumer.sagas.step import StepSpec
@@ -22,11 +21,24 @@ TURNS: Final = 10  # from the end of a step to who waits for the first of severa
 _LOOK: Final = 0.005  # seconds, while a step is being cancelled
 
 
-@dataclass(slots=True)
-class Sent:
-    """What a write has answered: the position of the step that it has finished, None if it has not."""
+class Sending:
+    """See `Order.sending`."""
 
-    position: int | None = None
+    __slots__ = ("_order", "_spec", "position")
+
+    def __init__(self, order: Order, spec: StepSpec) -> None:
+        self._order = order
+        self._spec = spec
+        self.position: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        if error is None:
+            self._order.found(self._spec, self.position)
+        elif not isinstance(error, asyncio.CancelledError):
+            self._order.found(self._spec, None)
 
 
 class Order:
@@ -70,20 +82,11 @@ class Order:
         """Whether a write that may have finished it was cut off."""
         return name in self._sent
 
-    @contextmanager
-    def sending(self, spec: StepSpec) -> Iterator[Sent]:
-        """Around a write that may finish this step; its answer is set inside. If it is cancelled, it is to be asked
-        for, by `found`."""
+    def sending(self, spec: StepSpec) -> Sending:
+        """Around a write that may finish this step. Inside, `position` is set to that of the step, if it has. If the
+        write is cancelled, it is to be asked for, by `found`."""
         self._sent[spec.name] = next(self._numbers)
-        sent = Sent()
-        try:
-            yield sent
-        except asyncio.CancelledError:
-            raise
-        except BaseException:
-            self.found(spec, None)
-            raise
-        self.found(spec, sent.position)
+        return Sending(self, spec)
 
     def found(self, spec: StepSpec, position: int | None) -> None:
         """The position of this step, or None, if it has not finished."""
@@ -92,17 +95,24 @@ class Order:
         if position is not None:
             self._left[name] = position, spec.overlapped
             heappush(self._heaps[spec.overlapped], (position, name))
-            self._behind[name] = next(self._numbers)
-        self._give()
+            if self._sent:
+                self._behind[name] = next(self._numbers)
+        if self._queue:
+            self._give()
+
+    def gives(self, name: str) -> bool:
+        """Give out this step, if it is its turn or it has been given out already."""
+        if name in self._left:
+            if not self._closed and (self._pausing or self._missing(name) is not None):
+                return False
+            self._given(name)
+        return True
 
     async def turn(self, name: str, last: Callable[[], Awaitable[None]] | None = None) -> str | None:
         """Return when all that finished before this step has been given out. The name of a recorded one that has not
         been in time, if there is one; the step is given out all the same. `last` is awaited when its turn has come:
         what finishes meanwhile comes after it. If it is cancelled, the step has not been given out."""
-        if name not in self._left:
-            return None
-        if self._closed or (last is None and not self._pausing and self._missing(name) is None):
-            self._given(name)
+        if name not in self._left or ((last is None or self._closed) and self.gives(name)):
             return None
         waiting = self._waiting[name] = self._loop.create_future()
         heappush(self._queue, (self._left[name][0], name))
@@ -129,6 +139,8 @@ class Order:
 
     def _missing(self, name: str) -> str | None:
         """What has to be given out before this step."""
+        if not self._sent and len(self._left) == 1:  # as in a handler without branches
+            return None
         position, overlapped = self._left[name]
         oldest = next(iter(self._sent), None)
         if oldest is not None and self._sent[oldest] < self._behind.get(name, 0):
@@ -148,12 +160,14 @@ class Order:
         _, overlapped = self._left.pop(name)
         self._behind.pop(name, None)
         self._recorded.discard(name)
+        if (heap := self._heaps[overlapped])[0][1] == name:  # else it is passed over later
+            heappop(heap)
         if self._pausing:
             return
         if overlapped:
             self._pausing, self._turns = True, TURNS
             self._loop.call_soon(self._pause)
-        else:
+        elif self._queue or self.replaying:
             self._go_on()
 
     def ended(self) -> None:

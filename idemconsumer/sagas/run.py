@@ -278,7 +278,8 @@ class SagaRun(Settling):
                         output = await self._replay_or_run(spec, row)
                     except Reject as error:
                         output = refused = error
-                await self._turn(spec, None if refused is None else self._calls_in_flight)
+                if refused is not None or not self._order.gives(spec.recorded_as):
+                    await self._turn(spec, None if refused is None else self._calls_in_flight)
                 break
             except asyncio.CancelledError:
                 if not outside.requested or self.interruption is not None:
@@ -381,7 +382,7 @@ class SagaRun(Settling):
         if answer is Answer.RUN:
             if asyncio.current_task() is self._main:  # a branch's steps have no fixed place
                 self._check_nothing_passed_over(at_end=False)
-            if row is None or row.waits:
+            if (row is None or row.waits) and self._replaying:
                 await self._end_of_replay(spec.name, group)
             if group is not None and group.ends_before(row, answer, ended=self._ended):
                 raise group.refuse(spec.name, end=False)
@@ -412,19 +413,19 @@ class SagaRun(Settling):
             await self._steps.decide(spec, new)
         return new
 
+    @property
+    def _replaying(self) -> bool:
+        """Whether something that is recorded has not been requested, or given out."""
+        return not self._accepted and (bool(self._unasked) or self._order.replaying)
+
     async def _end_of_replay(self, name: str, group: Group | None) -> None:
         """Nothing new begins before all that is recorded was requested, and given out: nothing of that depends on it,
         and what cut it off in an earlier run does so again (L24)."""
 
-        def replaying() -> bool:
-            return bool(self._unasked) or self._order.replaying
-
         def going() -> bool:
             stopped = group is not None and group.stopped
-            return replaying() and not (stopped or self._ended or self.interruption is not None)
+            return self._replaying and not (stopped or self._ended or self.interruption is not None)
 
-        if self._accepted or not replaying():
-            return
         moved = None
         while going() and moved != (moved := (len(self.asked), self._order.given)):
             await self._until(lambda: not going())
