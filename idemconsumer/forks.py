@@ -16,8 +16,9 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from types import TracebackType
 from typing import Any, Final, Generic, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -64,21 +65,18 @@ def count() -> int:
     return _begun
 
 
-@contextmanager
-def never_in_a_child() -> Generator[None]:
+class never_in_a_child:  # noqa: N801 - as those of contextlib
     """Code of a user's runs inside. A child that was forked there and comes out of it, however that is, ends at once:
     it would go on with its parent's transaction. After SystemExit with that code, else with 1."""
-    generation = _generation
-    try:
-        yield
-    finally:
-        if _generation != generation:
-            leave()
 
+    __slots__ = ("_before",)
 
-def here() -> int:
-    """The same in two places if no fork lies between them. For `leave`, where `never_in_a_child` costs too much."""
-    return _generation
+    def __enter__(self) -> None:
+        self._before = _generation
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        if _generation != self._before:
+            leave(error)
 
 
 def leave(error: BaseException | None = None) -> NoReturn:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from contextvars import ContextVar
-from typing import Final
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar, Token
+from typing import Final, Self
 
 from idemconsumer.logs import log
 
@@ -19,11 +19,25 @@ _INSIDE: Final[ContextVar[tuple[Company, ...]]] = ContextVar("idemconsumer_compa
 class Stay:
     """One time inside, of somebody who is alone or shares. See `Company`."""
 
-    __slots__ = ("alone", "give_way")
+    __slots__ = ("_before", "_company", "alone", "give_way")
 
-    def __init__(self, *, alone: bool, give_way: Callable[[], None] | None) -> None:
+    def __init__(self, company: Company, *, alone: bool, give_way: Callable[[], None] | None) -> None:
+        self._company = company
+        self._before: Token[tuple[Company, ...]] | None = None
         self.alone = alone
         self.give_way = give_way
+
+    async def __aenter__(self) -> Self:
+        around = _INSIDE.get()
+        if self._company not in around:
+            await self._company.enter(self)
+            self._before = _INSIDE.set((*around, self._company))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._before is not None:
+            _INSIDE.reset(self._before)
+            self._company.leave(self)
 
 
 class Company:
@@ -50,18 +64,18 @@ class Company:
         """Whether one is alone, or waits to be."""
         return self._one_alone or bool(self._waiting)
 
-    def shared(self, give_way: Callable[[], None] | None = None) -> AbstractAsyncContextManager[Stay]:
+    def shared(self, give_way: Callable[[], None] | None = None) -> Stay:
         """Beside others, but not beside one that is alone."""
-        return self._in(Stay(alone=False, give_way=give_way))
+        return Stay(self, alone=False, give_way=give_way)
 
-    def alone(self) -> AbstractAsyncContextManager[Stay]:
+    def alone(self) -> Stay:
         """With nobody beside it, except what it is part of."""
-        return self._in(Stay(alone=True, give_way=None))
+        return Stay(self, alone=True, give_way=None)
 
     @asynccontextmanager
     async def alone_at_first(self, give_way: Callable[[], None]) -> AsyncIterator[Stay]:
         """With nobody beside it for `longest` seconds, or until `share`."""
-        async with self._in(Stay(alone=True, give_way=give_way)) as stay:
+        async with Stay(self, alone=True, give_way=give_way) as stay:
             bound = asyncio.get_running_loop().call_later(self._longest, self.share, stay)
             try:
                 yield stay
@@ -73,20 +87,8 @@ class Company:
         if stay in self._inside:
             self._let_others_in(stay)
 
-    @asynccontextmanager
-    async def _in(self, stay: Stay) -> AsyncIterator[Stay]:
-        if self in _INSIDE.get():
-            yield stay
-            return
-        await self._enter(stay)
-        inside = _INSIDE.set((*_INSIDE.get(), self))
-        try:
-            yield stay
-        finally:
-            _INSIDE.reset(inside)
-            self._leave(stay)
-
-    async def _enter(self, stay: Stay) -> None:
+    async def enter(self, stay: Stay) -> None:
+        """Return when its turn has come."""
         if not self._waiting and self._may_enter(stay):
             self._let_in(stay)
             return
@@ -101,7 +103,7 @@ class Company:
                     self._waiting.remove((stay, turn))
                 self._admit()
             else:  # let in at the same moment
-                self._leave(stay)
+                self.leave(stay)
             raise
 
     def _may_enter(self, stay: Stay) -> bool:
@@ -111,7 +113,8 @@ class Company:
         self._inside.add(stay)
         self._one_alone = stay.alone
 
-    def _leave(self, stay: Stay) -> None:
+    def leave(self, stay: Stay) -> None:
+        """Let in who waits for that."""
         if stay in self._inside:  # else it was not waited for any longer
             self._inside.remove(stay)
             self._let_others_in(stay)
@@ -121,7 +124,8 @@ class Company:
             stay.alone = self._one_alone = False
             sharing = [waiter for waiter in self._waiting if not waiter[0].alone]
             self._waiting = deque([*sharing, *(waiter for waiter in self._waiting if waiter[0].alone)])
-        self._admit()
+        if self._waiting or self._impatience is not None:
+            self._admit()
 
     def _admit(self) -> None:
         while self._waiting and self._may_enter(self._waiting[0][0]):
@@ -152,4 +156,4 @@ class Company:
         if stuck:
             log.warning("sagas do not give way; does their handler catch CancelledError?", sagas=len(stuck))
         for stay in stuck:
-            self._leave(stay)
+            self.leave(stay)

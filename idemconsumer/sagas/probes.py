@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Final
 
 from idemconsumer.engine.failing import Failing, Function, Subject
@@ -37,6 +36,29 @@ class _Turns:
     slot: float = 0.0
 
 
+class _Trying:
+    """See `Probes.trying`. One for each call of each saga, so no generator."""
+
+    __slots__ = ("_fail_on", "_fn", "_probes", "_saga", "_turns")
+
+    def __init__(self, probes: Probes, fn: Function, saga: bytes, fail_on: tuple[type[Exception], ...]) -> None:
+        self._probes = probes
+        self._fn = fn
+        self._saga = saga
+        self._fail_on = fail_on
+        self._turns: _Turns | None = None
+
+    async def __aenter__(self) -> None:
+        if self._probes.any:
+            self._turns = await self._probes.turn(self._fn, self._saga)
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        if self._turns is not None:
+            self._turns.taken = False
+        if self._probes.any and (error is None or (isinstance(error, Exception) and refused(error, self._fail_on))):
+            self._probes.works(self._fn, self._saga)
+
+
 class Probes:
     """Of all functions that sagas call."""
 
@@ -44,27 +66,20 @@ class Probes:
         self._failing = failing
         self._turns: dict[Subject, _Turns] = {}
 
-    @asynccontextmanager
-    async def trying(self, fn: Function, saga: bytes, fail_on: tuple[type[Exception], ...] = ()) -> AsyncIterator[None]:
+    def trying(self, fn: Function, saga: bytes, fail_on: tuple[type[Exception], ...] = ()) -> _Trying:
         """Around a call of a step's function, or of its undo. Raises Held where another saga has to come first."""
-        turns = await self._turn(fn, saga) if self._failing.any else None
-        try:
-            yield
-        except Exception as error:
-            if refused(error, fail_on):  # it has decided
-                self._works(fn, saga)
-            raise
-        else:
-            self._works(fn, saga)
-        finally:
-            if turns is not None:
-                turns.taken = False
+        return _Trying(self, fn, saga, fail_on)
 
-    def _works(self, fn: Function, saga: bytes) -> None:
-        if self._failing.any:
-            self._failing.succeeded(Subject.function(fn), [saga])
+    @property
+    def any(self) -> bool:
+        """Whether something has failed that has not ended."""
+        return self._failing.any
 
-    async def _turn(self, fn: Function, saga: bytes) -> _Turns | None:
+    def works(self, fn: Function, saga: bytes) -> None:
+        """It has ended, or decided."""
+        self._failing.succeeded(Subject.function(fn), [saga])
+
+    async def turn(self, fn: Function, saga: bytes) -> _Turns | None:
         """Take a turn; None where the function works, or works again. A saga that has not failed waits for it here, so
         that it is known within seconds whether it works; one that has failed is let in now and then."""
         its = Subject.function(fn)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Final
 
 OTHERS: Final = ""
@@ -30,13 +29,26 @@ def short() -> Iterator[None]:
         PARTY.reset(token)
 
 
-@dataclass(slots=True)
 class _Hold:
     """A place that the code running here has, or had; and the one it had when it got this one."""
 
-    sharing: Sharing
-    before: _Hold | None
-    over: bool = False
+    __slots__ = ("before", "over", "party", "sharing")
+
+    def __init__(self, sharing: Sharing, party: str) -> None:
+        self.sharing = sharing
+        self.party = party
+        self.before: _Hold | None = None
+        self.over = False
+
+    async def __aenter__(self) -> None:
+        await self.sharing.enter(self.party)
+        self.before = _HOLDS.get()
+        _HOLDS.set(self)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.over = True  # for tasks that were made meanwhile
+        _HOLDS.set(self.before)
+        self.sharing.leave(self.party)
 
 
 _HOLDS: Final[ContextVar[_Hold | None]] = ContextVar("idemconsumer_holds", default=None)
@@ -77,24 +89,15 @@ class Sharing:
             hold = hold.before
         return hold is not None
 
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
+    def place(self) -> AbstractAsyncContextManager[None]:
         """One place, for the party of the current task."""
-        party = self._party()
-        await self._enter(party)
-        hold = _Hold(self, _HOLDS.get())
-        _HOLDS.set(hold)
-        try:
-            yield
-        finally:
-            hold.over = True  # for tasks that were made meanwhile
-            _HOLDS.set(hold.before)
-            self._leave(party)
+        return _Hold(self, self._party())
 
     def _party(self) -> str:
         return party if (party := PARTY.get()) in self._held else OTHERS
 
-    async def _enter(self, party: str) -> None:
+    async def enter(self, party: str) -> None:
+        """Take a place, once it is free."""
         if not self._held[party] or self._spare:
             self._spare -= bool(self._held[party])
             self._held[party] += 1
@@ -107,10 +110,11 @@ class Sharing:
             if turn.cancelled():
                 self._forget(party, turn)
             else:  # given at the same moment
-                self._leave(party)
+                self.leave(party)
             raise
 
-    def _leave(self, party: str) -> None:
+    def leave(self, party: str) -> None:
+        """Give it to who waits for it."""
         self._held[party] -= 1
         own = not self._held[party]
         for other in [party] if own else sorted(self._waiting, key=self._held.__getitem__):

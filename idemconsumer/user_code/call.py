@@ -62,14 +62,12 @@ async def call_user_code(
     outside = CancellationWatch()
     timer = asyncio.timeout(limit.seconds if opened is None else None)
     question = None if opened is None else _Question(opened, limit, timer)
-    process = forks.here()
     try:
         async with timer:
             try:
-                value = await run
+                with forks.never_in_a_child():  # O27
+                    value = await run
             finally:
-                if forks.here() != process:
-                    forks.leave()  # O27
                 if question is not None:
                     question.withdraw()
     except asyncio.CancelledError as error:
