@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Final
 
 from psycopg.pq.abc import PGresult
@@ -25,11 +26,13 @@ from idemconsumer.stores.awaited import TAKE_ACCEPTED, in_hand, taking
 from idemconsumer.stores.claims import PostgresClaims, Statement, transaction
 from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.sharing import OTHERS, PARTY
+from idemconsumer.user_code.cancellation import until_done
 
 BEGIN_SAGAS: Final = "begin_sagas"
 BEGIN_STEPS: Final = "begin_steps"
 FINISH_STEPS: Final = "finish_steps"
 END_SAGAS: Final = "end_sagas"
+_IDENTITY: Final = attrgetter("identity")
 _KINDS: Final = (BEGIN_SAGAS, BEGIN_STEPS, FINISH_STEPS, END_SAGAS)
 
 _MOST_WRITES: Final = 128  # the same as the keys of a joined group (G4)
@@ -40,22 +43,23 @@ _MOST_BYTES: Final = 4 << 20  # of bodies and outputs: a statement is built in m
 Answer = int | Record | Mark | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Write:
-    """One row for one of the set-based statements: a value for each of its arrays. `claim`: of the saga that begins."""
+    """One row for one of the set-based statements: a value for each of its arrays. `claim`: of the saga that begins.
 
-    statement: str
-    row: Mapping[str, Any]
-    claim: Claim | None = None
+    `identity`: the saga's key and the step's name, empty for a write about the whole saga.
+    """
 
-    @property
-    def identity(self) -> tuple[bytes, str]:
-        """The saga's key and the step's name, empty for a write about the whole saga."""
-        return self.row["key"] if self.claim is None else self.claim.key, self.row.get("name", "")
+    __slots__ = ("claim", "identity", "row", "statement")
+
+    def __init__(self, statement: str, row: Mapping[str, Any], claim: Claim | None = None) -> None:
+        self.statement = statement
+        self.row = row
+        self.claim = claim
+        self.identity: tuple[bytes, str] = row["key"] if claim is None else claim.key, row.get("name", "")
 
     @property
     def size(self) -> int:
-        return sum(len(value) for value in self.row.values() if isinstance(value, bytes))
+        return sum([len(value) for value in self.row.values() if type(value) is bytes])
 
 
 async def send(claims: PostgresClaims, write: Write) -> int | None:
@@ -80,6 +84,8 @@ async def commit(claims: PostgresClaims, writes: Sequence[Write]) -> dict[Write,
         if name == TAKE_ACCEPTED:
             awaited = {key for (key,) in claims.rows(answer)}
         written |= _answered(claims, answer, kind)
+    if not awaited:
+        return written
     return {write: in_hand(write.identity[0], answer, awaited) for write, answer in written.items()}
 
 
@@ -113,7 +119,7 @@ def _answered(claims: PostgresClaims, answer: PGresult, kind: Sequence[Write]) -
     if kind and kind[0].statement == BEGIN_SAGAS:
         return dict(zip(kind, begun(answer, [write.identity[0] for write in kind]), strict=True))
     answers = {(key, step): int(value) for key, step, value in claims.rows(answer)} if kind else {}
-    return {write: answers[write.identity] for write in kind if write.identity in answers}
+    return {write: value for write in kind if (value := answers.get(write.identity)) is not None}
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +150,7 @@ class SharedCommits:
         cancelled: asyncio.CancelledError | None = None
         while not queued.answer.done():
             try:
-                await asyncio.wait([queued.answer])
+                await until_done(queued.answer)
             except asyncio.CancelledError as error:
                 if queued in self._queue:
                     self._queue.remove(queued)
@@ -160,7 +166,8 @@ class SharedCommits:
         try:
             while self._queue:
                 group = _next_group(self._queue)
-                self._queue = [queued for queued in self._queue if queued not in group]
+                taken = set(group)
+                self._queue = [queued for queued in self._queue if queued not in taken]
                 await self._flush(group)
         finally:
             self._running = None
@@ -169,7 +176,7 @@ class SharedCommits:
 
     async def _flush(self, group: Sequence[_Queued]) -> None:
         try:
-            answers = await self._commit(sorted((queued.write for queued in group), key=lambda write: write.identity))
+            answers = await self._commit(sorted((queued.write for queued in group), key=_IDENTITY))
         except (StoreUnavailable, CommitUnknown) as error:
             _fail(group, type(error), str(error))
         except Exception as error:  # noqa: BLE001 - each transaction of its own will show which write failed

@@ -7,7 +7,9 @@ for good (before Python 3.13 a TaskGroup with a failed child does) or swallow th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import math
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from idemconsumer.errors import SelfCancelled
@@ -82,6 +84,28 @@ def ends_this_task(error: BaseException) -> bool:
     return isinstance(error, _ENDS) or (isinstance(error, asyncio.CancelledError) and being_cancelled())
 
 
+async def until_done(*futures: asyncio.Future[Any]) -> None:
+    """Return once one of them is, however it has ended. A cancellation is the caller's alone. `asyncio.wait` does the
+    same and takes three times as long."""
+    for future in futures:
+        if future.done():
+            return
+    waiter = asyncio.get_running_loop().create_future()
+    wake = partial(_wake, waiter)
+    for future in futures:
+        future.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        for future in futures:
+            future.remove_done_callback(wake)
+
+
+def _wake(waiter: asyncio.Future[None], _: object) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
 async def uninterrupted(act: Coroutine[Any, Any, T], *, hurry: Callable[[], None] | None = None) -> T:
     """Run `act` to its end, then let a cancellation pass. `hurry` is called when a cancellation has to wait.
 
@@ -92,7 +116,7 @@ async def uninterrupted(act: Coroutine[Any, Any, T], *, hurry: Callable[[], None
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await asyncio.wait({task})
+            await until_done(task)
         except asyncio.CancelledError as error:
             cancelled = error
             if hurry is not None:
@@ -130,7 +154,10 @@ def retrieve(task: asyncio.Future[Any]) -> None:
 
 
 async def run_isolated(
-    run: Awaitable[Any], *, leave: asyncio.Future[None] | None = None, cancelling: Callable[[], None] | None = None
+    run: Coroutine[Any, Any, Any],
+    *,
+    leave: asyncio.Future[None] | None = None,
+    cancelling: Callable[[], None] | None = None,
 ) -> tuple[Any, BaseException | None]:
     """Run user code in a task of its own: what it returned, or what it raised.
 
@@ -138,12 +165,12 @@ async def run_isolated(
     user code does with it; `cancelling` is called then. A CancelledError that came from inside is returned as
     SelfCancelled, and so is the end of one that was left behind since `leave` was done.
     """
-    task = asyncio.ensure_future(run)
-    waits = [task] if leave is None else [task, leave]
+    task = asyncio.create_task(run)
+    waits = (task,) if leave is None else (task, leave)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await until_done(*waits)
         except asyncio.CancelledError as error:
             cancelled = error
             task.cancel()
@@ -167,26 +194,24 @@ def leave_behind(task: asyncio.Future[Any]) -> None:
         asyncio.tasks._unregister_task(task)
 
 
-async def run_mortal(run: Awaitable[T], grace: float, left: Callable[[], None]) -> T:
+async def run_mortal(run: Coroutine[Any, Any, T], grace: float, left: Callable[[], None]) -> T:
     """Run user code in a task of its own, which is left behind if it has not ended `grace` seconds after it was
     cancelled (L34); `left` is told. What swallows its cancellation and returns in time has returned.
     """
-    task = asyncio.ensure_future(run)
+    task, now = asyncio.create_task(run), asyncio.get_running_loop().time
     cancelled: asyncio.CancelledError | None = None
-    deadline: float | None = None
+    deadline = math.inf
     while not task.done():
-        try:
-            async with asyncio.timeout_at(deadline):
-                await asyncio.wait([task])
-        except TimeoutError:
-            assert cancelled is not None
+        if cancelled is not None and now() >= deadline:
             leave_behind(task)
             left()
-            raise cancelled from None
+            raise cancelled
+        try:
+            await (until_done(task) if cancelled is None else asyncio.wait([task], timeout=deadline - now()))
         except asyncio.CancelledError as error:
             cancelled = error
             task.cancel()
-            deadline = deadline or asyncio.get_running_loop().time() + grace
+            deadline = min(deadline, now() + grace)
     return task.result()
 
 
@@ -203,7 +228,7 @@ async def run_on(work: Coroutine[Any, Any, None], what: str) -> None:
     task.result()
 
 
-async def isolated(run: Awaitable[T]) -> T:
+async def isolated(run: Coroutine[Any, Any, T]) -> T:
     """As `run_isolated`, raising what the user code raised."""
     value, error = await run_isolated(run)
     if error is not None:
