@@ -23,21 +23,25 @@ def literal(value: object, connection: Connection) -> bytes:
     match value:
         case None:
             return b"null"
-        case bool() | int():
-            return str(value).encode()
-        case float():
-            return b"'%r'::pg_catalog.float8" % value
-        case bytes():
-            return b"E'\\\\x%s'" % value.hex().encode()
+        case str() if value.isascii() and "'" not in value and "\\" not in value and "\0" not in value:
+            return b"'%s'" % value.encode()  # as most are: the same in all encodings, and nothing to escape
         case str():
             text = value.encode(connection.info.encoding)
             if b"\0" in text:  # libpq would cut it off there
                 raise psycopg.DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
             return bytes(pq.Escaping(connection.pgconn).escape_literal(text))
-        case datetime():
-            return b"'%s'::pg_catalog.timestamptz" % value.isoformat().encode()
+        case bytes():
+            return b"E'\\\\x%s'" % value.hex().encode()
+        case bool() | int():
+            return str(value).encode()
+        case list() if len(value) > 1 and value.count(value[0]) == len(value):  # as most columns of a shared commit
+            return b"array[%s]" % b",".join([literal(value[0], connection)] * len(value))
         case list():
             return b"array[%s]" % b",".join([literal(item, connection) for item in value])
+        case float():
+            return b"'%r'::pg_catalog.float8" % value
+        case datetime():
+            return b"'%s'::pg_catalog.timestamptz" % value.isoformat().encode()
         case _:
             raise TypeError(f"a {type(value).__name__} cannot be written into a statement")
 
@@ -49,4 +53,6 @@ def bytea_array(values: Sequence[bytes | None]) -> bytes:
 
 def clean(text: str) -> str:
     """Text that a text column accepts: no NUL, no lone surrogates."""
+    if text.isascii() and "\0" not in text:
+        return text
     return text.replace("\x00", "�").encode("utf-8", "replace").decode("utf-8")
