@@ -16,8 +16,8 @@ def digest(args: Iterable[object], opaque: Iterable[object] = ()) -> bytes:
     """The beginning of a hash for each argument, the same for equal values: whatever the order of a set, or the way a
     number is written. Fields that have their default are left out, so that a class may get another one; of a secret
     only its presence counts. `opaque`: these objects are not compared either."""
-    kept = list(opaque)
-    return b"".join(OPAQUE if any(each is one for one in kept) else _digest(each) for each in args)
+    kept = set(map(id, opaque))
+    return b"".join([OPAQUE if id(each) in kept else _digest(each) for each in args])
 
 
 def _digest(value: object) -> bytes:

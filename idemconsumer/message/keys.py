@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -26,6 +26,8 @@ from idemconsumer.message.message import PROPERTIES, Message
 
 MAX_KEY_BYTES = 1_024
 """The longest key, in UTF-8 bytes. A key is an identity; longer ones are a sign that a document was named."""
+
+_SCALARS: Final = frozenset({str, int, bool, type(None)})
 
 _ABSENT = 0xFFFFFFFF  # a length that no part has, so an absent tenant differs from an empty one
 
@@ -226,6 +228,8 @@ def canonical_value(payload: object, *, secrets: bool = False) -> bytes | None:
     if isinstance(payload, bytes):
         return shortened(payload)
     try:
+        if type(payload) in _SCALARS:  # their JSON has one form
+            return shortened(forms.encode(payload))
         return canonical(forms.encode(forms.form(payload, secrets=secrets)))
     except Exception:  # noqa: BLE001 - a value's own code runs while it is compared
         return None

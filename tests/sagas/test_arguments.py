@@ -317,3 +317,11 @@ def test_the_first_argument_that_differs_is_told() -> None:
     assert other_argument(a + b, a, SIZE) == 1, "and so is one less"
     assert other_argument(a + OPAQUE, a + b, SIZE) is None
     assert other_argument(None, a, SIZE) is other_argument(a, None, SIZE) is other_argument(a, a, SIZE) is None
+
+
+@pytest.mark.parametrize(
+    "value", ["", "a", 'a"b\\c', "\u2028", "größe", "\ud800", 0, -5, 2**53 + 1, 2**64, 2**70, True, False, None]
+)
+def test_a_plain_value_has_the_digest_of_what_is_equal_to_it(value: object) -> None:
+    """It is taken by a shorter way."""
+    assert digest([value]) == digest([enum.Enum("Of", {"it": value}).it])  # type: ignore[attr-defined]
