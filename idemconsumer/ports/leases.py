@@ -8,6 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from idemconsumer.message.message import Message, StoredResult
 from idemconsumer.ports.store import Claim, DeadLetter, OpenTransaction
 from idemconsumer.rules.values import Found, Record, State, StepKind, StepRow, StepState
@@ -22,8 +24,7 @@ class Runs:
     version: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class LeasedSaga:
+class LeasedSaga(msgspec.Struct, frozen=True):
     """A saga that this worker holds: its token, its phase, and the message that began it.
 
     `attempt` is the number of this attempt since the last finished step. `stale`: it was taken from a lost worker, and

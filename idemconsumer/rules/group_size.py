@@ -13,8 +13,10 @@ topic is read again, records are read first, for as many messages as half of tho
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 MAX_GROUP: Final = 128  # keys in one claim; each holds an entry of the shared lock table until the commit
 
@@ -44,8 +46,7 @@ def open_groups(limit: int, lanes: int, busy: float) -> int:
     return min(lanes, limit * 2) if busy < _IDLE else limit
 
 
-@dataclass(frozen=True, slots=True)
-class Least:
+class Least(msgspec.Struct, frozen=True):
     """The least of what was measured lately, in seconds: it rises by a hundredth with each larger one."""
 
     least: float = math.inf
@@ -54,8 +55,7 @@ class Least:
         return Least(min(seconds, self.least * 1.01))
 
 
-@dataclass(frozen=True, slots=True)
-class Gate:
+class Gate(msgspec.Struct, frozen=True):
     """Whether the groups of a contended handler take turns, and for how long the next time."""
 
     until: float = -math.inf
@@ -75,8 +75,7 @@ class Gate:
         return Gate() if self.calm + 1 >= _CALM else replace(self, calm=self.calm + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSize:
+class GroupSize(msgspec.Struct, frozen=True):
     """What is known of one handler's groups. `level` is what lost transactions and collisions have left of `cap`, and
     `cap` what a full lock table has left of `most`.
 
@@ -155,7 +154,8 @@ class GroupSize:
                 each = known + share * (each - known) / (_GROUPS_UP if each > known else _GROUPS_DOWN)
             failing = self.failing and self.failing * (1 - 1 / _MESSAGES) ** messages
             changed = replace(self, seconds=each, failing=failing)
-        return replace(changed._uncapped(now)._grown(), gate=self.gate.clean(now))
+        grown, gate = changed._uncapped(now)._grown(), self.gate.clean(now)
+        return grown if gate is self.gate else replace(grown, gate=gate)
 
     def repeated(self, duplicates: int) -> GroupSize:
         """So many were duplicates, and nothing among them was new. 0: something was."""

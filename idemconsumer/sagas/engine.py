@@ -13,10 +13,9 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 
-import msgspec
+from msgspec.structs import replace
 
 from idemconsumer.engine.company import Stay
 from idemconsumer.engine.contention import Contended
@@ -136,7 +135,7 @@ class LeasedEngine:
             return outcome
         if outcome.kind in _STORED and work.handler.options.settle == "finished":
             work.of_saga.leased = None
-            outcome = msgspec.structs.replace(outcome, state=None)  # L20: held until the saga ends
+            outcome = replace(outcome, state=None)  # L20: held until the saga ends
         self._engine.deliveries.add([work], [outcome])
         return outcome
 

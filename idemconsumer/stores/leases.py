@@ -12,9 +12,10 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, Protocol
+
+from msgspec.structs import replace
 
 from idemconsumer.errors import SIGNAL_TIMEOUT, Fenced, SagaCancelled
 from idemconsumer.message import codecs, keys

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from idemconsumer.errors import Fenced
 from idemconsumer.message.message import StoredResult

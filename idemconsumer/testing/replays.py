@@ -179,7 +179,7 @@ class _Recorded:
         self.backwards = True
         if any(row.state is StepState.INTENT for row in self._rows):
             return None
-        return replace(saga, state=State.UNDOING, rejection=rejection.body)
+        return msgspec.structs.replace(saga, state=State.UNDOING, rejection=rejection.body)
 
     async def complete(self, saga: LeasedSaga, state: State, result: StoredResult | None) -> None:
         return

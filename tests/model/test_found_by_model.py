@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import psycopg
 import pytest
+from msgspec.structs import replace
 
 from idemconsumer import Message, Saga, StoreUnavailable, idempotent_handler
 from idemconsumer.engine.engine import Engine

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import psycopg
 import pytest
+from msgspec.structs import replace
 
 from idemconsumer import OutcomeKind, Reject, Saga, Tx
 from idemconsumer.engine.work import Work
