@@ -113,11 +113,10 @@ class InlineRunner:
 
     def _refuse_nested(self, subject: str, call: str, instead: str) -> None:
         """J29. Raises NestedRun, and HandlerFault in a step."""
-        why = _NESTED.format(subject, call, instead, call)
         if self._store.pool.held_here:
-            raise NestedRun(why)
+            raise NestedRun(_NESTED.format(subject, call, instead, call))
         if self._saga_lease is not None and self._saga_lease.pool.held_here:
-            raise HandlerFault(why)
+            raise HandlerFault(_NESTED.format(subject, call, instead, call))
 
     async def _joined(self, work: Work) -> Outcome:
         """Counts the attempts that have failed in this process, as for a delivery that a worker holds."""

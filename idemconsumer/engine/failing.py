@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, TypeAlias
 
 from idemconsumer.engine.blame import said
@@ -37,7 +37,7 @@ class Subject:
 
     @classmethod
     def handler(cls, handler: BoundHandler) -> Subject:
-        return cls("handler", handler.name)
+        return _of_handler(handler.name)
 
     @classmethod
     def function(cls, fn: Function) -> Subject:
@@ -51,6 +51,11 @@ class Subject:
             "a function fails in all sagas, trying one at a time",
             "function of sagas works again",
         )
+
+
+@lru_cache(maxsize=1_024)
+def _of_handler(name: str) -> Subject:
+    return Subject("handler", name)
 
 
 @dataclass(slots=True)
@@ -77,16 +82,16 @@ class Failing:
         return bool(self._accounts)
 
     def of(self, subject: Subject) -> Health:
-        account = self._accounts.get(subject)
+        account = self._accounts.get(subject) if self._accounts else None
         return _HEALTHY if account is None else account.health
 
     def has_failed(self, subject: Subject, key: bytes) -> bool:
-        account = self._accounts.get(subject)
+        account = self._accounts.get(subject) if self._accounts else None
         return account is not None and key in account.failed
 
     def succeeded(self, subject: Subject, keys: Iterable[bytes]) -> None:
         """A run of these."""
-        if (account := self._accounts.get(subject)) is None:
+        if not self._accounts or (account := self._accounts.get(subject)) is None:
             return
         for key in keys:
             account.failed.pop(key, None)

@@ -224,15 +224,16 @@ class BoundHandler:
 
     def call_for(self, message: Message) -> Call:
         """Decode and key a message. Raises only BadMessage; one above the size limit is not even parsed."""
-        opened = self._opened(message)
+        opened, from_code = self._opened(message), self._is_from_code(message)
         with _ONLY_BAD:
-            payload = self._payload(opened, from_code=self._is_from_code(message))
-        return self._keyed(message, opened, payload)
+            return self._keyed(message, opened, self._payload(opened, from_code=from_code), from_code=from_code)
 
     async def read(self, message: Message) -> Call:
         """As `call_for`, of what `waits_for` it. Raises whatever `decode=` does, too."""
         opened = self._opened(message)
-        return self._keyed(message, opened, await self._decoded(opened))
+        payload = await self._decoded(opened)
+        with _ONLY_BAD:
+            return self._keyed(message, opened, payload, from_code=self._is_from_code(message))
 
     async def renew(self, call: Call) -> None:
         """Before another run: decode again what the last one may have changed, where `decode=` does that."""
@@ -261,20 +262,19 @@ class BoundHandler:
         with _ONLY_BAD:
             return plan.unwrap(message)
 
-    def _keyed(self, arrived: Message, message: Message, payload: object) -> Call:
-        plan, from_code = self._plan, self._is_from_code(arrived)
-        with _ONLY_BAD:
-            key, tenant = self._identity(message, payload, from_code=from_code)
-            fingerprint, canonical = plan.fingerprint(arrived, message, payload)
-            claim = Claim(
-                self.identity.digest(tenant, key),
-                self.identity.scope(tenant),
-                fingerprint,
-                plan.options.retain,
-                canonical,
-                token=token_of(arrived),
-            )
-            order = plan.order(message, payload)
+    def _keyed(self, arrived: Message, message: Message, payload: object, *, from_code: bool) -> Call:
+        plan = self._plan
+        key, tenant = self._identity(message, payload, from_code=from_code)
+        fingerprint, canonical = plan.fingerprint(arrived, message, payload)
+        claim = Claim(
+            self.identity.digest(tenant, key),
+            self.identity.scope(tenant),
+            fingerprint,
+            plan.options.retain,
+            canonical,
+            token=token_of(arrived),
+        )
+        order = plan.order(message, payload)
         return Call(message, payload, key, tenant, claim, order, from_code)
 
     def payload(self, call: Call) -> object:

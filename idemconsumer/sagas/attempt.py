@@ -82,6 +82,7 @@ class Attempt:
     ) -> None:
         """`functions` calls those of the steps. `progressed` is called whenever a step has finished."""
         self._work = work
+        self._held = work.of_saga
         self._handler = work.handler
         self._options = work.handler.options
         self._leases = leases
@@ -98,7 +99,7 @@ class Attempt:
     async def go(self) -> Outcome:
         """Raises Fenced, StoreUnavailable, CommitUnknown and RunEagerly; no outcome is decided then."""
         try:
-            if (loss := await self._lost_connections.judge(self._saga.key)) is not None:
+            if self._lost_connections and (loss := await self._lost_connections.judge(self._saga.key)) is not None:
                 return await self._lost_again(loss)
             outcome = await self._go()
             self._contended.ended(self._saga.key)
@@ -118,9 +119,8 @@ class Attempt:
 
     @property
     def _saga(self) -> LeasedSaga:
-        leased = self._work.leased
-        assert leased is not None
-        return leased
+        assert self._held.leased is not None
+        return self._held.leased
 
     def unaware_of_cancel(self, keys: Collection[bytes]) -> bool:
         """Whether its saga is one of `keys`, and was taken before it was to be cancelled."""
@@ -155,7 +155,7 @@ class Attempt:
     async def _not_read(self) -> Outcome | None:
         """Its end for now, if its message is not to be read now: another attempt at no cost (D26)."""
         work, refusal = self._work, self._work.refusal
-        if work.call is not None:
+        if work.call is not None and self._handler.decodes:
             try:
                 await reading.renew(self._handler, work.call)
             except NotReadNow as not_now:

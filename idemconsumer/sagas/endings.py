@@ -34,6 +34,7 @@ class Endings:
 
     def __init__(self, work: Work, leases: LeaseStore, at: At, chance: Callable[[], float], telling: Telling) -> None:
         self._work = work
+        self._held = work.of_saga
         self._telling = telling
         self._handler = work.handler
         self._leases = leases
@@ -42,9 +43,8 @@ class Endings:
 
     @property
     def _saga(self) -> LeasedSaga:
-        leased = self._work.leased
-        assert leased is not None
-        return leased
+        assert self._held.leased is not None
+        return self._held.leased
 
     def left(self) -> float | None:
         """For how many seconds it may go on (L58). None: for any time, or how it ends is decided already."""

@@ -277,8 +277,8 @@ class LeasedEngine:
         when a statement that was sent ahead has failed, which decides nothing (J27)."""
 
         def progressed() -> None:
-            if work.leased is not None and work.leased.suspect:
-                work.of_saga.leased = replace(work.leased, suspect=False)
+            if (leased := work.leased) is not None and leased.suspect:
+                work.of_saga.leased = replace(leased, suspect=False)
                 self._company.share(stay)
 
         attempt = Attempt(

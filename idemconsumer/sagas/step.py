@@ -18,6 +18,7 @@ from idemconsumer.sagas.limits import NONE, OwnLimits
 _LONGEST_NAME: Final = 200  # characters
 _UNDO: Final = "undo:"
 _RESERVED: Final = {_UNDO: "the keys of undos", PATCH: "saga.patched"}
+_PREFIXES: Final = tuple(_RESERVED)
 _NAMESPACE: Final = uuid.UUID("6f6a0f8e-6f0f-5d1b-9a57-3b1f0a7f7c11")
 
 
@@ -78,6 +79,8 @@ class StepSpec:
         if not name or not name.isprintable() or name != name.strip() or len(name) > _LONGEST_NAME:
             shown = repr(name if len(name) <= _LONGEST_NAME else f"{name[:40]}…")
             raise SagaMisused(f"a step's name is {shown}; write a printable string of 1 to {_LONGEST_NAME} characters")
+        if not name.startswith(_PREFIXES):
+            return
         for reserved, what in _RESERVED.items():
             if name.startswith(reserved) and not (reserved == PATCH and self.fn is _patch):
                 raise SagaMisused(

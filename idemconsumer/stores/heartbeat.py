@@ -131,8 +131,9 @@ class Heartbeat:
     async def good(self, timeout: float) -> None:
         """Return when a step that may run for `timeout` seconds may begin, after a renewal if it takes one (L59). When
         the lease is lost meanwhile, the caller is cancelled; raises Fenced if another lease is there before that."""
-        asked, worker = _now(), self.worker
-        while not may_begin(timeout, left=self._left(), lease=self._lease, renewed=self._good >= asked):
+        now = asked = _now()
+        worker = self.worker
+        while not may_begin(timeout, left=self._left(now), lease=self._lease, renewed=self._good >= asked):
             self._renewed.clear()
             self._wanted.set()
             with suppress(TimeoutError):
@@ -140,6 +141,7 @@ class Heartbeat:
                     await self._renewed.wait()
             if self.worker != worker or self._ends:
                 raise Fenced("the lease of this worker was lost")
+            now = _now()
 
     @property
     def over(self) -> bool:
@@ -147,9 +149,9 @@ class Heartbeat:
         through afterwards would keep them from others."""
         return self._abandoned == self.worker
 
-    def _left(self) -> float:
+    def _left(self, now: float | None = None) -> float:
         """Seconds until the sagas have to be cancelled."""
-        return self._good + self._lease * (1 - MARGIN) - _now()
+        return self._good + self._lease * (1 - MARGIN) - (_now() if now is None else now)
 
     # ------------------------------------------------------------------------------------------------------ the thread
     def _beat(self) -> None:

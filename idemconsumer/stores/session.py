@@ -90,8 +90,9 @@ class Session(Connection):
         if self.pooled:
             self._told = int(answer.get_value(0, answer.nfields - 1) or 0)
         state = (answer.get_value(0, answer.nfields - 2) or b"").decode()
-        same = self.as_reported and self.state in ("", state)
-        self.state, self._reported = state, self._reports()
+        reports = self._reports()
+        same = not self.state or (self.state == state and self._reported == reports)
+        self.state, self._reported = state, reports
         return same
 
     @property
