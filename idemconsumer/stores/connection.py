@@ -2,11 +2,11 @@
 
 psycopg registers the socket with the event loop for each wait, with a timer beside it, and takes it out again. A group
 waits once for each statement of its handlers, and that was a fifth of all client CPU. Here the socket stays registered
-from the first wait until `unwatch`, and what has arrived is read in the loop's callback; the caller wakes up once the
-answer is whole. Whatever is not a plain wait for an answer goes psycopg's own way.
+from the first wait until it is closed, in the pool too, and what has arrived is read in the loop's callback; the caller
+wakes up once the answer is whole. Whatever is not a plain wait for an answer goes psycopg's own way.
 
 The deadline of an answer (R20) costs a message nothing: one timer a connection looks once a second how long the same
-answer has been waited for.
+answer has been waited for. It ends when it finds that none is.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _READING = int(Wait.R)  # its compiled generators yield plain numbers
 
 
 class Connection(AnsweringConnection[Any]):
-    """`unwatch` must be called before the connection is given back or closed: a socket that is closed while it is
-    registered would shadow the next one with its number."""
+    """`unwatch` must be called as soon as the socket is closed, which libpq may do too: one that is registered then
+    would shadow the next one with its number."""
 
     made = 0.0  # time.monotonic()
     schema = ""  # ours
@@ -48,6 +48,7 @@ class Connection(AnsweringConnection[Any]):
     crashed_beside = False  # the server said that it ends this session because another one has crashed
     _at_once = False  # the last exchange ended without a wait
     changed = False  # a handler may have changed the session: it is reset before anybody else has it (J21)
+    _arrivals: select.poll | None = None
     _watched: int | None = None
     _lookout: asyncio.TimerHandle | None = None
     _answer: Exchange[Any] | None = None
@@ -139,11 +140,12 @@ class Connection(AnsweringConnection[Any]):
         else:
             yield from self._simple(b"ROLLBACK; DEALLOCATE ALL")
 
-    async def _turn(self) -> None:
-        """Take the lock. Who has it may be waiting for nothing, as a `stream()` that was left open does (R20)."""
-        if not self.lock.locked():
-            await self.lock.acquire()
-            return
+    def _turn(self) -> Awaitable[object]:
+        """Take the lock."""
+        return self._awaited_turn() if self.lock.locked() else self.lock.acquire()
+
+    async def _awaited_turn(self) -> None:
+        """Who has the lock may be waiting for nothing, as a `stream()` that was left open does (R20)."""
         now = asyncio.get_running_loop().time
         begun = now()
         while (until := max(begun, self._since) + self.patience) > now():
@@ -240,10 +242,10 @@ class Connection(AnsweringConnection[Any]):
 
     def _watch(self) -> None:
         if self._watched is None:
-            loop = asyncio.get_running_loop()
             self._watched = self.pgconn.socket
-            loop.add_reader(self._watched, self._readable)
-            self._lookout = loop.call_later(_LOOK_OUT, self._look_out)
+            asyncio.get_running_loop().add_reader(self._watched, self._readable)
+        if self._lookout is None:
+            self._lookout = asyncio.get_running_loop().call_later(_LOOK_OUT, self._look_out)
 
     def _look_out(self) -> None:
         """How long has the same answer been waited for? Loops read sockets before they call timers, so that one which
@@ -251,7 +253,8 @@ class Connection(AnsweringConnection[Any]):
 
         And for uvloop: after an error of a socket libuv stops polling it for good, and calls no reader (uv__poll_io).
         """
-        if self._watched is None:
+        self._lookout = None
+        if self._watched is None or self._waiter is None:
             return
         loop = asyncio.get_running_loop()
         self._lookout = loop.call_later(_LOOK_OUT, self._look_out)
@@ -261,7 +264,7 @@ class Connection(AnsweringConnection[Any]):
             self._readable()
         elif self._waiter is not self._seen:
             self._seen, self._since = self._waiter, loop.time()
-        elif self._waiter is not None and loop.time() - self._since >= self.patience:
+        elif loop.time() - self._since >= self.patience:
             self.silent = True
             cut(self._watched)
             self._readable()
@@ -288,9 +291,15 @@ class Connection(AnsweringConnection[Any]):
 
     def look(self) -> None:
         """Read what has arrived, though no statement waits for an answer: it may be the end of the session."""
-        with suppress(psycopg.OperationalError):
-            for _ in range(2):  # its last words, and the end
-                self.pgconn.consume_input()
+        try:
+            if self._arrivals is None:
+                self._arrivals = select.poll()
+                self._arrivals.register(self.pgconn.socket, select.POLLIN)
+            if self._arrivals.poll(0):  # most often nothing has: one call of the system instead of two
+                for _ in range(2):  # its last words, and the end
+                    self.pgconn.consume_input()
+        except psycopg.OperationalError:
+            self.unwatch()
 
     def unwatch(self) -> None:
         """Take the socket out of the event loop; the next wait puts it back."""

@@ -165,7 +165,8 @@ class Pool:
                         self._silent_at = time.monotonic()
                     if connection.ahead.outdated:
                         self._changed_at = time.monotonic()
-                    connection.unwatch()
+                    if connection.closed:
+                        connection.unwatch()
                     await self._pool.putconn(connection)
 
     async def _leave(self, connection: Session) -> None:

@@ -304,3 +304,18 @@ async def test_a_bad_statement_raises_where_it_was_awaited(connection: Connectio
 async def test_two_tasks_may_share_it(connection: Connection) -> None:
     answers = await asyncio.gather(*(one(connection, f"select {n} from pg_sleep(0.01)") for n in range(10)))
     assert answers == list(range(10))
+
+
+def test_a_connection_at_rest_wakes_the_loop_for_nothing(
+    database: str, loops: Callable[[], asyncio.AbstractEventLoop], impatient: None
+) -> None:
+    async def main() -> None:
+        connection = await connected(database)
+        for _ in range(2):
+            assert await one(connection, "select 1") == 1
+            await until(lambda: connection._lookout is None)
+            assert watched(connection)
+        await connection.close()
+        assert not watched(connection)
+
+    run(loops, main())
