@@ -52,6 +52,7 @@ from idemconsumer.sagas.run import Replayed, SagaRun
 from idemconsumer.sagas.step import StepSpec, step_key
 from idemconsumer.sagas.steps import Steps
 from idemconsumer.sagas.undo import NotAskedFor, NotUndone, Undo
+from idemconsumer.sagas.users_saga import UsersSaga
 from idemconsumer.sagas.waits import Paused
 from idemconsumer.user_code.cancellation import from_cancellation, run_isolated, uninterrupted
 
@@ -198,7 +199,6 @@ class Attempt:
             rows,
             self._progressed,
             timeout=self._options.timeout,
-            children=Children(self._handler.app, self._handler.starter, saga),
             accepted=accepted,
             superseded=any(row.name.startswith(PATCH) for row in rows) and await self._superseded(),
         )
@@ -211,7 +211,9 @@ class Attempt:
     async def _run_handler(self, run: SagaRun, call: Call) -> tuple[object, BaseException | None]:
         """What the handler returned or raised, once none of its steps is in flight."""
         try:
-            handler = partial(self._handler.run, call, run, self._saga.attempt)
+            children = Children(self._handler.app, self._handler.starter, self._saga)
+            saga = UsersSaga(run, children, self._options.timeout)
+            handler = partial(self._handler.run, call, saga, self._saga.attempt)
             if (left := self._endings.left()) is not None:
                 run.body.end_in(left, self._overdue())
             body = run.body

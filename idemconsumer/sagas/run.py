@@ -14,31 +14,26 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Final, TypeVar, TypeVarTuple
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from idemconsumer.errors import OfTheEngine, Reject, SagaChanged, SagaMisused, SelfCancelled, UnknownEffect
 from idemconsumer.message import arguments
-from idemconsumer.ports.handler import Child, Done, Duration, First, NotDone, OnExisting, Step, Tx, Unknown
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules import replay
-from idemconsumer.rules.backoff import Backoff
 from idemconsumer.rules.replay import Answer
 from idemconsumer.rules.values import State, StepKind, StepRow, StepState
 from idemconsumer.rules.waiting import stays
 from idemconsumer.sagas import outputs
 from idemconsumer.sagas.branches import Branches, Group, NotBegun, group_of
-from idemconsumer.sagas.children import Children, result
-from idemconsumer.sagas.limits import own_limits
 from idemconsumer.sagas.order import TURNS
 from idemconsumer.sagas.settling import Settling
-from idemconsumer.sagas.step import StepSpec, is_patch, patch
+from idemconsumer.sagas.step import StepSpec, is_patch
 from idemconsumer.sagas.steps import Steps
-from idemconsumer.sagas.waits import WaitSpec, first, sleep, wait
+from idemconsumer.sagas.waits import WaitSpec
 from idemconsumer.user_code.cancellation import CancellationWatch, LateCancellations
 
 R = TypeVar("R")
-Ts = TypeVarTuple("Ts")
 
 _NOTHING: Final = object()
 
@@ -59,7 +54,7 @@ class Replayed(Exception):
 
 
 class SagaRun(Settling):
-    """See `ports.handler.Saga`."""
+    """Answers what the handler requests by its `UsersSaga`."""
 
     def __init__(
         self,
@@ -69,7 +64,6 @@ class SagaRun(Settling):
         finished: Callable[[], None],
         *,
         timeout: float,
-        children: Children,
         accepted: bool = False,
         superseded: bool = False,
     ) -> None:
@@ -80,11 +74,10 @@ class SagaRun(Settling):
         self._steps = steps
         self._saga = saga
         self._finished = finished
-        self._children = children
         self.longest = timeout  # seconds that a step of this run may take, of those asked for (L45)
         self._requests: WeakKeyDictionary[Coroutine[Any, Any, Any], StepSpec] = WeakKeyDictionary()
         self._main: asyncio.Task[Any] | None = None
-        self._recovery_point = replay.recovery_point(rows)
+        self.recovery_point = replay.recovery_point(rows)
         self._calls: dict[str, StepSpec] = {}  # asked for, begun or not
         self._watches: dict[StepSpec, CancellationWatch] = {}  # of the steps that were requested and have not ended
         self._late = LateCancellations()
@@ -93,59 +86,31 @@ class SagaRun(Settling):
         self._order.replayed = self._wake.set
         self.progressed = False  # a step has finished in this run
 
-    # -------------------------------------------------------------------------------------------- what a handler sees
-    @property
-    def recovery_point(self) -> str | None:
-        return self._recovery_point
+    # -------------------------------------------------------------------------------------------------------- requests
+    def request(self, spec: StepSpec) -> Coroutine[Any, Any, Any]:
+        """What the handler awaits. Recorded when it is asked for, not when it begins: its task may be dropped before it
+        first runs."""
+        name: object = spec.name
+        if spec.kind is StepKind.CALL:
+            self.longest = max(self.longest, spec.limits.timeout or 0.0)
+            if isinstance(name, str):  # anything else is refused when it begins
+                self._calls[name] = spec
+        self._unfinished.append(spec.name)
+        asking = self._ask(spec)
+        self._requests[asking] = spec
+        return asking
 
-    def patched(self, name: str) -> Coroutine[Any, Any, bool]:
-        return self._request(patch(name))
+    def spec_of_request(self, request: Coroutine[Any, Any, Any]) -> StepSpec | None:
+        """None: it is none of this run's."""
+        return self._requests.get(request)
 
-    def tx(
-        self,
-        name: str,
-        fn: Callable[[Tx, *Ts], Awaitable[R]],
-        /,
-        *args: *Ts,
-        undo: Callable[[Tx, R, *Ts], Awaitable[object]] | None = None,
-        timeout: Duration | None = None,
-        max_attempts: int | None = None,
-        backoff: Backoff | tuple[Duration, Duration] | str | None = None,
-        args_may_differ: bool = False,
-    ) -> Coroutine[Any, Any, R]:
-        self.body.check_loop()
-        limits = own_limits(name, timeout=timeout, max_attempts=max_attempts, backoff=backoff, most=self._timeout)
-        spec = StepSpec(name, StepKind.TX, fn, args, undo, limits=limits, args_may_differ=args_may_differ)
-        return self._request(spec)
+    def withdraw(self, request: Coroutine[Any, Any, Any]) -> None:
+        """It is requested in another way."""
+        self._mark(request, False)
+        request.close()
 
-    def call(
-        self,
-        name: str,
-        fn: Callable[[Step, *Ts], Awaitable[R]],
-        /,
-        *args: *Ts,
-        undo: Callable[[Step, R, *Ts], Awaitable[object]] | None = None,
-        reconcile: Callable[[Step, *Ts], Awaitable[Done[R] | NotDone | Unknown]] | None = None,
-        reconcile_undo: Callable[[Step, R, *Ts], Awaitable[Done[object] | NotDone | Unknown]] | None = None,
-        timeout: Duration | None = None,
-        max_attempts: int | None = None,
-        backoff: Backoff | tuple[Duration, Duration] | str | None = None,
-        args_may_differ: bool = False,
-    ) -> Coroutine[Any, Any, R]:
-        self.body.check_loop()
-        limits = own_limits(name, timeout=timeout, max_attempts=max_attempts, backoff=backoff)
-        self.longest = max(self.longest, limits.timeout or 0.0)
-        spec = StepSpec(name, StepKind.CALL, fn, args, undo, reconcile, reconcile_undo, limits, args_may_differ)
-        given: object = name
-        if isinstance(given, str):  # anything else is refused when it begins
-            self._calls[given] = spec
-        return self._request(spec)
-
-    async def all(self, branches: Iterable[Coroutine[Any, Any, R]], /, *, limit: int = 10) -> list[R]:
-        self.body.check_loop()
-        given: object = limit
-        if not isinstance(given, int) or isinstance(given, bool) or limit < 1:
-            raise SagaMisused(f"saga.all: `limit` is {limit!r}; write how many may run at a time, 1 at least")
+    async def all(self, branches: Iterable[Coroutine[Any, Any, R]], limit: int) -> list[R]:
+        """See `ports.handler.Saga`."""
         outer = group_of(self)
         group = Group(self, outer, self._stopped)
         running = Branches(branches, limit, group, lambda: bool(self._unasked), self._mark)
@@ -163,11 +128,6 @@ class SagaRun(Settling):
         self.interrupt(ended)
         raise SagaInterrupted("the replay has ended") from ended
 
-    def _stopped(self) -> None:
-        """A group of branches has: what rests in it, or has not begun, looks whether it goes on."""
-        self._waits.moves()
-        self._wake.set()
-
     def _mark(self, request: Coroutine[Any, Any, Any], begun: bool) -> None:
         """A step that was requested is not to be missed until it is `begun`."""
         if (spec := self._requests.get(request)) is None:
@@ -177,43 +137,12 @@ class SagaRun(Settling):
         elif not begun and spec.name in self._unfinished:
             self._unfinished.remove(spec.name)
 
-    def sleep(self, name: str, duration: Duration, /) -> Coroutine[Any, Any, None]:
-        self.body.check_loop()
-        return self._request(sleep(name, duration))
-
-    def wait(
-        self, name: str, /, *, into: Any = Any, timeout: Duration | None = None, signal: str | None = None
-    ) -> Coroutine[Any, Any, Any]:
-        self.body.check_loop()
-        return self._request(wait(name, into, timeout, signal))
-
-    def first(self, **waits: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, First]:
-        self.body.check_loop()
-        spec = first({which: self._requests.get(request) for which, request in waits.items()})
-        for request in waits.values():
-            self._mark(request, False)
-            request.close()
-        return self._request(spec)
-
-    def start(
-        self, name: str, handler: Any, payload: Any, /, *, key: str | None = None, undo: Any = None,
-        on_existing: OnExisting = "join",
-    ) -> Coroutine[Any, Any, Any]:  # fmt: skip
-        self.body.check_loop()
-        return self._request(self._children.start(name, handler, payload, key, undo, on_existing))
-
-    def result(self, name: str, child: Child[R], /, *, timeout: Duration | None = None) -> Coroutine[Any, Any, R]:
-        self.body.check_loop()
-        return self._request(result(name, child, timeout))
+    def _stopped(self) -> None:
+        """A group of branches has: what rests in it, or has not begun, looks whether it goes on."""
+        self._waits.moves()
+        self._wake.set()
 
     # -------------------------------------------------------------------------------------------------------- one step
-    def _request(self, spec: StepSpec) -> Coroutine[Any, Any, Any]:
-        # Recorded when it is asked for, not when it begins: its task may be dropped before it first runs.
-        self._unfinished.append(spec.name)
-        asking = self._ask(spec)
-        self._requests[asking] = spec
-        return asking
-
     async def _ask(self, spec: StepSpec) -> Any:
         name = spec.name
         self.body.check_loop()
@@ -501,7 +430,7 @@ class SagaRun(Settling):
         )
 
     def _finish(self, name: str) -> None:
-        self.progressed, self._recovery_point = True, name
+        self.progressed, self.recovery_point = True, name
         self._finished()
 
     async def _run(self, spec: StepSpec, row: StepRow | None) -> Any:

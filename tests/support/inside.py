@@ -135,7 +135,7 @@ def set_longest(company: Company, seconds: float) -> None:
 
 def token_of(saga: Any) -> int:
     """Under which this run of the saga writes."""
-    return int(saga._saga.token)
+    return int(saga._run._saga.token)
 
 
 def texts_known(habits: Habits) -> list[str]:
