@@ -131,10 +131,7 @@ async def test_transaction_markers_and_aborted_records_leave_no_lag(world: World
 
 async def test_a_partition_of_nothing_but_aborted_records_leaves_no_lag(world: World) -> None:
     await world.create()
-    async with AIOKafkaProducer(bootstrap_servers=world.server.address, transactional_id=world.topic) as producer:
-        await producer.begin_transaction()
-        await producer.send_and_wait(world.topic, b"never")
-        await producer.abort_transaction()
+    await world.produce_and_abort(1)
     session = await world.open()
     await joined(session)
     await world.commits(2)

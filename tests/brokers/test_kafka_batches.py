@@ -13,8 +13,9 @@ from idemconsumer.brokers.kafka.batches import Batch, Piece, batch_at
 AT = TopicPartition("orders", 3)
 
 
-def built(count: int = 4, *, base: int = 10, codec: int = 0) -> bytes:
-    builder = DefaultRecordBatchBuilder(2, codec, 0, -1, -1, -1, 1 << 20)
+def built(count: int = 4, *, base: int = 10, codec: int = 0, producer: int = -1) -> bytes:
+    """In a transaction of this `producer`, if there is one."""
+    builder = DefaultRecordBatchBuilder(2, codec, int(producer >= 0), producer, 0, 0, 1 << 20)
     for number in range(count):
         headers = [(f"name{number}", b"\xff"), ("none", None)]
         key = None if number == 0 else b"key%d" % number
@@ -57,6 +58,28 @@ def test_the_batch_of_a_position_begins_there() -> None:
     assert [piece.offset for piece in found(data, 14).pieces] == [20, 21, 22, 23]
     assert batch_at(AT, data, 24) is None
     assert batch_at(AT, data[:-1], 14) is None
+
+
+@pytest.mark.parametrize(
+    ("producer", "aborted", "read"),
+    [
+        (7, [], True),
+        (7, [(7, 10)], False),
+        (7, [(8, 0), (7, 3), (7, 20)], False),
+        (7, [(7, 11), (8, 10)], True),  # its next one, and another's
+        (-1, [(-1, 10)], True),  # it is in no transaction
+    ],
+)
+def test_what_was_aborted_has_no_records(producer: int, aborted: list[tuple[int, int]], read: bool) -> None:
+    batch = batch_at(AT, built(producer=producer), 12, aborted)
+    assert batch is not None
+    assert (spans(batch.pieces), batch.next) == ([(12, 13, False), (13, 14, False)] if read else [], 14)
+
+
+def test_of_what_was_aborted_nothing_is_taken_apart() -> None:
+    batch = batch_at(AT, with_crc(built(producer=7).replace(b"name2", b"na\xfee2")), 10, [(7, 10)])
+    assert batch is not None
+    assert batch.pieces == []
 
 
 def test_a_headers_name_that_is_no_text_costs_its_record() -> None:

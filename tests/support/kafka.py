@@ -80,6 +80,14 @@ class World:
             ]
             await asyncio.gather(*sent)
 
+    async def produce_and_abort(self, count: int) -> None:
+        """In one transaction, which comes to nothing."""
+        async with AIOKafkaProducer(bootstrap_servers=self.server.address, transactional_id=self.topic) as producer:
+            await producer.begin_transaction()
+            for number in range(count):
+                await producer.send_and_wait(self.topic, b"aborted %d" % number)
+            await producer.abort_transaction()
+
     async def open(self, bounds: Bounds = BOUNDS, *topics: str) -> KafkaSession:
         subscriptions = [self.subscription(topic) for topic in topics] or [self.subscription()]
         session = await self.broker.open(subscriptions, bounds)

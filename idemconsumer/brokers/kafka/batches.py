@@ -7,7 +7,7 @@ in: one record whose header's name is no text, or the whole batch where the chec
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from aiokafka import TopicPartition
@@ -63,8 +63,13 @@ def refused(pieces: Iterable[Piece]) -> dict[int, BadMessage]:
     }
 
 
-def batch_at(at: TopicPartition, fetched: bytes, position: int) -> Batch | None:
-    """The batch that `position` is in, or the first one behind it; None if there is none in what was fetched."""
+def batch_at(
+    at: TopicPartition, fetched: bytes, position: int, aborted: Iterable[tuple[int, int]] = ()
+) -> Batch | None:
+    """The batch that `position` is in, or the first one behind it; None if there is none in what was fetched.
+
+    `aborted`: the transactions that Kafka names beside what was fetched, by producer and first offset. A batch of one
+    has no records to read. None of them ends before `position`, so this batch is of one if that has begun by then."""
     for raw in _batches(fetched):
         base = int.from_bytes(raw[:8], "big", signed=True)
         if len(raw) <= _MAGIC_AT or raw[_MAGIC_AT] < 2 or len(raw) < _HEADER.size:
@@ -72,7 +77,8 @@ def batch_at(at: TopicPartition, fetched: bytes, position: int) -> Batch | None:
         else:
             following = base + _HEADER.unpack_from(raw)[6] + 1
         if following > position:
-            pieces = [each for each in _pieces(at, raw, base, following) if each.next > position]
+            undone = {producer for producer, first in aborted if first <= base}
+            pieces = [each for each in _pieces(at, raw, base, following, undone) if each.next > position]
             return Batch(following, pieces, list(leaders_of(raw)))
     return None
 
@@ -88,16 +94,18 @@ def _batches(fetched: bytes) -> Iterator[bytes]:
         start = end
 
 
-def _pieces(at: TopicPartition, raw: bytes, base: int, following: int) -> list[Piece]:
+def _pieces(at: TopicPartition, raw: bytes, base: int, following: int, undone: Collection[int]) -> list[Piece]:
     def whole(fault: str) -> list[Piece]:
         return [_unreadable(at, base, following, raw, fault)]
 
     if len(raw) < _HEADER.size or raw[_MAGIC_AT] != 2:
         return whole("the batch has a format that is not known")
-    _, _, _, _, crc, attributes, _, first_time, max_time, *_, count = _HEADER.unpack_from(raw)
+    _, _, _, _, crc, attributes, _, first_time, max_time, producer, _, _, count = _HEADER.unpack_from(raw)
     if calc_crc32c(raw[DefaultRecordBase.ATTRIBUTES_OFFSET :]) != crc:
         return whole("the batch's checksum (CRC) is wrong")
     if attributes & DefaultRecordBase.CONTROL_MASK:
+        return []
+    if attributes & DefaultRecordBase.TRANSACTIONAL_MASK and producer in undone:
         return []
     records = raw[_HEADER.size :]
     if codec := attributes & DefaultRecordBase.CODEC_MASK:

@@ -101,5 +101,6 @@ async def read_batch(consumer: AIOKafkaConsumer, at: TopicPartition, position: i
         for _, code, _, *rest in partitions:
             if code:
                 raise for_code(code)(at)
-            return batch_at(at, bytes(rest[-1] or b""), position)
+            aborted = rest[-2 if answer.API_VERSION < 11 else -3]  # there the preferred replica comes behind it
+            return batch_at(at, bytes(rest[-1] or b""), position, aborted or ())
     return None
