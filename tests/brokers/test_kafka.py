@@ -147,6 +147,7 @@ async def test_nothing_is_committed_when_nothing_has_changed(world: World) -> No
     client_of(session).commit = lambda offsets: commits.append(offsets)
     await commit_now(session)
     assert commits == []
+    assert [len(each.leaders) for each in partitions_of(session).values()] == [1]  # that of what comes next
 
 
 async def test_a_drain_commits_what_is_finished_and_leaves_the_rest_to_the_next_owner(world: World) -> None:

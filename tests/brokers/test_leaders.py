@@ -49,6 +49,24 @@ def test_what_was_dropped_and_is_fetched_again_counts_for_nothing() -> None:
     assert leaders.of(12) == 3
 
 
+def test_what_is_kept_grows_with_the_leaders_and_not_with_what_is_fetched() -> None:
+    leaders = Leaders()
+    for position in range(0, 1_000, 10):
+        assert leaders.follow(position, [(position, 3)])
+    assert leaders.follow(1_000, [(1_000, 3), (1_005, 4), (1_006, 5)])
+    assert (len(leaders), leaders.of(995), leaders.of(1_006)) == (4, 3, 4)
+    leaders.finished(1_006)
+    assert (len(leaders), leaders.of(1_006), leaders.of(1_007)) == (2, 4, 5)
+
+
+def test_below_what_is_finished_nothing_is_known() -> None:
+    leaders = Leaders(3)
+    assert leaders.follow(10, [(10, 3), (15, 4)])
+    leaders.finished(20)
+    assert leaders.follow(12, [(12, 3)])  # the reader was set back
+    assert (leaders.of(12), leaders.of(13)) == (None, 3)
+
+
 def test_nobody_is_doubted_where_nothing_was_read() -> None:
     assert Leaders().follow(10, [(10, 4)])
 

@@ -345,6 +345,7 @@ class KafkaSession:
                 for at, offset in due.items():
                     if not partitions[at].forbidden:
                         partitions[at].tracker.committed(offset)
+                        partitions[at].leaders.finished(offset)
 
     async def _commit_what_may_be(self, commits: Mapping[TopicPartition, Any]) -> None:
         try:
