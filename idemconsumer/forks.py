@@ -17,7 +17,9 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures.thread import _WorkItem
 from contextlib import suppress
+from traceback import walk_stack
 from types import TracebackType
 from typing import Any, Final, Generic, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -170,10 +172,42 @@ def _in_child() -> None:
             loop.call_soon(_come_back, asyncio.current_task(loop))
             if isinstance(loop, asyncio.BaseEventLoop):
                 loop._ready.rotate(1)  # type: ignore[attr-defined]  # before what is ready too, which uvloop does not let us
+    if _owners or _loops:  # else nothing of ours is in this process, which may do as it likes
+        with suppress(Exception):
+            _end_with_its_thread()
     _owners.clear()
     _loops.clear()
     _workers.clear()
     _after()
+
+
+class _Nobody:
+    """To whom a thread of a pool tells, in a child, what its function has come to. It would then wait there for more
+    to do, for ever, or do what its parent's pool has in hand."""
+
+    def set_result(self, result: object) -> NoReturn:  # a future of concurrent.futures
+        leave()
+
+    def set_exception(self, error: BaseException) -> NoReturn:
+        leave(error)
+
+    def call_soon_threadsafe(self, report: object, future: object, result: object, error: BaseException) -> NoReturn:
+        leave(error)  # anyio's event loop, as FastAPI has it for its `def` endpoints
+
+    def is_closed(self) -> bool:
+        return False
+
+
+def _end_with_its_thread() -> None:
+    """The thread that has forked is the only one of the child, which ends as soon as its function does (O27)."""
+    thread: Any = threading.current_thread()
+    thread._invoke_excepthook = lambda _: leave()
+    thread._delete = leave
+    if type(thread).__module__.startswith("anyio."):
+        thread.loop = _Nobody()
+    for frame, _ in walk_stack(sys._getframe()):
+        if frame.f_code is _WorkItem.run.__code__:  # of a ThreadPoolExecutor, such as that of asyncio.to_thread
+            frame.f_locals["self"].future = _Nobody()
 
 
 def _come_back(task: asyncio.Task[Any] | None) -> NoReturn:

@@ -6,14 +6,15 @@ import asyncio
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 from idemconsumer import App, Message, Tx
+from tests.support.pids import ended
 
 NOTES = Path(os.environ["FORK_NOTES"])
 app = App("forks")
@@ -25,29 +26,38 @@ class Work:
     how: str = ""
 
 
-def ended(pid: int) -> str:
-    """How a child has ended, or that it has not."""
-    until = time.monotonic() + 5.0
-    while time.monotonic() < until:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return str(os.waitstatus_to_exitcode(status))
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "lives"
-
-
-async def in_a_task() -> str:
+def fork(how: str) -> str | None:
+    """How the child has ended, which comes back from here."""
     if (pid := os.fork()) == 0:
-        sys.exit(7)
+        if how == "exit":
+            sys.exit(7)
+        return None
     return ended(pid)
+
+
+async def in_a_task() -> str | None:
+    return fork("exit")
+
+
+async def in_threads() -> str:
+    """Of the loop's pool, of one in which something waits behind it, and of none."""
+    run = asyncio.get_running_loop().run_in_executor
+    with ThreadPoolExecutor(1) as pool:
+        in_pool = run(pool, fork, "return"), run(pool, fork, "exit"), run(pool, note, "what waits there")
+        ends = [await asyncio.to_thread(fork, "exit"), *(await asyncio.gather(*in_pool))[:2]]
+    for how in ("return", "exit"):
+        thread = Thread(target=lambda how: ends.append(fork(how)), args=[how])
+        thread.start()
+        await asyncio.to_thread(thread.join)
+    return " ".join(map(str, ends))
 
 
 async def forked(how: str) -> str | None:
     match how:
         case "task":
             return await asyncio.create_task(in_a_task())
+        case "threads":
+            return await in_threads()
         case "calls":
             child = multiprocessing.get_context("fork").Process(target=call_from_a_child)
             child.start()
@@ -120,8 +130,4 @@ async def work(work: Work, tx: Tx) -> str | None:
 
 @app.idempotent_handler(os.environ["FORK_SOURCE"] + "-sync", key="id")
 def work_in_a_thread(work: Work) -> str | None:
-    if (pid := os.fork()) == 0:
-        if work.how == "exit":
-            sys.exit(7)
-        return None
-    return ended(pid)
+    return fork(work.how)

@@ -158,6 +158,13 @@ async def test_a_child_that_comes_back_from_a_handler_ends(
             assert forking.notes.read_text() == "beside\n"
 
 
+async def test_a_child_that_comes_back_from_a_function_of_a_thread_ends(ledger: Ledger, tmp_path: Path) -> None:
+    """It waited in its parent's pool for ever, or did there what its parent does."""
+    with closing(Forking(ledger, tmp_path)) as forking:
+        assert await forking.ended("a", "threads") == "7 1 7 1 7"
+        assert forking.notes.read_text() == "what waits there\n"
+
+
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 async def test_parent_and_children_each_have_connections_of_their_own(
     ledger: Ledger, brokers: Brokers, loop: str

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -52,3 +54,16 @@ def connected() -> set[int]:
             if same.family in (socket.AF_INET, socket.AF_INET6) and same.getpeername():
                 found.add(int(name))
     return found
+
+
+def ended(pid: int) -> str:
+    """How a child has ended, or that it has not."""
+    until = time.monotonic() + 5.0
+    while time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return str(os.waitstatus_to_exitcode(status))
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "lives"
