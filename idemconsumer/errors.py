@@ -126,6 +126,14 @@ class StoreUnavailable(Unavailable):
     """The database cannot be reached, or the connection broke before COMMIT was sent."""
 
 
+class Denied(ConfigurationError):
+    """The database's role lacks rights. `reads`: it has all those that reading takes."""
+
+    def __init__(self, text: str, *, reads: bool = False) -> None:
+        super().__init__(text)
+        self.reads = reads
+
+
 class LockNotGiven(StoreUnavailable):
     """Others kept a lock that a migration needs for longer than was to be waited. Nothing of it is applied."""
 

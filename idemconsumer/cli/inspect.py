@@ -20,7 +20,7 @@ from idemconsumer.brokers.connecting import connect
 from idemconsumer.cli.banner import database_name, retention, sources
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json
 from idemconsumer.cli.target import load_app
-from idemconsumer.errors import ConfigurationError, IdemConsumerError
+from idemconsumer.errors import ConfigurationError, Denied, IdemConsumerError
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.handlers.scheduling import check_slots
 from idemconsumer.message.message import Subscription
@@ -180,28 +180,33 @@ def _leases(handlers: Sequence[BoundHandler]) -> list[Finding]:
 
 
 async def _database(handlers: Sequence[BoundHandler], settings: Settings) -> list[Finding]:
-    subject = f"database {database_name(settings.dsn)}"
+    subject, reads = f"database {database_name(settings.dsn)}", ""
     try:
         dsn = need_dsn(settings)
         leased = [handler for handler in handlers if handler.leased]
         lease = shortest_lease(leased) if leased else None
-        await check_database(
-            dsn,
-            settings.schema,
-            longest_run=longest_run(handlers),
-            beside=lease,
-            require_standby=settings.require_synchronous_standby,
-            kind="worker" if handlers else "front-door",
-        )
-        if leased:
-            await check_database(dsn, settings.schema, longest_run=longest_run(leased), lease=lease)
+        try:
+            await check_database(
+                dsn,
+                settings.schema,
+                longest_run=longest_run(handlers),
+                beside=lease,
+                require_standby=settings.require_synchronous_standby,
+                kind="worker" if handlers else "front-door",
+            )
+            if leased:
+                await check_database(dsn, settings.schema, longest_run=longest_run(leased), lease=lease)
+        except Denied as denied:
+            if not denied.reads:
+                raise
+            reads = "; this role may only read, so what else workers need is seen as their role"
         await asyncio.to_thread(status, dsn, settings.schema)  # raises for a migration that is not the one applied
         exposed = await is_exposed(dsn)
         durable = await durability(dsn)
         advised = await advice(dsn, settings.schema)
     except IdemConsumerError as error:
         return [Finding("error", subject, error_text(error).removeprefix("database: "))]
-    found = [Finding("ok", subject, f"reachable, schema {settings.schema} is up to date, {durable.commits}")]
+    found = [Finding("ok", subject, f"reachable, schema {settings.schema} is up to date, {durable.commits}{reads}")]
     if durable.warning is not None:
         found.append(Finding("warning", subject, durable.warning))
     found += [Finding("warning", subject, text) for text in advised]

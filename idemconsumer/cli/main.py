@@ -12,6 +12,8 @@ from typing import Any, Final
 import click
 
 from idemconsumer.cli.failures import failure, reports
+from idemconsumer.cli.rights import remedy
+from idemconsumer.errors import Denied
 from idemconsumer.process.child import MEANINGS
 
 # Their homes. One is imported when it is used: the launcher of a worker waits for nothing that only others need.
@@ -41,6 +43,8 @@ VERBS: Final[Mapping[str, str]] = {
     "prune": "messages",
 }
 
+_WORDS: Final = "idemconsumer.words"  # what was written, in a context's `meta`
+
 _EPILOG = (
     "\b\nExit codes:\n"
     + "\n".join(f"  {code.value}  {text}" for code, text in MEANINGS.items())
@@ -66,6 +70,7 @@ class _Root(click.Group):
             raise click.UsageError(f"{os.fsencode(odd)!r} is not UTF-8; `publish --file -` takes any bytes")
         if (odd := next((each for each in args if "\0" in each), None)) is not None:
             raise click.UsageError(f"{odd!r} has a NUL, which no name has; leave it out")
+        ctx.meta[_WORDS] = [*args, ""]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -75,6 +80,11 @@ class _Root(click.Group):
             if (found := failure(error)) is None:
                 raise
             text, code = found
+            if isinstance(error, Denied):
+                verb, word, *_ = ctx.meta[_WORDS]
+                text += (
+                    f"; {remedy(f'{verb} {word}' if isinstance(self.get_command(ctx, verb), click.Group) else verb)}"
+                )
             if reports(error):
                 click.echo(f"error: {text}", err=True)
             sys.exit(code)

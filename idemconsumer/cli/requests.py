@@ -13,12 +13,13 @@ from idemconsumer.admin.who import user
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.letters import time_of
 from idemconsumer.cli.options import as_json, database, deciding, need_dsn, print_json, printable
-from idemconsumer.errors import ConfigurationError
+from idemconsumer.errors import ConfigurationError, Denied
 from idemconsumer.http.lost import LostRequests
 from idemconsumer.http.messages import Response
 from idemconsumer.ports.requests import LostRequest, RequestStore
 from idemconsumer.settings import load
-from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.checks import check_database
+from idemconsumer.stores.pool import Pool
 from idemconsumer.stores.requests import PostgresRequests
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,7 +51,7 @@ def requests_list(app: str | None, limit: int, as_json: bool, **flags: Any) -> N
     """List requests whose owner was lost, the oldest first. With Redis all of its keys are read."""
 
     async def read() -> list[LostRequest]:
-        async with _opened(flags) as store:
+        async with _opened(flags, reads=True) as store:
             return await LostRequests(store, app=app, by=user()).all()
 
     found = asyncio.run(read())
@@ -160,7 +161,7 @@ def _bytes(body: str) -> bytes:
 
 
 @asynccontextmanager
-async def _opened(flags: dict[str, Any]) -> AsyncIterator[RequestStore]:
+async def _opened(flags: dict[str, Any], *, reads: bool = False) -> AsyncIterator[RequestStore]:
     settings = load(dsn=flags["dsn"], schema=flags["schema"])
     if flags["store"] == "redis":
         from idemconsumer.stores.redis.requests import RedisRequests  # an optional driver
@@ -174,8 +175,14 @@ async def _opened(flags: dict[str, Any]) -> AsyncIterator[RequestStore]:
             await redis.close()
         return
     dsn = need_dsn(settings)
-    postgres = await PostgresStore.open(dsn, settings.schema, connections=1, longest_run=_LONGEST)
     try:
-        yield PostgresRequests.on(postgres.pool, dsn, settings.schema)
+        await check_database(dsn, settings.schema, longest_run=_LONGEST)
+    except Denied as denied:
+        if not (reads and denied.reads):  # O35
+            raise
+    pool = Pool(dsn, settings.schema, connections=1, longest_run=_LONGEST)
+    await pool.open()
+    try:
+        yield PostgresRequests.on(pool, dsn, settings.schema)
     finally:
-        await postgres.close()
+        await pool.close()

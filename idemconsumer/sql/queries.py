@@ -18,7 +18,7 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
-from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.errors import ConfigurationError, Denied, StoreUnavailable
 
 _FILES: Final = (
     "records", "accepting", "queue", "outbox", "kafka", "sagas", "requests", "admin", "control", "upkeep", "metrics",
@@ -106,7 +106,7 @@ def misconfigured(error: psycopg.Error, schema: str) -> ConfigurationError | Sto
             "`idemconsumer migrate up` first"
         )
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
-        return ConfigurationError(
+        return Denied(
             f"the database's role lacks rights in schema {schema!r} ({error.diag.message_primary}); grant what "
             "`idemconsumer check` lists"
         )

@@ -9,7 +9,7 @@ import psycopg
 from psycopg import sql
 
 from idemconsumer.addresses import check_dsn, is_local
-from idemconsumer.errors import ConfigurationError, StoreUnavailable
+from idemconsumer.errors import ConfigurationError, Denied, StoreUnavailable
 from idemconsumer.redaction import error_text
 from idemconsumer.sql.connecting import connect_async
 from idemconsumer.sql.queries import check_schema
@@ -161,9 +161,10 @@ async def _check(connection: Connection, schema: str, needed: grants.Needed) -> 
     lacking = [right for (right,) in await (await connection.execute(_LACKING, places)).fetchall()]
     if lacking:
         more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
-        raise ConfigurationError(
+        raise Denied(
             f"database: role {role!r} lacks rights in schema {schema!r}: {', '.join(lacking[:_NAMED])}{more}; "
-            f"run as the schema's owner: {'; '.join(needed.statements(schema, role))}"
+            f"run as the schema's owner: {'; '.join(needed.statements(schema, role))}",
+            reads=not any(right.startswith(("SELECT ", "USAGE on the schema")) for right in lacking),
         )
     if hidden := [table for (table,) in await (await connection.execute(_HIDDEN, places)).fetchall()]:
         statement = sql.SQL("ALTER TABLE {} DISABLE ROW LEVEL SECURITY")

@@ -295,7 +295,7 @@ class PostgresRequests:
 
     # --------------------------------------------------------------------------------------------------------- the lost
     async def lost(self) -> list[LostRequest]:
-        rows = await self._pool.alone("lost_requests", {})
+        rows = await self._pool.read("lost_requests", {})
         return [LostRequest(key.hex(), *parts_of(scope), moment(since), token) for key, scope, since, token in rows]
 
     async def settle_lost(self, lost: LostRequest, result: StoredResult, *, by: str, failed: bool = False) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 
 import psycopg
 from click.testing import CliRunner
+from psycopg.conninfo import conninfo_to_dict
 
 from idemconsumer.cli.main import main
 from idemconsumer.ports.requests import Held
@@ -20,7 +22,8 @@ from idemconsumer.stores.requests import PostgresRequests
 from idemconsumer.testing.request_contract import A, B
 from tests.cli.golden.shop import app
 from tests.support.kafka import world_of
-from tests.support.servers.postgres import migrated
+from tests.support.servers.made import PostgresServer
+from tests.support.servers.postgres import fresh_database, migrated
 from tests.support.waiting import until
 
 MESSAGES = {
@@ -124,6 +127,11 @@ async def seed_kafka(address: str) -> None:
 @dataclass(frozen=True)
 class Address:
     address: str
+
+
+def copied(server: PostgresServer, dsn: str) -> AbstractContextManager[str]:
+    """Of a database that nobody uses."""
+    return fresh_database(server.dsn, f"template {conninfo_to_dict(dsn)['dbname']}")
 
 
 def begin(dsn: str) -> None:

@@ -38,7 +38,8 @@ def test_who_lacks_rights_is_told_what_to_do(database: str) -> None:
             connection.execute(f'drop owned by "{role}"; drop role "{role}"'.encode())
     assert told.stderr == (
         "error: the database's role lacks rights in schema 'idemconsumer' (permission denied for table control); "
-        "grant what `idemconsumer check` lists\n"
+        "grant what `idemconsumer check` lists; the least role for `pause` is a worker, see `idemconsumer migrate "
+        "grants --worker ROLE`\n"
     )
 
 

@@ -6,47 +6,25 @@ import asyncio
 import difflib
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
 import click
 import pytest
-from psycopg.conninfo import conninfo_to_dict
 
 from idemconsumer.cli.main import main
-from tests.cli.seeding import begin, seed, seed_kafka
-from tests.cli.transcripts import Shell, Typed, typed
+from tests.cli.seeding import begin, copied, seed_kafka
+from tests.cli.transcripts import GOLDEN, Shell, Typed, commands, typed
 from tests.support.servers.made import PostgresServer, Server
-from tests.support.servers.postgres import fresh_database
 
-GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(GOLDEN.glob("*.txt"))
 ENDLESS = {"demo", "dev"}  # they have tests of their own
 WITH_KAFKA = {"kafka_reset"}
 CHANGING = {"dev", "migrate_up", "prune", "publish", "run"}
 
 
-def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """All, groups too, with the words by which they are typed."""
-    yield path, command
-    if isinstance(command, click.Group):
-        context = click.Context(command)
-        for name in command.list_commands(context):
-            below = command.get_command(context, name)
-            assert below is not None
-            yield from commands(below, (*path, name))
-
-
 COMMANDS = {"_".join(path) or "idemconsumer": command for path, command in commands(main)}
-
-
-@pytest.fixture(scope="module")
-def seeded(postgres18: PostgresServer) -> Iterator[str]:
-    """A database to copy."""
-    with fresh_database(postgres18.dsn) as dsn:
-        seed(dsn)
-        yield dsn
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +38,6 @@ def shared(postgres18: PostgresServer, seeded: str) -> Iterator[str]:
 def seeded_kafka(kafka: Server) -> str:
     asyncio.run(seed_kafka(kafka.address))
     return kafka.address
-
-
-def copied(server: PostgresServer, dsn: str) -> AbstractContextManager[str]:
-    return fresh_database(server.dsn, f"template {conninfo_to_dict(dsn)['dbname']}")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -21,12 +21,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
+import click
 from click.testing import CliRunner
 from psycopg.conninfo import conninfo_to_dict
 
 from idemconsumer.cli.main import main
 from tests.support import forked
 
+GOLDEN: Final = Path(__file__).parent / "golden"
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d([ T])\d\d:\d\d(:\d\d(\.\d+)?)?( UTC|Z|\+00:00)?")
 _LOG: Final = re.compile(r"\d{4}-\d\d-\d\dT")
 _TABLE: Final = re.compile(r"[A-Z/ ]*\w  [A-Z/ ]+")
@@ -41,6 +43,17 @@ _OF_THEIR_OWN: Final = {
     "checksum": "<checksum>", "role": "<role>", "seconds": "<seconds>", "unseen": "<seconds>", "oldest": "<seconds>",
     "overdue": "<seconds>", "undo_seconds": "<seconds>",
 }  # fmt: skip
+
+
+def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """All, groups too, with the words by which they are typed."""
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from commands(below, (*path, name))
 
 
 @dataclass(frozen=True)
