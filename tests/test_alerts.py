@@ -53,6 +53,8 @@ CASES = [
     Case("NotReady", {f"ready{{{PLACE}}}": "1 0x30"}, 17, {"job": "shop", "instance": "a"}, since=15),
     Case("WorkersDie", {f"worker_deaths_total{{{PLACE}}}": "0x5 1 2 3x20"}, 9, {"job": "shop", "instance": "a"}, 6),
     Case("DatabaseAway", {f"database_up{{{PLACE}}}": "1 0x20"}, 4, {"job": "shop", "instance": "a"}, since=2),
+    Case("DatabaseSlow", {f"database_answer_seconds{{{PLACE}}}": "0.01x9 0.6x20"}, 13, {"job": "shop", "instance": "a"},
+         since=11),
     Case("CertificateExpires",
          {f'certificate_expiry_timestamp_seconds{{{PLACE},server="kafka"}}': f"{8 * 86400}x{2 * DAY}"},
          DAY + 2, {"server": "kafka"}, since=DAY - 1),

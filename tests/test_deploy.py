@@ -54,7 +54,7 @@ def exported() -> list[Metric]:
         {"kafka:out": Outgoing(1, 2.0, 1, 1)}, {("shop", "take"): one},
     )  # fmt: skip
     with TemporaryDirectory() as folder:
-        text = exposition(crew, found, {"kafka": str(self_signed(Path(folder)).certificate)}).decode()
+        text = exposition(crew, found, {"kafka": str(self_signed(Path(folder)).certificate)}, answer=0.1).decode()
     of_requests = CollectorRegistry()
     numbers_in(of_requests).expect("shop", "POST /orders", OUTCOMES)
     text += generate_latest(of_requests).decode()

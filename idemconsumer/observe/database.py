@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from idemconsumer.user_code.cancellation import end
 
 AGAIN: Final = 15.0  # seconds between two looks
 _REST: Final = 19.0  # times as long as a look took: a twentieth of one connection's time
-_SOON: Final = 2.0  # where nothing was answered, so nothing was read
 DEADLINE: Final = 3.0  # seconds that a scrape waits for a look
 # enable_seqscan: letters are counted in an index, and an empty queue in no table full of another one's messages.
 _SETTINGS: Final = {"enable_seqscan": "off", "statement_timeout": "5s", "lock_timeout": "1s"}
@@ -68,7 +68,10 @@ class Found:
 
 
 class Database:
-    """One connection, opened at the first look, with a deadline for everything. Not for two event loops."""
+    """One connection, opened at the first look, with a deadline for everything. Not for two event loops.
+
+    Whether it answers is asked in each look (O33), and has nothing to do with how long it takes to measure.
+    """
 
     def __init__(self, dsn: str, schema: str) -> None:
         self._dsn = dsn
@@ -78,16 +81,21 @@ class Database:
         self._looking: asyncio.Task[None] | None = None
         self._next = 0.0
         self._failing = False
+        self._heard, self._took = -math.inf, 0.0  # when the server last said anything; for an answer to nothing
+
+    @property
+    def answer(self) -> float | None:
+        """How many seconds the server took of late for an answer to nothing; None: it is silent, or away."""
+        return self._took if time.monotonic() - self._heard < _PATIENCE else None
 
     async def look(self, sources: Iterable[str]) -> Found | None:
         """What was found of late; None when the database does not answer in time. `sources`: those in Postgres are
         measured."""
-        if self._looking is None and time.monotonic() >= self._next:
+        if self._looking is None:
             names = [each.removeprefix(_SCHEME) for each in sources if each.startswith(_SCHEME)]
             self._looking = asyncio.create_task(self._look(names))
-        if self._looking is not None:
-            await asyncio.wait({self._looking}, timeout=DEADLINE)
-        return self._found if self._looking is None else None
+        await asyncio.wait({self._looking}, timeout=DEADLINE)
+        return None if self.answer is None else self._found
 
     async def close(self) -> None:
         if self._looking is not None:
@@ -96,24 +104,32 @@ class Database:
 
     async def _look(self, names: list[str]) -> None:
         """Not cut short by a scrape that does not wait for it: the server would go on, and be asked again."""
-        began, answers = time.monotonic(), True
+        began = time.monotonic()
         try:
-            self._found = await self._read(names)
+            connection = await self._connected()
+            asked = time.monotonic()
+            await connection.execute(b"select")
+            self._heard = time.monotonic()
+            self._took = self._heard - asked
+            if began >= self._next:
+                self._next = math.inf
+                self._found = await self._read(names)
         except (psycopg.Error, OSError, IdemConsumerError) as error:
             self._found = None
-            answers = getattr(error, "sqlstate", None) is not None
             await self._leave()
             if not self._failing:
                 log.warning("database not measured", error=error_text(error))
             self._failing = True
+            if getattr(error, "sqlstate", None) is None:
+                self._heard, self._next = -math.inf, 0.0
         else:
-            if self._failing:
+            if self._failing and self._found is not None:
                 log.info("database measured again")
-            self._failing = False
+                self._failing = False
         finally:
-            now = time.monotonic()
-            # A server that is away or hangs does not work for a look, so the next one is soon, and sees its return.
-            self._next = now + (max(AGAIN, _REST * (now - began)) if answers else _SOON)
+            if math.isinf(self._next):  # it was measured, or has refused that
+                now = time.monotonic()
+                self._next = now + max(AGAIN, _REST * (now - began))
             self._looking = None
 
     async def _read(self, names: list[str]) -> Found:
@@ -140,13 +156,18 @@ class Database:
         return found
 
     async def _rows(self, query: str, params: Mapping[str, Any] | None = None) -> list[tuple[Any, ...]]:
+        rows = await (await OwnCursor(await self._connected()).execute(self._queries[query], params)).fetchall()
+        self._heard = time.monotonic()
+        return rows
+
+    async def _connected(self) -> psycopg.AsyncConnection[Any]:
         if self._connection is None or self._connection.closed:
             connection = await connect_async(
                 self._dsn, _SETTINGS, connect_timeout=5, application_name="idemconsumer metrics"
             )
             connection.patience = _PATIENCE
             self._connection = connection
-        return await (await OwnCursor(self._connection).execute(self._queries[query], params)).fetchall()
+        return self._connection
 
     async def _leave(self) -> None:
         connection, self._connection = self._connection, None

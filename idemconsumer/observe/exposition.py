@@ -27,16 +27,20 @@ Labels = tuple[str, ...]
 Samples = Iterable[tuple[Labels, float]]
 
 
-def exposition(crew: Crew, found: Found | None, certificates: Mapping[str, str] | None = None) -> bytes:
-    """All that is known. `found`: None when the database did not answer, and then what only it knows is left out.
-    `certificates`: the files of ours, by the server that they are shown to."""
+def exposition(
+    crew: Crew, found: Found | None, certificates: Mapping[str, str] | None = None, *, answer: float | None = None
+) -> bytes:
+    """All that is known. `found`: None when the database did not tell it, and then what only it knows is left out;
+    `answer`: as `observe.database.Database` has it. `certificates`: the files of ours, by the server that they are for.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Numbers(crew, found, certificates or {}))
+    registry.register(_Numbers(crew, found, certificates or {}, answer))
     return generate_latest(registry)
 
 
 class _Numbers(Collector):
-    def __init__(self, crew: Crew, found: Found | None, certificates: Mapping[str, str]) -> None:
+    def __init__(self, crew: Crew, found: Found | None, certificates: Mapping[str, str], answer: float | None) -> None:
+        self._answer = answer
         self._crew = crew
         self._found = found
         self._certificates = certificates
@@ -50,10 +54,14 @@ class _Numbers(Collector):
         )  # fmt: skip
         yield _gauge(
             "database_up",
-            "Whether the database has answered the launcher of late",
+            "Whether the database has answered the launcher just now",
             (),
-            [((), float(self._found is not None))],
+            [((), float(self._answer is not None))],
         )
+        yield _gauge(
+            "database_answer_seconds", "How long it took for an answer to nothing", (),
+            [] if self._answer is None else [((), self._answer)],
+        )  # fmt: skip
         if self._found is not None:
             yield from _stored(self._found)
         yield from _lag(self._crew, self._found)

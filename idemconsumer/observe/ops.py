@@ -88,7 +88,12 @@ class Ops:
         # In a thread: it takes a while, and the workers' pipes are read in this one.
         module = await asyncio.to_thread(import_module, "idemconsumer.observe.exposition")
         found = None if self._database is None else await self._database.look(self._crew.sources)
-        return HTTPStatus.OK, module.CONTENT_TYPE, module.exposition(self._crew, found, self._certificates)
+        answer = None if self._database is None else self._database.answer
+        return (
+            HTTPStatus.OK,
+            module.CONTENT_TYPE,
+            module.exposition(self._crew, found, self._certificates, answer=answer),
+        )
 
 
 def _health(word: str, against: Iterable[str]) -> Answer:

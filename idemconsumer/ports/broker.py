@@ -340,6 +340,16 @@ class KnowsLag(Protocol):
 
 
 @runtime_checkable
+class KnowsSilence(Protocol):
+    """A session that goes on for a while when its server says nothing."""
+
+    @property
+    def silence(self) -> float | None:
+        """For how many seconds the server has been silent, if that is longer than it should be (O33)."""
+        ...
+
+
+@runtime_checkable
 class BesideSagas(Protocol):
     """A broker in the database that has the sagas, too: one look is for both (L61)."""
 

@@ -18,7 +18,7 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
 from idemconsumer.message.message import Subscription
 from idemconsumer.message.origin import letter_of, pending_of, restored
-from idemconsumer.ports.broker import Bounds, Broker, Delivery, KnowsLag, Lag, Session
+from idemconsumer.ports.broker import Bounds, Broker, Delivery, KnowsLag, KnowsSilence, Lag, Session
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.observer import Observer, Point
 from idemconsumer.ports.store import JoinedStore
@@ -80,6 +80,7 @@ class Feed:
         self._observer = observer
         self._at = observer.at
         self._session: Session | None = None
+        self._closed_at = time.monotonic()
         self._polls_since: float | None = None
         for source, handler in self._handlers.items():
             self._in_hand.counts.of(handler.name).deliveries[source] += 0
@@ -145,7 +146,7 @@ class Feed:
 
     async def _close_session(self) -> None:
         """To its end, whatever is cancelled meanwhile (D24)."""
-        session, self._session = self._session, None
+        session, self._session, self._closed_at = self._session, None, time.monotonic()
         if session is not None:
             await uninterrupted(session.close())
 
@@ -326,9 +327,12 @@ class Feed:
         return self._handlers.keys()
 
     @property
-    def consuming(self) -> bool:
-        """Whether it has a session now."""
-        return self._session is not None
+    def away(self) -> float | None:
+        """For how many seconds it has had no session whose server answers; None: it has one."""
+        session: object = self._session
+        if session is None:
+            return time.monotonic() - self._closed_at
+        return session.silence if isinstance(session, KnowsSilence) else None
 
     async def lag(self, *, whole: bool) -> Mapping[str, Lag]:
         """As its session says; nothing without one."""

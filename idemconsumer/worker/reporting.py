@@ -75,8 +75,8 @@ class Reporting:
         if self._at_work is not None:
             feeds, lanes, memory, retention, lags = self._at_work
             report.stalled = {feed.name: seconds for feed in feeds if (seconds := feed.stalled) is not None}
-            report.up = {source: feed.consuming for feed in feeds for source in feed.sources}
-            report.lacking = [feed.name for feed in feeds if not feed.consuming]
+            report.up = {source: feed.away is None for feed in feeds for source in feed.sources}
+            report.lacking = [feed.name for feed in feeds if feed.away is not None]
             report.lacking += ["the database"] if lanes.in_hand.outage.lasts else []
             report.handlers = lanes.states
             report.lag = lags.known

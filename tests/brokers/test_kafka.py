@@ -612,11 +612,13 @@ async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
     taken = await take(session, 5)
     await session.settle(taken[:2])
     await mortal.commits(2)
+    assert session.silence is None
     own = mortal.own
     leave, back = (own.kill, own.start) if fault == "killed" else (own.freeze, own.thaw)
     leave()
     await session.settle(taken[2:])
     await until(lambda: bool(entries(logged, "kafka unreachable")))
+    assert (session.silence or 0) > 0, "long before it is given up"
     await asyncio.to_thread(back)
     rest = {offset_of(each) for each in taken}
     async with asyncio.timeout(40):
@@ -626,6 +628,7 @@ async def test_a_broker_that_comes_back_loses_nothing_and_is_said_once(
             rest |= {offset_of(each) for each in more}
     await mortal.commits(10)
     await until(lambda: bool(entries(logged, "kafka reachable")))
+    assert session.silence is None
     assert len(entries(logged, "kafka unreachable")) == 1
     assert [record for record in caplog.records if record.name.startswith("aiokafka")] == []
 

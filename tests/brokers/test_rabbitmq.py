@@ -546,8 +546,11 @@ async def test_a_connection_that_falls_silent_ends_the_session(node: Node) -> No
         await broker.publish(name, numbered(1))
         async with consuming(broker, name) as session:
             held = await arriving(session, 1)
+            assert session.silence is None
             silent.set()
             await session.settle(held)
+            await until(lambda: session.silence is not None)
+            assert not held[0].epoch.ended, "before it is given up"
             await ended(session, within=15.0)
     finally:
         await broker.close()

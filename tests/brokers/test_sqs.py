@@ -33,6 +33,7 @@ from tests.support.servers.made import PrivateElasticMQ, Server
 from tests.support.servers.proxy import Proxy
 from tests.support.servers.sqs_double import SqsDouble
 from tests.support.tuning import tuned
+from tests.support.waiting import until
 from tests.support.workers import Bench, Item, body, note, prepare
 
 
@@ -173,6 +174,7 @@ async def test_an_endpoint_that_is_lost_ends_the_session_and_loses_nothing(
     tuned(
         monkeypatch,
         sqs_read_patience=2.0,
+        sqs_silent_after=0.5,
         sqs_calls=1,
         sqs_visibility=3,  # what is held then comes again soon
     )
@@ -184,7 +186,11 @@ async def test_an_endpoint_that_is_lost_ends_the_session_and_loses_nothing(
         at = f"http://127.0.0.1:{proxy.port}/000000000000/{name}"
         async with consuming(away, at) as session:
             held = await arriving(session, 1)
+            assert session.silence is None
             proxy.freeze() if fault == "silent" else proxy.cut()
+            if fault == "silent":
+                await until(lambda: session.silence is not None)
+                assert not held[0].epoch.ended, "before it is given up"
             with pytest.raises(SessionEnded, match=r"correct the queue's URL"):
                 await arriving(session, 1)
             assert held[0].epoch.ended

@@ -133,6 +133,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     # SQS
     "sqs_calls": at("brokers.sqs.client.CALLS"),  # a number
     "sqs_read_patience": at("brokers.sqs.client.READ_TIMEOUT"),
+    "sqs_silent_after": at("brokers.sqs.session.SILENT"),
     "sqs_visibility": at("brokers.sqs.client.LEAST_VISIBILITY"),
     "sqs_backoff": at("brokers.sqs.session._BACKOFF"),  # two: the first pause, the longest
     "sqs_calm": at("brokers.sqs.session._CALM"),

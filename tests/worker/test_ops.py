@@ -351,6 +351,36 @@ async def test_a_database_that_is_back_is_measured_soon(database: str, monkeypat
         await looking.close()
 
 
+async def test_a_database_that_answers_is_up_whatever_measuring_takes(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And after a hang from the first look on that is not the one which hung."""
+    tuned(monkeypatch, look_patience=2.5)
+    migrate(database, "idemconsumer")
+    async with Proxy(int(str(conninfo_to_dict(database)["port"]))) as proxy:
+        looking = measured.Database(make_conninfo(database, host="127.0.0.1", port=proxy.port), "idemconsumer")
+
+        async def look() -> tuple[bool, bool]:
+            found = await looking.look([])
+            return looking.answer is not None, found is not None
+
+        with psycopg.connect(database) as other:
+            other.execute("lock table idemconsumer.saga in access exclusive mode")
+            assert await look() == (True, False)
+        assert await look() == (True, False), "what it could not tell is asked again later"
+        tuned(monkeypatch, scrape_patience=0.2)
+        proxy.freeze()
+
+        async def silent() -> bool:
+            return await look() == (False, False) and looking._looking is None
+
+        await until(silent)
+        proxy.thaw()
+        tuned(monkeypatch, scrape_patience=10.0)
+        assert await look() == (True, True)
+        await looking.close()
+
+
 def test_a_worker_that_waits_for_a_server_does_not_consume() -> None:
     crew = Crew(2)
 

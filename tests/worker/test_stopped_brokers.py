@@ -22,6 +22,7 @@ from tests.support.workers import Bench, Item, body, note
 pytestmark = [pytest.mark.kill, pytest.mark.long]
 
 EACH = 8
+LOST = "broker session lost, reconnecting"
 
 
 class Server(Protocol):
@@ -50,6 +51,8 @@ async def goes_on(
             await running.until(lambda: len(bench.effects()) >= 2)
             server.freeze()
             try:
+                await running.until(lambda: running.worker._reporting.report().lacking != [])
+                assert times(logged, LOST) == 0, "before it is given up (O33)"
                 await running.until(lambda: times(logged, said[0]) > 0)
             finally:
                 server.thaw()
@@ -87,19 +90,17 @@ async def test_rabbitmq(
         async with await aio_pika.connect(server.address) as connection, connection.channel() as channel:
             await channel.declare_queue("stopped", durable=True, arguments={"x-queue-type": "quorum"})
 
-    lost = "broker session lost, reconnecting"
-    await goes_on(bench, logged, server, "rabbitmq", create, lost, "consuming again")
+    await goes_on(bench, logged, server, "rabbitmq", create, LOST, "consuming again")
 
 
 async def test_sqs(
     bench: Bench, logged: LogCapture, monkeypatch: pytest.MonkeyPatch, private_elasticmq: PrivateElasticMQ
 ) -> None:
-    tuned(monkeypatch, sqs_read_patience=2.0, sqs_calls=1)
+    tuned(monkeypatch, sqs_read_patience=2.0, sqs_silent_after=1.0, sqs_calls=1)
     server = private_elasticmq()
 
     async def create() -> None:
         async with get_session().create_client("sqs", endpoint_url=server.address) as client:
             await client.create_queue(QueueName="stopped", Attributes={"VisibilityTimeout": "3"})
 
-    lost = "broker session lost, reconnecting"
-    await goes_on(bench, logged, server, "sqs", create, lost, "consuming again")
+    await goes_on(bench, logged, server, "sqs", create, LOST, "consuming again")

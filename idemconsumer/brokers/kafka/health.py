@@ -32,6 +32,11 @@ class Health:
         self._positions: Mapping[TopicPartition, int] = {}
         self._empty_polls: set[str] = set()
 
+    @property
+    def silence(self) -> float | None:
+        """See `ports.KnowsSilence`."""
+        return None if self._down_since is None else asyncio.get_running_loop().time() - self._down_since
+
     def polled(self, sources: Iterable[str]) -> None:
         """The consumer was asked for more of these, waited, and got nothing."""
         self._empty_polls.update(sources)

@@ -190,6 +190,11 @@ class KafkaSession:
         """See `ports.KnowsLag`."""
         return await behind(self._consumer, self._reading) if self._member() else {}
 
+    @property
+    def silence(self) -> float | None:
+        """See `ports.KnowsSilence`."""
+        return self._health.silence
+
     def _high_water(self, at: TopicPartition) -> int | None:
         return self._consumer.highwater(at) if at in self._consumer.assignment() else None
 

@@ -77,6 +77,7 @@ class Link:
         self.exposed = not all(host.encrypted or is_local(host.name) for host in self._hosts)
         self._guest = hosts[0].username == "guest"
         self._heartbeat = None if "heartbeat" in parameters else HEARTBEAT
+        self.heartbeat = int(parameters.get("heartbeat", HEARTBEAT))
         for name in ("aio_pika", "aiormq"):
             # Both log every loss several times, as errors; the feed that reconnects logs once that a session ended.
             if (logger := logging.getLogger(name)).level == logging.NOTSET:

@@ -146,6 +146,12 @@ class RabbitmqSession:
             return {}
         return {f"rabbitmq:{self._queue}": self._backlog.lag(await depth(self._connection, self._queue))}
 
+    @property
+    def silence(self) -> float | None:
+        """See `ports.KnowsSilence`. A server with nothing to say sends a heartbeat each `heartbeat` seconds."""
+        seconds = time.monotonic() - self._connection.reader.heard_at
+        return seconds if seconds > 1.25 * self._link.heartbeat > 0 else None
+
     async def stop_fetching(self) -> Sequence[Delivery]:
         self._stopped = True
         if not self._epoch.returns_count:

@@ -91,8 +91,10 @@ class DeliveryReader(asyncio.StreamReader):
         self._needed = _FRAME.size
         self._is_amqp = True
         self._told = 0.0
+        self.heard_at = time.monotonic()
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        self.heard_at = time.monotonic()
         if not self._is_amqp:
             super().feed_data(data)
             return

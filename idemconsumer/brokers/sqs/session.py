@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ EXTENSIONS: Final = 4
 CONNECTIONS: Final = POLLS + DELETIONS + EXTENSIONS
 _FETCH_SECONDS: Final = 1.0
 _FAREWELL: Final = 5.0  # seconds for what is left to be deleted or given back
+SILENT: Final = 9.0  # seconds without an answer, of three tries that wait for ten each
 _PATIENCE: Final = 5  # retries in a row of a throttled deletion or extension, until it is given up
 _CALM: Final = 30.0  # seconds without a throttled answer until throttling counts as over
 _BACKOFF: Final = (0.2, 5.0)  # seconds: the first pause after a throttled request, and the longest
@@ -64,6 +66,7 @@ class SqsSession:
         self._overdue_logged = False
         self._stopped = False
         self._lost: str | None = None
+        self._asked: dict[object, float] = {}  # since when polls wait for their answers
         self._wake = asyncio.Event()
         self._freed = asyncio.Event()
         self._polls: set[asyncio.Task[None]] = set()
@@ -98,6 +101,8 @@ class SqsSession:
                 await self._wait_for_room()
                 continue
             self._reserved += want
+            poll = object()
+            self._asked[poll] = asyncio.get_running_loop().time()
             try:
                 brought = await self._receive(want)
             except Exception as error:  # noqa: BLE001 - whatever it is, a session that does not poll has to end
@@ -108,6 +113,7 @@ class SqsSession:
                 return
             finally:
                 self._reserved -= want
+                del self._asked[poll]
             failures = 0
             self._eased()
             self._dry = not brought
@@ -299,6 +305,13 @@ class SqsSession:
         name = "ApproximateNumberOfMessages"
         answer = await self._client.get_queue_attributes(QueueUrl=self._queue.url, AttributeNames=[name])
         return {self._queue.source: self._backlog.lag(int((answer.get("Attributes") or {}).get(name, 0)))}
+
+    @property
+    def silence(self) -> float | None:
+        """See `ports.KnowsSilence`: of the poll that waits for longest, beyond what it waits at the queue."""
+        asked = min(self._asked.values(), default=math.inf)
+        seconds = asyncio.get_running_loop().time() - asked - WAIT
+        return seconds if seconds > SILENT else None
 
     async def stop_fetching(self) -> Sequence[Delivery]:
         self._stopped = True
