@@ -28,6 +28,9 @@ _QUERY: Final = re.compile(
     r"([?&;][\w.~%-]*(?:passw|pwd|secret|token|credential|sig|key)[\w.~%-]*=)[^&\s\"'#]+", re.IGNORECASE
 )
 _KEYWORD: Final = re.compile(r"(?<![?&;\w])((?:ssl)?password\s*=\s*)('(?:[^'\\]|\\.)*'|\S+)", re.IGNORECASE)
+_QUOTED: Final = re.compile(r"'|\$(?!\d)|--|/\*")
+_NUMBER: Final = re.compile(r"(?<![\w$])\d[\d.]*")
+_MOST_STATEMENT: Final = 120  # characters
 
 
 @dataclass(slots=True)
@@ -71,6 +74,13 @@ def error_text(error: BaseException) -> str:
         if is_of_database(inner) and str(inner) and str(inner) in text:
             text = text.partition(str(inner))[0] + _database_text(inner)
     return redact(text)
+
+
+def without_values(statement: str) -> str:
+    """A statement in one line, up to the first text or comment in it, and without its numbers: these may be of rows."""
+    said, *more = _QUOTED.split(statement, maxsplit=1)
+    line = _NUMBER.sub("?", " ".join(said.split()))
+    return f"{line[:_MOST_STATEMENT]}…" if more or len(line) > _MOST_STATEMENT else line
 
 
 def is_of_database(error: object) -> TypeGuard[psycopg.Error]:

@@ -12,6 +12,7 @@ from idemconsumer.admin.dead_letters import connected
 from idemconsumer.errors import ConfigurationError
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Lag
+from idemconsumer.rules.held_up import Condition
 from idemconsumer.sql.queries import load
 
 LOST: Final = 45.0  # seconds without a sign of life; a worker gives one every twelve
@@ -23,7 +24,8 @@ Name: TypeAlias = tuple[str, str]  # app and handler
 class Doing(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker says of one of its handlers. `queues`: those in Postgres that are the handler's own. `lag`: by
     source, as far as the worker knows it. `paused`: it has noticed that. `running`: lanes that run something; `relays`:
-    schemes to which it relays the outbox; `outcomes`: of deliveries, since the worker began."""
+    schemes to which it relays the outbox; `outcomes`: of deliveries, since the worker began; `conditions`: what
+    holds it up (O34)."""
 
     sources: list[str] = []
     queues: list[str] = []
@@ -33,6 +35,7 @@ class Doing(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     relays: list[str] = []
     outcomes: dict[str, int] = {}
+    conditions: list[Condition] = []
 
 
 class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):

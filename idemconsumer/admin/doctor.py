@@ -12,11 +12,12 @@ from idemconsumer.admin.control import UNRECORDED, WorkerLine
 from idemconsumer.admin.dead_letters import connected
 from idemconsumer.admin.key_secrets import examine_secrets
 from idemconsumer.admin.orphans import Sagas, find_orphans
-from idemconsumer.admin.status import MOST, Status, status
+from idemconsumer.admin.status import MOST, Status, in_words, status
 from idemconsumer.hashing import HASHING
 from idemconsumer.message import keys
 from idemconsumer.message.sources import retry_source
 from idemconsumer.ports.broker import Finding
+from idemconsumer.rules.held_up import HeldUp
 from idemconsumer.rules.request_keys import is_route
 from idemconsumer.sql.queries import load
 from idemconsumer.stores import migrations
@@ -31,6 +32,13 @@ _UNPRUNED: Final = 172_800.0  # seconds
 _QUESTIONS: Final = (
     "stale_leases", "abandoned_requests", "old_transactions", "table_sizes", "some_scopes", "unpruned"
 )  # fmt: skip
+_TO_DO: Final[Mapping[HeldUp, str]] = {
+    HeldUp.PAUSED: "`idemconsumer resume {handler} --app {app}` lets it go on",
+    HeldUp.DATABASE_AWAY: "start it, make room, or look at the network; nothing is lost meanwhile",
+    HeldUp.SOURCE_AWAY: "the log of its workers says why; nothing is lost meanwhile",
+    HeldUp.LOCKED: "if nobody needs that transaction, end it (SELECT pg_terminate_backend(pid)): what waits runs again",
+    HeldUp.FAILS: "mend what it depends on, or deploy; meanwhile one is tried at a time, and the log has the errors",
+}
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,14 +93,11 @@ def _warning(subject: str, text: str) -> Diagnosis:
 
 
 def _handlers(found: Status) -> Iterator[Diagnosis]:
-    for each in found.handlers:
-        if (pause := each.paused) is not None:
-            why = f" ({pause.reason})" if pause.reason else ""
-            yield _warning(
-                f"handler {each.app}/{each.handler}",
-                f"is paused since {pause.at:%Y-%m-%d %H:%M} by {pause.by}{why}; "
-                f"`idemconsumer resume {each.handler} --app {each.app}` lets it go on",
-            )
+    for line in found.handlers:
+        for each in line.conditions:
+            said = in_words(each, line, found.at)
+            to_do = _TO_DO[each.by].format(handler=line.handler, app=line.app)
+            yield _warning(f"handler {line.app}/{line.handler}", f"{said}; {to_do}")
 
 
 def _workers(workers: Sequence[WorkerLine]) -> Iterator[Diagnosis]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -13,6 +13,7 @@ from idemconsumer.admin.control import Controls, Paused, WorkerLine
 from idemconsumer.admin.dead_letters import connected
 from idemconsumer.message import keys
 from idemconsumer.ports.broker import Lag
+from idemconsumer.rules.held_up import Condition, HeldUp, paused, together
 from idemconsumer.sql.queries import load
 
 MOST: Final = 10_000  # rows that are read of each queue, handler of sagas and reason of letters
@@ -92,7 +93,8 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
 class HandlerLine(msgspec.Struct, frozen=True, kw_only=True):
     """A handler that a live worker runs, or that is paused. `queues` in Postgres are its own. `lag` of sources
     elsewhere, as far as workers know it. `lanes`, and `running` ones among them, in all `workers`; `outcomes` of
-    deliveries since these began. `obeyed`: how many workers say that they have paused it."""
+    deliveries since these began. `obeyed`: how many workers say that they have paused it. `conditions`: what holds it
+    up, with the number of workers in which it does (O34); none: it works."""
 
     app: str
     handler: str
@@ -105,6 +107,7 @@ class HandlerLine(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: dict[str, int]
     paused: Paused | None = None
     obeyed: int = 0
+    conditions: list[Condition] = []
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +131,7 @@ async def status(dsn: str, schema: str, app: str | None = None, *, most: int | N
     scopes = None if app is None else keys.scopes_of(app)
     most = MOST if most is None else most
     given = {"most": most, "app": None if scopes is None else scopes[:-1], "scopes": scopes}
-    workers, paused = await controls.workers(app), await controls.paused()
+    workers, pauses = await controls.workers(app), await controls.paused()
     async with connected(dsn, schema) as connection:
         rows = {
             name: await (await connection.execute(queries[f"status_{name}"], given)).fetchall()
@@ -136,7 +139,7 @@ async def status(dsn: str, schema: str, app: str | None = None, *, most: int | N
         }
         (now,) = await (await connection.execute(b"select clock_timestamp() as at")).fetchall()
     relays = {each for line in workers if line.live for doing in line.handlers.values() for each in doing.relays}
-    handlers = [line for line in handler_lines(workers, paused) if app in (None, line.app)]
+    handlers = [line for line in handler_lines(workers, pauses, now["at"]) if app in (None, line.app)]
     return Status(
         at=now["at"],
         handlers=handlers,
@@ -156,8 +159,24 @@ def _scheme(row: Mapping[str, Any]) -> str:
     return str(row["destination"]).partition(":")[0]
 
 
-def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[Paused]) -> list[HandlerLine]:
-    """By app and name."""
+def in_words(each: Condition, line: HandlerLine, at: datetime) -> str:
+    """What holds a handler up, since when, and in how many of its workers, as of then."""
+    part = "" if each.workers == line.workers else f", in {each.workers} of {line.workers} workers"
+    return f"{each.text} since {at - timedelta(seconds=each.seconds):%Y-%m-%d %H:%M:%S}{part}"
+
+
+def _conditions(pause: Paused | None, its: Sequence[WorkerLine], name: str, at: datetime) -> list[Condition]:
+    """As people have decided, and as its workers say, who have last been heard of a while ago."""
+    said = [(line, each) for line in its for each in line.handlers[name].conditions if each.by is not HeldUp.PAUSED]
+    known = together(msgspec.structs.replace(each, seconds=each.seconds + line.unseen) for line, each in said)
+    if pause is None:
+        return known
+    obeyed = sum(line.handlers[name].paused for line in its)
+    return [paused(pause.by, pause.reason, (at - pause.at).total_seconds(), obeyed), *known]
+
+
+def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[Paused], at: datetime) -> list[HandlerLine]:
+    """By app and name, as of then."""
     pauses = {(each.app, each.handler): each for each in paused}
     doings = {
         (line.app, name): [each for each in workers if each.live and each.app == line.app and name in each.handlers]
@@ -167,7 +186,8 @@ def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[Paused]) -> li
     }
     lines = []
     for app, name in sorted(doings.keys() | pauses.keys()):
-        its = [line.handlers[name] for line in doings.get((app, name), ())]
+        lines_of = doings.get((app, name), [])
+        its = [line.handlers[name] for line in lines_of]
         outcomes: dict[str, int] = {}
         lags: dict[str, Lag] = {}
         for each in its:
@@ -188,6 +208,7 @@ def handler_lines(workers: Sequence[WorkerLine], paused: Sequence[Paused]) -> li
                 outcomes=outcomes,
                 paused=pauses.get((app, name)),
                 obeyed=sum(each.paused for each in its),
+                conditions=_conditions(pauses.get((app, name)), lines_of, name, at),
             )
         )
     return lines

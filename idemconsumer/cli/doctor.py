@@ -27,9 +27,10 @@ def doctor(target: str | None, as_json: bool, **flags: Any) -> None:
     Exit code 0: nothing, or notes only. 1: something is, or the database cannot be reached. 2: wrong usage.
 
     Migrations that are pending; stale leases; sagas, queues, retries and outgoing messages that nobody takes; sagas for
-    review; workers that are lost or of different versions; paused handlers; secrets of keys that are not those of the
-    schema, or can go; long transactions, bloat, and tables that are larger than their rows. With MODULE:APP also all
-    that `check` warns of, such as brokers that keep messages longer than their records are kept. It only reads.
+    review; workers that are lost or of different versions; handlers that are paused, fail, or wait for a lock, a source
+    or the database; secrets of keys that are not those of the schema, or can go; long transactions, bloat, and tables
+    that are larger than their rows. With MODULE:APP also all that `check` warns of, such as brokers that keep messages
+    longer than their records are kept. It only reads.
     """
     settings = load(**flags)
     found = asyncio.run(_all(target, settings))

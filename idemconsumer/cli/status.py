@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
 from typing import Any
 
 import click
 
-from idemconsumer.admin.status import HandlerLine, Status
+from idemconsumer.admin.status import HandlerLine, Status, in_words
 from idemconsumer.admin.status import status as read_status
 from idemconsumer.cli.banner import table
 from idemconsumer.cli.options import as_json, database, need_dsn, print_json, printable
+from idemconsumer.rules.held_up import WORKS
 from idemconsumer.settings import load
 
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
@@ -64,13 +66,9 @@ def ago(seconds: float | None) -> str:
     return next((f"{seconds / size:.0f} {unit}" for size, unit in _UNITS if seconds >= 2 * size), f"{seconds:.0f} s")
 
 
-def state_of(line: HandlerLine) -> str:
-    """Whether it is paused, by whom and why."""
-    if line.paused is None:
-        return "runs"
-    why = f": {line.paused.reason}" if line.paused.reason else ""
-    waits = "" if line.obeyed == line.workers else f" ({line.workers - line.obeyed} workers have not said so yet)"
-    return f"paused by {line.paused.by} at {line.paused.at:%Y-%m-%d %H:%M}{waits}{why}"
+def state_of(line: HandlerLine, at: datetime) -> str:
+    """What holds it up, if anything does."""
+    return "; ".join(in_words(each, line, at) for each in line.conditions) or WORKS
 
 
 def _handlers(status: Status) -> list[tuple[str, ...]]:
@@ -78,7 +76,7 @@ def _handlers(status: Status) -> list[tuple[str, ...]]:
     for each in status.handlers:
         sources = ", ".join(each.sources) or "-"
         cells = (f"{each.app}/{each.handler}", sources, str(each.workers), str(each.lanes), str(each.running))
-        rows.append(tuple(map(printable, (*cells, state_of(each)))))
+        rows.append(tuple(map(printable, (*cells, state_of(each, status.at)))))
     return rows
 
 

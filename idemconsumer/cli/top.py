@@ -110,7 +110,7 @@ def screen(status: Status, rates: Rates) -> Tables:
         if any(source not in each.lag and not source.startswith("postgres:") for source in each.sources):
             lag += " + ?"
         cells = (f"{done:,.1f}", f"{failed:,.1f}", lag, f"{each.running}/{each.lanes}")
-        rows.append(tuple(map(printable, (name, *cells, str(each.workers), state_of(each)))))
+        rows.append(tuple(map(printable, (name, *cells, str(each.workers), state_of(each, status.at)))))
     return [(f"handlers, {status.at:%Y-%m-%d %H:%M:%S %Z}", rows), *others]
 
 

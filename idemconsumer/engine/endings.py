@@ -224,7 +224,7 @@ class Endings:
 
     async def collided(self, work: Work, contention: Contention) -> Outcome:
         """No message is at fault, so it costs no attempt (B3), until it has collided for an hour (B15)."""
-        streak = self.contended.collided(work.key)
+        streak = self.contended.collided(work.key, work.handler.name)
         if streak.seconds >= MAX_CONTENTION:
             return await self.bury(work, "contended", streak.describe(contention))
         return self._free_retry(work, contention, streak.collisions)

@@ -76,6 +76,10 @@ class Engine:
         """Whether the messages of this handler all fail (D17)."""
         return self.endings.failing.of(Subject.handler(handler))
 
+    def collides(self, handler: str) -> bool:
+        """Whether a group or a message of this handler has collided of late, and none has been committed since."""
+        return self._sizes.collides(handler) or self.endings.contended.lasts(handler)
+
     def has_failed(self, work: Work) -> bool:
         """Whether it is known to have failed before."""
         return work.attempts > 0 or self.endings.failing.has_failed(Subject.handler(work.handler), work.identity)

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Final, TypeAlias
 
-from idemconsumer.engine.blame import said
-from idemconsumer.errors import Retry
+from idemconsumer.engine.blame import said, where
+from idemconsumer.errors import BadMessage, Retry
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
 from idemconsumer.rules.failing import Health
+from idemconsumer.rules.held_up import Failures
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -60,10 +61,15 @@ def _of_handler(name: str) -> Subject:
 
 @dataclass(slots=True)
 class _Account:
-    """`failed`: what has failed and not ended yet, as far as this process has seen it."""
+    """`failed`: what has failed and not ended yet, as far as this process has seen it. `runs` in a row have failed
+    since `began`, the last one with `error`; `handlers`: whose they were."""
 
     health: Health = _HEALTHY
     failed: dict[bytes, None] = field(default_factory=dict)
+    runs: int = 0
+    began: float = 0.0
+    error: str = ""
+    handlers: set[str] = field(default_factory=set)
 
 
 class Failing:
@@ -95,16 +101,18 @@ class Failing:
             return
         for key in keys:
             account.failed.pop(key, None)
-        before, account.health = account.health, account.health.succeeded()
+        before, account.health, account.runs = account.health, account.health.succeeded(), 0
         if not account.failed:
             del self._accounts[subject]
         if before.since is not None:
             seconds = asyncio.get_running_loop().time() - before.since
             log.info(subject.works, **{subject.is_a: subject.name}, seconds=round(seconds, 1))
 
-    def failed(self, subject: Subject, key: bytes, error: BaseException, *, first: bool) -> bool:
+    def failed(
+        self, subject: Subject, key: bytes, error: BaseException, *, first: bool, handler: str | None = None
+    ) -> bool:
         """Whether this failure costs no attempt. `first`: as far as its attempts tell. One that was asked for (Retry)
-        is no sign, and costs one."""
+        is no sign, and costs one. `handler`: whose it is, if that is not the subject."""
         if not self._watched or isinstance(error, Retry):
             return False
         account, now = self._accounts.setdefault(subject, _Account()), asyncio.get_running_loop().time()
@@ -113,11 +121,30 @@ class Failing:
         if key not in account.failed and len(account.failed) >= _MOST:
             del account.failed[next(iter(account.failed))]
         account.failed[key] = None
+        account.began = account.began if account.runs else now
+        account.runs += 1
+        account.error = _in_short(error)
+        account.handlers.add(handler or subject.name)
         if health.probing and not before.probing:
             log.error(subject.fails, **{subject.is_a: subject.name}, failed=health.failures, **said(error))
         return health.is_free(now)
+
+    def all_fail(self, handler: str) -> Failures | None:
+        """What of a handler fails each time, and has for longest; None: nothing (O34)."""
+        its = [(subject, of) for subject, of in self._accounts.items() if of.health.probing and handler in of.handlers]
+        if not its:
+            return None
+        subject, of = min(its, key=lambda each: each[1].began)
+        what = "all messages fail" if subject.is_a == "handler" else f"{subject.name} fails in all sagas"
+        return Failures(what, of.runs, of.error, asyncio.get_running_loop().time() - of.began)
 
     def ended(self, subject: Subject, key: bytes) -> None:
         """Nothing of it runs again."""
         if (account := self._accounts.get(subject)) is not None:
             account.failed.pop(key, None)
+
+
+def _in_short(error: BaseException) -> str:
+    """What it is, and where. What it says may quote the message."""
+    kind, place = error.reason if isinstance(error, BadMessage) else type(error).__name__, where(error)
+    return kind if place == "unknown" else f"{kind} at {place}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
+from idemconsumer.engine.contention import OF_LATE
 from idemconsumer.errors import Contention
 from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
@@ -20,6 +22,7 @@ class GroupSizes:
         self._counts = counts
         self._sizes: dict[str, GroupSize] = {}
         self._commit = Least()
+        self._collided: dict[str, float] = {}  # when groups last have, of handlers without a commit since
 
     def of(self, handler: BoundHandler) -> GroupSize:
         if (size := self._sizes.get(handler.name)) is None:
@@ -36,6 +39,7 @@ class GroupSizes:
     def committed(self, handler: BoundHandler, messages: int, seconds: float, now: float, duplicates: int) -> None:
         """`seconds`: how long the handlers of its `messages` took together, beside its `duplicates`."""
         self._counts.of(handler.name).handled(messages, seconds)
+        self._collided.pop(handler.name, None)
         self._sizes[handler.name] = self.of(handler).clean_group(messages, seconds, now, duplicates)
 
     def repeated(self, handler: BoundHandler, duplicates: int) -> None:
@@ -53,8 +57,13 @@ class GroupSizes:
         """Returns whether this has shut the gate, so that the rerun will not meet its rival again."""
         before, now = self.of(handler), asyncio.get_running_loop().time()
         after = before.out_of_locks(now) if contention.cap_groups else before.collided(now)
-        self._sizes[handler.name] = after
+        self._sizes[handler.name], self._collided[handler.name] = after, now
         shut = after.gated(now) and not before.gated(now)
         if shut:
-            log.info("groups collide, taking turns", handler=handler.name, seconds=after.gate.until - now)
+            seconds = after.gate.until - now
+            log.info("locks not given, groups take turns", handler=handler.name, seconds=seconds, error=str(contention))
         return shut
+
+    def collides(self, handler: str) -> bool:
+        """Whether the last group of this handler has collided, not long ago."""
+        return asyncio.get_running_loop().time() - self._collided.get(handler, -math.inf) < OF_LATE

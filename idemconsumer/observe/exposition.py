@@ -14,6 +14,7 @@ from idemconsumer.certificates import expires_at
 from idemconsumer.observe.counts import Histogram
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.database import Found
+from idemconsumer.rules.held_up import WORKS, HeldUp
 from idemconsumer.rules.letters import REASONS
 from idemconsumer.rules.values import OutcomeKind
 
@@ -129,6 +130,14 @@ def _standing(crew: Crew) -> Iterator[Metric]:
     yield _gauge(
         "source_up", "Whether all workers that read it are connected to a source", ("source",),
         (((source,), float(up)) for source, up in crew.up.items() if not source.startswith(_RETRIES)),
+    )  # fmt: skip
+    yield _gauge(
+        "handler_state", "Workers in which a handler works, or is held up by this", (*_HANDLER, "state"),
+        (
+            ((app, name, str(state)), float(sum(state in (each.held_up or [WORKS]) for each in of)))
+            for name, of in states.items()
+            for state in (WORKS, *HeldUp)
+        ),
     )  # fmt: skip
     yield _gauge(
         "lanes",

@@ -12,12 +12,14 @@ from idemconsumer.rules.health import Phase
 
 
 class HandlerState(msgspec.Struct, array_like=True):
-    """Of one handler, now. `waiting`: deliveries in its waiting room, the oldest for `oldest` seconds."""
+    """Of one handler, now. `waiting`: deliveries in its waiting room, the oldest for `oldest` seconds; `held_up`: by
+    what it is (O34)."""
 
     lanes: int
     busy: int
     waiting: int
     oldest: float
+    held_up: list[str] = msgspec.field(default_factory=list)
 
 
 class PoolState(msgspec.Struct):

@@ -298,7 +298,7 @@ class Attempt:
 
     def _is_spared(self, fn: Function, error: BaseException, max_attempts: int, *, first: bool) -> bool:
         """Whether this failure costs no attempt (D17)."""
-        free = self._probes.failed(fn, self._saga.key, error, first=first)
+        free = self._probes.failed(fn, self._saga.key, error, first=first, handler=self._saga.handler)
         return free and max_attempts > 1 and not self._saga.suspect
 
     async def _unencodable(self, run: SagaRun, error: TypeError) -> Outcome:
@@ -411,7 +411,7 @@ class Attempt:
         saga = self._saga
         # Between two collisions here, another worker may have brought it further.
         progress = (saga.state, saga.attempt, None if self.run is None else self.run.recovery_point)
-        streak = self._contended.collided(saga.key, progress)
+        streak = self._contended.collided(saga.key, saga.handler, progress)
         if streak.seconds >= MAX_CONTENTION:
             return await self._endings.put_aside("contended", streak.describe(collision))
         return await self._endings.collided(collision, streak.collisions)

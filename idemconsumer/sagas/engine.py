@@ -18,7 +18,6 @@ from functools import partial
 from msgspec.structs import replace
 
 from idemconsumer.engine.company import Stay
-from idemconsumer.engine.contention import Contended
 from idemconsumer.engine.engine import Engine
 from idemconsumer.engine.failing import Subject
 from idemconsumer.engine.work import Work, traced
@@ -58,7 +57,7 @@ class LeasedEngine:
         self._moved = time.monotonic()
         self._lease = lease
         self._chance = chance
-        self._contended = Contended()
+        self._contended = engine.endings.contended
         self._probes = Probes(engine.endings.failing)
         self._habits: dict[str, Habits] = {}
         self._active: dict[asyncio.Task[object], Attempt | None] = {}

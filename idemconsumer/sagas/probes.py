@@ -109,6 +109,6 @@ class Probes:
         turns.slot = min(max(turns.slot, now) + failing.AGAIN, now + _LONGEST)
         return turns.slot - now
 
-    def failed(self, fn: Function, saga: bytes, error: BaseException, *, first: bool) -> bool:
+    def failed(self, fn: Function, saga: bytes, error: BaseException, *, first: bool, handler: str) -> bool:
         """Whether this failure costs no attempt. `first`: as far as the saga's attempts tell."""
-        return self._failing.failed(Subject.function(fn), saga, error, first=first)
+        return self._failing.failed(Subject.function(fn), saga, error, first=first, handler=handler)

@@ -106,6 +106,23 @@ update {schema}.audit set target = %(target)s where id = %(id)s returning id
 -- name: audit
 select id, at, by, role, what, target, reason from {schema}.audit order by id desc limit %(limit)s
 
+-- name: lock_waits
+-- O34. Which of these sessions have waited for a lock for so long, and who has it: of several one that does not wait himself,
+-- and began first. For the gate (G3) groups are to wait. What another role runs only members of pg_read_all_stats see.
+select w.pid, h.pid, h.program, h.role, h.state, h.statement, h.since
+from (
+    select distinct l.pid from unnest(%(pids)s::int[]) as p (pid)
+    join pg_locks as l on l.pid = p.pid and not l.granted and l.waitstart < clock_timestamp() - make_interval(secs => %(seconds)s)
+    where l.locktype <> 'advisory' or l.classid <> 1768186979
+) as w
+cross join lateral (
+    select b.pid, coalesce(nullif(a.application_name, ''), a.backend_type) as program, a.usename::text as role, a.state,
+        case when a.query <> '<insufficient privilege>' then left(a.query, 1000) end as statement,
+        to_char(a.xact_start, 'YYYY-MM-DD HH24:MI:SS') as since
+    from unnest(pg_blocking_pids(w.pid)) as b (pid) left join pg_stat_activity as a on a.pid = b.pid
+    order by cardinality(pg_blocking_pids(b.pid)), a.xact_start limit 1
+) as h
+
 -- name: status_queues
 -- `most`: of each queue so many rows are read, the first ones, and `more`: there are more. `oldest`: seconds since the first one that waits was
 -- published, or given back; `overdue`: since the first one that is due should have been moved to its queue.

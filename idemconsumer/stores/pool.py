@@ -30,7 +30,7 @@ from idemconsumer.stores.connection import Connection
 from idemconsumer.stores.deliveries import Unlogged
 from idemconsumer.stores.literals import written
 from idemconsumer.stores.session import Session, SessionRules
-from idemconsumer.stores.sharing import Sharing
+from idemconsumer.stores.sharing import PARTY, Sharing
 from idemconsumer.stores.slow_commits import SlowCommits
 from idemconsumer.stores.sqlstates import NOT_DURABLE, may_be_changed, not_durable, translate
 from idemconsumer.user_code.cancellation import CancellationWatch, run_on
@@ -93,6 +93,7 @@ class Pool:
         self._sharing = Sharing(connections, parties)
         self._rules = SessionRules(dsn, longest_run, lease, beside)
         self._refused: ConfigurationError | None = None
+        self._in_use: set[Session] = set()
         self._pool = _Connections(
             self._rules.conninfo,
             kwargs={"failed": self._failed},
@@ -110,6 +111,11 @@ class Pool:
     def usage(self) -> tuple[int, int, int]:
         """How many connections are in use, how many may be, and how many callers wait for one."""
         return self._sharing.used, self._most, self._sharing.pending
+
+    def held_for(self, seconds: float) -> list[tuple[int, str]]:
+        """Of the connections that somebody has had for so long: the server's process, and the party."""
+        before = time.monotonic() - seconds
+        return [(each.server_pid, each.taken_by) for each in self._in_use if each.taken_at < before and not each.closed]
 
     @property
     def full(self) -> bool:
@@ -153,11 +159,14 @@ class Pool:
                 if outside.requested:
                     raise asyncio.CancelledError
                 connection.patience = PATIENCE
+                connection.taken_at, connection.taken_by = time.monotonic(), PARTY.get()
+                self._in_use.add(connection)
                 yield connection
             except StoreUnavailable:
                 await connection.close()  # it may be alive, and lead to a server that is now a standby
                 raise
             finally:
+                self._in_use.discard(connection)
                 try:
                     await self._leave(connection)
                 finally:  # a cancellation during the rollback must not cost the pool this place

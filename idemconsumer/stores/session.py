@@ -75,6 +75,7 @@ class Session(Connection):
 
     pooled = False
     again = b""  # behind RESET ALL, which takes from a pooler's session what the pooler has set there for us (R18)
+    taken_at, taken_by = 0.0, ""  # when, and by which party (`sharing.PARTY`), while somebody has it
     state = ""  # what transactions are to find (J25), as they are told it; empty before the first one
     _reported: Sequence[bytes | None] = ()  # and what the server tells of itself
     _told = 0  # the pid of the server's process, as the open transaction was told

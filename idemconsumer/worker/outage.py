@@ -7,6 +7,7 @@ import random
 from contextlib import suppress
 
 from idemconsumer.logs import log
+from idemconsumer.redaction import error_text
 from idemconsumer.rules.session_pause import session_pause
 
 
@@ -17,11 +18,14 @@ class Outage:
     def __init__(self) -> None:
         self._failures = 0
         self._until = 0.0
+        self._since = 0.0
+        self.why = ""
         self._over = asyncio.Event()
 
     async def wait(self, error: Exception, ended: asyncio.Event | None = None) -> None:
         """`ended` cuts it short, too."""
         now = asyncio.get_running_loop().time()
+        self._since, self.why = self._since if self._failures else now, error_text(error)
         if not self._failures:
             log.error("store unreachable, waiting", error=str(error))
         if now >= self._until:  # else somebody has failed just before, for the same reason
@@ -34,9 +38,14 @@ class Outage:
     def lasts(self) -> bool:
         return self._failures > 0
 
+    @property
+    def seconds(self) -> float | None:
+        """For how long it lasts; None: it does not."""
+        return asyncio.get_running_loop().time() - self._since if self._failures else None
+
     def over(self) -> None:
         if self._failures:
-            self._failures, self._until = 0, 0.0
+            self._failures, self._until, self.why = 0, 0.0, ""
             self._over.set()
             log.info("store reachable again")
 

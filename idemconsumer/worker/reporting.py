@@ -17,6 +17,7 @@ from idemconsumer.process.telling import EVERY, TELLING
 from idemconsumer.rules.health import Phase
 from idemconsumer.stores.pool import Pool
 from idemconsumer.user_code.cancellation import end
+from idemconsumer.worker.conditions import Conditions
 from idemconsumer.worker.feed import Feed
 from idemconsumer.worker.lags import Lags
 from idemconsumer.worker.lanes import Lanes
@@ -34,12 +35,13 @@ class Reporting:
     def __init__(self, handlers: Sequence[BoundHandler], draining: asyncio.Event) -> None:
         self.counts = Counts()
         self.pools: dict[str, Pool] = {}
+        self._handlers = handlers
         self._app = handlers[0].app
         # A handler may keep the loop for as long as it may take, and no longer: beyond that no time limit works.
         self._patience = EVERY + max([_HICCUP, *(handler.options.timeout for handler in handlers)])
         self._draining = draining
         self._leaving = False
-        self._at_work: tuple[Sequence[Feed], Lanes, BytesInHand, Retention, Lags] | None = None
+        self._at_work: tuple[Sequence[Feed], Lanes, BytesInHand, Retention, Conditions, Lags] | None = None
 
     @asynccontextmanager
     async def going_on(self) -> AsyncIterator[None]:
@@ -52,11 +54,11 @@ class Reporting:
             await end(telling)
 
     def begin(
-        self, feeds: Sequence[Feed], lanes: Lanes, memory: BytesInHand, retention: Retention
+        self, feeds: Sequence[Feed], lanes: Lanes, memory: BytesInHand, retention: Retention, conditions: Conditions
     ) -> list[Coroutine[Any, Any, None]]:
         """The worker has all its parts. Returns what is to run beside them: nothing if nobody listens."""
         lags = Lags(feeds, whole=os.environ.get(WORKER, "0") == "0")
-        self._at_work = feeds, lanes, memory, retention, lags
+        self._at_work = feeds, lanes, memory, retention, conditions, lags
         return [lags.run()] if TELLING.heard else []
 
     @property
@@ -73,12 +75,14 @@ class Reporting:
             pools={name: PoolState(*pool.usage) for name, pool in self.pools.items()},
         )
         if self._at_work is not None:
-            feeds, lanes, memory, retention, lags = self._at_work
+            feeds, lanes, memory, retention, conditions, lags = self._at_work
             report.stalled = {feed.name: seconds for feed in feeds if (seconds := feed.stalled) is not None}
             report.up = {source: feed.away is None for feed in feeds for source in feed.sources}
             report.lacking = [feed.name for feed in feeds if feed.away is not None]
             report.lacking += ["the database"] if lanes.in_hand.outage.lasts else []
             report.handlers = lanes.states
+            for handler in self._handlers:
+                report.handlers[handler.name].held_up = [each.by for each in conditions.of(handler)]
             report.lag = lags.known
             report.in_hand, report.bytes_in_hand = lanes.in_hand.in_flight, memory.held
             self.counts.pruned = retention.pruned

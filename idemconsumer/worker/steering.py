@@ -22,6 +22,7 @@ from idemconsumer.handlers.handler import BoundHandler
 from idemconsumer.logs import log
 from idemconsumer.ports.broker import Lag
 from idemconsumer.redaction import error_text
+from idemconsumer.worker.conditions import Conditions
 from idemconsumer.worker.lanes import Lanes
 
 EVERY: Final = 12.0  # seconds between two looks
@@ -66,6 +67,7 @@ class Steering:
         self._state = "running"
         self._id: int | None = None
         self._lanes: Lanes | None = None
+        self._conditions: Conditions | None = None
         self._pauses: Mapping[str, Pause] = {}
         self._given = {
             "app": handlers[0].app,
@@ -93,6 +95,10 @@ class Steering:
         """These, from now on."""
         self._lanes = lanes
         lanes.pause(self._pauses.keys())
+
+    def watch(self, conditions: Conditions) -> None:
+        """What they say goes on record, from now on."""
+        self._conditions = conditions
 
     async def run(self, ask: Ask) -> None:
         """Until it is cancelled."""
@@ -134,6 +140,7 @@ class Steering:
                 "lanes": 0 if lanes is None else len(lanes.of(handler.name).lanes),
                 "relays": self._relays,
                 "running": 0 if lanes is None else lanes.of(handler.name).running,
+                "conditions": [] if self._conditions is None else self._conditions.of(handler),
                 "outcomes": {} if lanes is None else lanes.in_hand.counts.of(handler.name).outcomes,
             }
             for handler in self._handlers

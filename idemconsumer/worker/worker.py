@@ -31,10 +31,12 @@ from idemconsumer.rules.fetching import in_lanes, per_lane
 from idemconsumer.rules.schedules import Schedule
 from idemconsumer.settings import Settings
 from idemconsumer.stores.joined import PostgresStore
+from idemconsumer.stores.lock_waits import LockWaits
 from idemconsumer.stores.positions import PostgresPositions
 from idemconsumer.user_code.cancellation import end, run_on
 from idemconsumer.user_code.resources import Resources
 from idemconsumer.worker import capacity
+from idemconsumer.worker.conditions import Conditions
 from idemconsumer.worker.deadlines import Deadlines
 from idemconsumer.worker.feed import Feed
 from idemconsumer.worker.forwarding import Forwarder
@@ -277,18 +279,23 @@ class Worker:
             )
             for name, broker, subscriptions in planned
         ]
+        pools = [store.pool, *([] if saga_lease is None else [saga_lease.pool])]
+        lock_waits = LockWaits(pools, engine.collides, steering.told)
+        conditions = Conditions(feeds, lanes, lock_waits)
+        steering.watch(conditions)
         senders: list[Forwarder | Relay] = [*forwarders, *([] if relay is None else [relay])]
         sending = [asyncio.create_task(sender.run()) for sender in senders]
         retention = Retention(dsn, settings.schema, settings.prune_every, self.handlers)
         deadlines = Deadlines(store.pool, self.handlers)
         upkeep = [asyncio.create_task(retention.run()), asyncio.create_task(deadlines.run())]
-        upkeep += map(asyncio.create_task, self._reporting.begin(feeds, lanes, memory, retention))
+        upkeep += map(asyncio.create_task, self._reporting.begin(feeds, lanes, memory, retention, conditions))
         for broker in self._brokers.values():
             if isinstance(broker, InTheDatabase):
                 broker.tell(steering.told)
                 if relay is not None:
                     broker.relay_by(relay.wake)
                 upkeep.append(asyncio.create_task(steering.run(broker.ask)))
+                upkeep.append(asyncio.create_task(lock_waits.run(broker.ask)))
         if os.environ.get(WORKER, "0") == "0":  # one process of a program says it
             upkeep += [asyncio.create_task(feed.warn()) for feed in feeds]
             app = self.handlers[0].app

@@ -148,7 +148,7 @@ def test_what_waits_is_counted_and_whose_it_is(site: Site, monkeypatch: pytest.M
     assert [(each["reason"], each["letters"]) for each in found["letters"]] == [("attempts_exhausted", 1)]
     assert [each["state"] for each in found["workers"]] == ["running", "unrecorded"]
     shown = site("status").output
-    for word in ("paused by ann", "1 workers have not said so yet", "wrong prices", "no worker", "attempts_exhausted"):
+    for word in ("paused by ann", "in 0 of 1 workers", "wrong prices", "no worker", "attempts_exhausted"):
         assert word in shown
     assert json.loads(site("status", "elsewhere", "--json").stdout)["sagas"] == []
     tuned(monkeypatch, status_rows=1)
@@ -193,7 +193,7 @@ def test_top_shows_rates_since_the_workers_began(site: Site) -> None:
     _, done, failed, lag, busy, workers, state = line.split()
     assert 1.8 < float(done) <= 2.0  # 80 in 40 seconds
     assert 0.4 < float(failed) <= 0.5
-    assert (lag, busy, workers, state) == ("41", "3/8", "1", "runs")
+    assert (lag, busy, workers, state) == ("41", "3/8", "1", "works")
     assert "  0 + ?  " in site("top", "--once").output  # of another handler
     assert "top needs a terminal" in site("top").output
 
@@ -258,7 +258,7 @@ def large_table(site: Site) -> None:
             lambda site: site.do(LATE_RETRY),
             "postgres:~~shop/send", "1 retries of shop/send are overdue",
         ),
-        (lambda site: site("pause", "send", "--by", "ann"), "handler shop/send", "by ann; `idemconsumer resume send"),
+        (lambda site: site("pause", "send", "--by", "ann"), "handler shop/send", "paused by ann since "),
         (lambda site: site.worker("0.2.0", place=1), "workers of shop", "run idemconsumer 0.1.0 and 0.2.0"),
         (lambda site: site.lease(20), "worker old:1 of shop", "obeys no pause and no drain"),
         (lambda site: site.worker(seen=300, place=1), "worker box:17 of shop", "no sign of life for 300 s"),

@@ -153,10 +153,12 @@ async def test_groups_that_collide_take_turns_and_do_not_collide_again(
 
 async def test_the_gate_is_asked_for_by_a_contended_handler_alone(ledger: Ledger, store: PostgresStore) -> None:
     asked: list[tuple[int, str | None]] = []
+    collides: list[bool] = []  # as it is told of a lock that is waited for (O34)
     transaction = store.transaction
 
     def watched(*, group: int, gate: str | None = None) -> AbstractAsyncContextManager[PostgresClaims]:
         asked.append((group, gate))
+        collides.append(engine.collides("contended"))
         return transaction(group=group, gate=gate)
 
     store.transaction = watched  # type: ignore[method-assign]
@@ -175,6 +177,7 @@ async def test_the_gate_is_asked_for_by_a_contended_handler_alone(ledger: Ledger
     await engine.run(works(contended, 3))
     await engine.run(works(calm, 0, 1))
     assert asked == [(3, None), (3, "shop"), (1, "shop"), (2, None)]
+    assert collides == [False, True, False, False], "until a group is committed"
 
 
 async def test_a_collision_behind_the_gate_lets_what_comes_before_it_through(ledger: Ledger, engine: Engine) -> None:

@@ -20,7 +20,7 @@ async def fails(probes: Probes, saga: bytes, *, first: bool = False) -> None:
         async with probes.trying(charge, saga):
             raise error
     except ConnectionError:
-        probes.failed(charge, saga, error, first=first)
+        probes.failed(charge, saga, error, first=first, handler="ride")
 
 
 async def test_of_those_that_have_failed_one_is_let_in_and_the_others_are_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,8 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "claim_lock_patience": at("stores.claims.LOCK_TIMEOUT", unit=_as_setting),
     "session_lock_patience": at("stores.session.LOCK_TIMEOUT", unit=_as_setting),
     "gate_patience": at("stores.claims._GATE_TIMEOUT", unit=_as_setting),
+    "lock_waits_pause": at("stores.lock_waits._LOOK"),
+    "lock_wait_is_long_after": at("stores.lock_waits._LONG"),
     "migration_lock_pause": at("stores.waiting_for_locks._LOOKS"),
     # decisions
     "runs_before_ahead": at("rules.habits._RUNS"),  # a number

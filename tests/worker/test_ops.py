@@ -285,6 +285,8 @@ def test_a_loop_that_stands_still_and_a_database_that_is_away(
         assert "worker 0 waits for postgres" in json.loads(shop.get("/readyz")[1])["problems"]
         assert (shop.value("ready"), shop.value("source_up", source="postgres:orders")) == (0, 0)
         assert (shop.value("workers", state="consuming"), shop.value("workers", state="waiting")) == (0, 1)
+        assert shop.value("handler_state", app="shop", handler="take", state="database_away") == 1
+        assert shop.value("handler_state", app="shop", handler="take", state="works") == 0
         began = time.monotonic()
         assert shop.get("/livez")[0] == 200
         assert time.monotonic() - began < 1.0
@@ -292,6 +294,7 @@ def test_a_loop_that_stands_still_and_a_database_that_is_away(
         eventually(lambda: shop.status("/readyz") == 200)
         assert (shop.value("ready"), shop.value("source_up", source="postgres:orders")) == (1, 1)
         assert shop.value("workers", state="consuming") == 1
+        eventually(lambda: shop.value("handler_state", app="shop", handler="take", state="works") == 1)
 
 
 async def test_a_poll_that_does_not_come_back_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,71 @@
+"""Who keeps the transactions of a process waiting for locks (O34)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from idemconsumer.errors import StoreUnavailable
+from idemconsumer.logs import log
+from idemconsumer.rules.held_up import Holder
+from idemconsumer.stores.pool import Pool
+
+_LOOK: Final = 2.0  # seconds between two looks
+_LONG: Final = 3.0  # seconds that a lock is waited for before it is told: hot rows are given sooner
+
+Ask = Callable[[str, dict[str, Any]], Awaitable[list[tuple[Any, ...]]]]  # runs a statement by its name
+
+
+@dataclass(slots=True)
+class _Wait:
+    since: float
+    holder: Holder
+
+
+class LockWaits:
+    """Of the handlers whose transactions are in `pools`. Nothing is asked while none of these is open for long.
+
+    A lock is asked for again after each time that it was not given in time, and with a pause: so a wait that was seen
+    lasts while keys of the handler have `collided`. `changed` is called when one begins or is over.
+    """
+
+    def __init__(self, pools: Sequence[Pool], collided: Callable[[str], bool], changed: Callable[[], None]) -> None:
+        self._pools = pools
+        self._collided = collided
+        self._changed = changed
+        self._waits: dict[str, _Wait] = {}
+
+    def of(self, handler: str) -> tuple[Holder | None, float]:
+        """Who has the lock that it waits for, and for how many seconds it has; None, 0: it waits for none."""
+        wait = self._waits.get(handler)
+        return (None, 0.0) if wait is None else (wait.holder, time.monotonic() - wait.since)
+
+    async def run(self, ask: Ask) -> None:
+        """Until it is cancelled. While the database does not answer, what was known last holds."""
+        while True:
+            await asyncio.sleep(_LOOK)
+            handlers = {pid: handler for pool in self._pools for pid, handler in pool.held_for(_LONG) if handler}
+            if not handlers and not self._waits:
+                continue
+            try:
+                rows = await ask("lock_waits", {"pids": list(handlers), "seconds": _LONG}) if handlers else []
+            except StoreUnavailable:
+                continue
+            self._found((handlers[pid], Holder(*holder)) for pid, *holder in rows)
+
+    def _found(self, holders: Iterable[tuple[str, Holder]]) -> None:
+        seen, before = dict(holders), set(self._waits)
+        for handler, holder in seen.items():
+            wait = self._waits.get(handler)
+            if wait is None or wait.holder.pid != holder.pid:
+                log.warning("handler waits for a lock", handler=handler, held_by=str(holder))
+            self._waits[handler] = _Wait(time.monotonic() if wait is None else wait.since, holder)
+        for handler in before - seen.keys():
+            if not self._collided(handler):
+                seconds = round(time.monotonic() - self._waits.pop(handler).since, 1)
+                log.info("handler waits for no lock any more", handler=handler, seconds=seconds)
+        if before != self._waits.keys():
+            self._changed()
