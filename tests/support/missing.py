@@ -23,7 +23,7 @@ _GIVEN_BY: Final = {
     "Redis": {"redis", "redis_server", "private_redis"},
     "Kafka": {"kafka", "private_kafka"},
     "ElasticMQ": {"sqs", "private_elasticmq"},
-    "Prometheus": {"promtool"},
+    "Prometheus": {"promtool", "prometheus"},
 }
 _ELSEWHERE: Final = {
     "RabbitMQ": "IDEMCONSUMER_RABBITMQ", "Kafka": "IDEMCONSUMER_KAFKA", "ElasticMQ": "IDEMCONSUMER_SQS",
