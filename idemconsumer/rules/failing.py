@@ -7,9 +7,10 @@ failed before says nothing new when it fails again: what is left of a backlog ma
 
 Then the handler is *probed*: one message runs at a time, and its failure costs no attempt. Messages that always fail
 may be all that comes first, so those that have *not* failed are tried one soon after the other, which tells within
-seconds whether it is an outage; those that have failed wait in quarantine, from where one is tried now and then. The
-first success ends that, and from then on failures cost attempts again. If there is none for a day, the messages
-themselves are to blame: their attempts count again, still one at a time.
+seconds whether it is an outage; those that have failed wait in quarantine, from where one is tried now and then. One
+that hangs until its timeout must not hold up the others for so long, so the next one begins beside it. The first
+success ends that, and from then on failures cost attempts again. If there is none for a day, the messages themselves
+are to blame: their attempts count again, still one at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ IN_A_ROW: Final = 5  # messages; where one in five can never succeed, so many co
 FREE: Final = 86_400.0  # seconds for which failures cost no attempt
 NEXT: Final = 0.1  # seconds until one that has not failed is tried: a service that is down is not asked more often
 AGAIN: Final = 1.0  # seconds between two runs of those that have failed
+HANGS: Final = 0.25  # seconds after which one that still runs keeps none waiting that has not failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
@@ -28,33 +30,47 @@ class Held(OfTheEngine):
 
 @dataclass(slots=True)
 class _Turns:
-    """Of one function. `taken`: a saga calls it now. `again`: when one that has failed may. `slot`: when the last one
-    that waits is to ask."""
+    """Of one function. `taken`: since when a saga has called it, if one does. `again`: when one that has failed may.
+    `slot`: when the last one that waits is to ask."""
 
-    taken: bool = False
+    taken: float = -math.inf
     again: float = 0.0
     slot: float = 0.0
+
+    def take(self, now: float, *, again: bool) -> Callable[[], None]:
+        """Returns what is to be called at its end. Of those that have failed another one may come only then."""
+        self.taken = now
+        if again:
+            self.again = math.inf
+
+        def end() -> None:
+            if self.taken == now:
+                self.taken = -math.inf
+            if again:
+                self.again = now + failing.AGAIN
+
+        return end
 
 
 class _Trying:
     """See `Probes.trying`. One for each call of each saga, so no generator."""
 
-    __slots__ = ("_fail_on", "_fn", "_probes", "_saga", "_turns")
+    __slots__ = ("_end", "_fail_on", "_fn", "_probes", "_saga")
 
     def __init__(self, probes: Probes, fn: Function, saga: bytes, fail_on: tuple[type[Exception], ...]) -> None:
         self._probes = probes
         self._fn = fn
         self._saga = saga
         self._fail_on = fail_on
-        self._turns: _Turns | None = None
+        self._end: Callable[[], None] | None = None
 
     async def __aenter__(self) -> None:
         if self._probes.any:
-            self._turns = await self._probes.turn(self._fn, self._saga)
+            self._end = await self._probes.turn(self._fn, self._saga)
 
     async def __aexit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
-        if self._turns is not None:
-            self._turns.taken = False
+        if self._end is not None:
+            self._end()
         if self._probes.any and (error is None or (isinstance(error, Exception) and refused(error, self._fail_on))):
             self._probes.works(self._fn, self._saga)
 
@@ -79,9 +95,10 @@ class Probes:
         """It has ended, or decided."""
         self._failing.succeeded(Subject.function(fn), [saga])
 
-    async def turn(self, fn: Function, saga: bytes) -> _Turns | None:
-        """Take a turn; None where the function works, or works again. A saga that has not failed waits for it here, so
-        that it is known within seconds whether it works; one that has failed is let in now and then."""
+    async def turn(self, fn: Function, saga: bytes) -> Callable[[], None] | None:
+        """Take a turn, to be ended by what this returns; None where the function works, or works again. A saga that has
+        not failed waits for it here, so that it is known within seconds whether it works; one that has failed is let in
+        now and then. A call that hangs keeps nobody waiting who has not failed."""
         its = Subject.function(fn)
         if not self._failing.of(its).probing:
             return None
@@ -90,11 +107,8 @@ class Probes:
         deadline = now() + (_SOON if has_failed else _PATIENCE)
         while (health := self._failing.of(its)).probing:
             due = max(health.next_run, turns.again) if has_failed else health.next_run
-            if not turns.taken and now() >= due:
-                turns.taken = True
-                if has_failed:
-                    turns.again = now() + failing.AGAIN
-                return turns
+            if now() >= max(due, turns.taken + failing.HANGS):
+                return turns.take(now(), again=has_failed)
             if max(now(), due) >= deadline:
                 raise Held(self._seconds(its))
             await asyncio.sleep(max(_LOOK, due - now()))

@@ -14,6 +14,7 @@ from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import Settlement, settle
 from idemconsumer.stores.sharing import PARTY
 from idemconsumer.worker.in_hand import Held, InHand
+from idemconsumer.worker.probe import Probe
 from idemconsumer.worker.spread import Spread
 from idemconsumer.worker.turns import Turns
 from idemconsumer.worker.waiting_room import WaitingRoom
@@ -24,8 +25,8 @@ _LOOK_UP: Final = 1.0  # seconds after which a lane that holds a delivery checks
 class Lane:
     """One of a handler's. Its own queue holds what has an order; what has none it takes from `spread`.
 
-    `index` is the number under which an epoch counts what this lane ran. `probe` is held by the lane that runs the only
-    message of a handler that fails (D17).
+    `index` is the number under which an epoch counts what this lane ran. `probe`: which lane has its turn while all
+    messages of the handler fail (D17).
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Lane:
         spread: Spread,
         waiting_room: WaitingRoom,
         turns: Turns,
-        probe: asyncio.Lock,
+        probe: Probe,
     ) -> None:
         self._index = index
         self._handler = handler
@@ -110,7 +111,7 @@ class Lane:
 
     async def _run_group(self) -> tuple[list[Held], list[Outcome]]:
         if self._health.probing:
-            async with self._probe:
+            async with self._probe.turn() as begun:
                 while (health := self._health).probing and not self._in_hand.draining:
                     self._drop_abandoned()
                     self._quarantine_failed()
@@ -119,6 +120,7 @@ class Lane:
                     if (pause := health.next_run - asyncio.get_running_loop().time()) > 0:
                         await self._pause(pause)
                         continue
+                    begun()
                     return await self._run_next(1)
         if self._in_hand.engine.group_size(self._handler) == 1:
             return await self._run_next(1)
@@ -133,7 +135,8 @@ class Lane:
         engine = self._in_hand.engine
 
         def is_kept(held: Held) -> bool:
-            return not held.permitted and not held.abandoned and engine.has_failed(held.work)
+            may = held.permitted and not self._spread.trying_again
+            return not may and not held.abandoned and engine.has_failed(held.work)
 
         while self._queue and is_kept(self._queue[0]):
             self._spread.quarantine(self._queue.popleft(), self._behind)
@@ -152,8 +155,9 @@ class Lane:
         self._spread.call()  # the lane that was woken for what is left may be this one
         if not group:
             return [], []
-        self._running = len(group)
+        self._running, again = len(group), group[0].permitted
         self._spread.running += 1
+        self._spread.trying_again += again
         try:
             for held in group:
                 if held.due and held.work.misread:
@@ -167,6 +171,7 @@ class Lane:
         finally:
             self._running = 0
             self._spread.running -= 1
+            self._spread.trying_again -= again
 
     async def _pause(self, seconds: float | None) -> None:
         """Until something arrives, or for so long."""

@@ -25,6 +25,7 @@ from idemconsumer.user_code.cancellation import run_on
 from idemconsumer.worker import capacity
 from idemconsumer.worker.in_hand import Held, InHand, Place
 from idemconsumer.worker.lane import Lane
+from idemconsumer.worker.probe import Probe
 from idemconsumer.worker.spread import Spread
 from idemconsumer.worker.turns import Turns
 from idemconsumer.worker.waiting_room import WaitingRoom
@@ -43,7 +44,7 @@ class HandlerLanes:
         self._in_hand = in_hand
         self.waiting_room = WaitingRoom(handler, in_hand, capacity.ROOM)
         self.spread = Spread(in_hand, capacity.ROOM, index=first + lanes, lanes=lanes)
-        probe = asyncio.Lock()
+        probe = Probe()
         self.lanes = [
             Lane(index, handler, in_hand, self.spread, self.waiting_room, turns, probe)
             for index in range(first, first + lanes)

@@ -18,6 +18,7 @@ from idemconsumer.errors import NotReadNow
 from idemconsumer.ports.broker import Delivery, Session
 from idemconsumer.user_code.cancellation import end
 from idemconsumer.worker.lanes import Lanes
+from idemconsumer.worker.probe import Probe
 
 
 class _Turns:
@@ -25,7 +26,7 @@ class _Turns:
 
     def __init__(self, lanes: int) -> None:
         self.many = asyncio.Semaphore(lanes)
-        self.one = {failed: asyncio.Lock() for failed in (False, True)}
+        self.one = {failed: Probe() for failed in (False, True)}
 
 
 class Readings:
@@ -157,11 +158,16 @@ class Readings:
         if (turns := self._turns.get(handler.name)) is None:
             turns = self._turns[handler.name] = _Turns(len(self._lanes.of(handler.name).lanes))
         if failed or self._engine.health(handler).probing:
-            async with turns.one[failed]:
+            async with turns.one[failed].turn() as begun:
                 if (health := self._engine.health(handler)).probing:
                     await asyncio.sleep(max(0.0, health.next_run - asyncio.get_running_loop().time()))
-                if failed or health.probing:
+                if failed:
                     yield
+                    return
+                if health.probing:
+                    begun()
+                    async with turns.many:
+                        yield
                     return
         async with turns.many:
             yield

@@ -38,6 +38,7 @@ class Spread:
         self.index = index
         self.lanes = lanes
         self.running = 0  # of the lanes
+        self.trying_again = 0  # of these, those that run what was let out of quarantine: one at most
         self.freed = asyncio.Event()  # a lane has nothing to do any more
         self.kept = False  # one lane is to stay free for a saga that is about to be taken (L33)
         self._in_hand = in_hand
@@ -233,7 +234,7 @@ class Spread:
         for held in [each for each in self._quarantine if each.abandoned]:
             self._dismiss(held)
         for held in list(self._quarantine)[: 1 if probing else None]:
-            held.permitted = True
+            held.permitted = probing
             self._due(held)
 
     # -------------------------------------------------------------------------------------------------------------- end

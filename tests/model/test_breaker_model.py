@@ -6,6 +6,7 @@ import asyncio
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 from hypothesis import assume, given, settings
@@ -25,7 +26,9 @@ from idemconsumer.worker.lanes import Lanes
 from tests.support.workers import Item, body
 
 RUN = 0.01  # seconds that a handler takes
-MESSAGES = st.lists(st.tuples(st.sampled_from(["bad", "bad", "bad", "good"]), st.integers(0, 7)), max_size=40)
+TIMEOUT = 2.0  # seconds for which one hangs before it has failed
+KINDS = st.sampled_from(["bad", "bad", "bad", "hang", "good"])
+MESSAGES = st.lists(st.tuples(KINDS, st.integers(0, 7)), max_size=40)
 PROFILE = settings(max_examples=30, deadline=None)
 
 
@@ -61,18 +64,38 @@ async def ordered(item: Item, tx: Tx) -> None: ...
 
 
 class World:
-    """A queue, and workers that take from it. Until `up` all messages fail."""
+    """A queue, and workers that take from it. Until `up` all messages fail, or `hangs`. `begun`: each run, with its
+    message, when it began and how many ran then."""
 
-    def __init__(self, messages: Sequence[Item], *, in_order: bool, workers: int, lanes: int, up: float = 0.0) -> None:
+    def __init__(
+        self,
+        messages: Sequence[Item],
+        *,
+        in_order: bool = False,
+        workers: int = 1,
+        lanes: int = 8,
+        up: float = 0.0,
+        hangs: bool = False,
+    ) -> None:
         self.handler = (ordered if in_order else free).plan.bind("model")
         self.queue = deque(messages)
         self.up = up
+        self.hangs = hangs
+        self.begun: list[tuple[str, float, int]] = []
+        self.running = 0
         self.applied: list[str] = []
         self.dead: list[str] = []
         self.workers = [_Worker(self, lanes) for _ in range(workers)]
 
-    def fails(self, name: str) -> bool:
-        return name.startswith("bad") or asyncio.get_running_loop().time() < self.up
+    async def fails(self, name: str) -> bool:
+        """After the time that it takes."""
+        now = asyncio.get_running_loop().time()
+        down = now < self.up
+        self.running += 1
+        self.begun.append((name, now, self.running))
+        await asyncio.sleep(TIMEOUT if name.startswith("hang") or (down and self.hangs) else RUN)
+        self.running -= 1
+        return down or not name.startswith(("good", "more"))
 
     async def until_applied(self, names: Sequence[str], *, within: float) -> None:
         await self._until(lambda: set(names) <= set(self.applied), within=within)
@@ -129,10 +152,9 @@ class _Worker:
 
     async def run(self, group: Sequence[Work], *, defer: bool) -> list[Outcome]:
         """As `Endings.failed` decides."""
-        await asyncio.sleep(RUN)
         (work,) = group
         name = work.call.payload.id  # type: ignore[union-attr]
-        if not self._world.fails(name):
+        if not await self._world.fails(name):
             self._failing.succeeded(self._subject, [work.identity])
             self._world.applied.append(name)
             return [Outcome(OutcomeKind.APPLIED, state=State.COMPLETED)]
@@ -150,8 +172,8 @@ def items(messages: Sequence[tuple[str, int]]) -> list[Item]:
     return [Item(f"{kind}-{n}", f"e{entity}") for n, (kind, entity) in enumerate(messages)]
 
 
-def kinds(of: Sequence[Item], kind: str) -> list[str]:
-    return sorted(item.id for item in of if item.id.startswith(kind))
+def kinds(of: Sequence[Item], *those: str) -> list[str]:
+    return sorted(item.id for item in of if item.id.startswith(those))
 
 
 def in_virtual_time(world: World, scenario: Coroutine[Any, Any, None]) -> None:
@@ -176,31 +198,58 @@ def test_the_good_ones_are_done_within_seconds_and_the_bad_ones_die(
 
     async def scenario() -> None:
         if not in_order:  # else a good one may be behind a bad one of its entity
-            await world.until_applied(kinds(of, "good"), within=3.0 + 2 * NEXT * len(of))
-        await world.until_ended([item.id for item in of], within=30.0 + 3 * len(of))
+            hanging = len(kinds(of, "hang")) * 5 * TIMEOUT / lanes  # as if there was nothing but these lanes
+            await world.until_applied(kinds(of, "good"), within=5.0 + 2 * NEXT * len(of) + hanging)
+        await world.until_ended([item.id for item in of], within=30.0 + (3 + 5 * TIMEOUT) * len(of))
 
     in_virtual_time(world, scenario())
-    assert sorted(world.dead) == kinds(of, "bad")
+    assert sorted(world.dead) == kinds(of, "bad", "hang")
     for entity in {item.entity for item in of} if in_order and workers == 1 else ():
         its = [item.id for item in of if item.entity == entity and item.id.startswith("good")]
         assert [name for name in world.applied if name in its] == its
 
 
 @PROFILE
-@given(MESSAGES, st.booleans(), st.integers(1, 8), st.floats(0.5, 60.0))
+@given(MESSAGES, st.booleans(), st.integers(1, 8), st.floats(0.5, 60.0), st.booleans())
 def test_an_outage_kills_none_and_ends_for_all_within_seconds(
-    messages: list[tuple[str, int]], in_order: bool, lanes: int, lasts: float
+    messages: list[tuple[str, int]], in_order: bool, lanes: int, lasts: float, hangs: bool
 ) -> None:
-    of = items(messages)
+    of = items([(kind.replace("hang", "bad"), entity) for kind, entity in messages])
     assume(len({item.entity for item in of}) >= 5)  # with fewer heads it is not seen as one
-    world = World(of, in_order=in_order, workers=1, lanes=lanes, up=lasts)
+    hangs = hangs and not in_order
+    if hangs:  # with fewer lanes at work, up to four have used up their attempts before it is seen
+        lanes = max(lanes, 5)
+    world = World(of, in_order=in_order, lanes=lanes, up=lasts, hangs=hangs)
 
     async def scenario() -> None:
         await asyncio.sleep(lasts)
         assert world.dead == []
         if not in_order:
-            await world.until_applied(kinds(of, "good"), within=3.0 + 1.5 * AGAIN * len(of))
+            begun = TIMEOUT if hangs else 0.0
+            await world.until_applied(kinds(of, "good"), within=3.0 + 1.5 * AGAIN * len(of) + begun)
         await world.until_ended([item.id for item in of], within=30.0 + 3 * len(of))
 
     in_virtual_time(world, scenario())
     assert sorted(world.dead) == kinds(of, "bad")
+
+
+def test_those_that_hang_hold_up_the_good_ones_for_no_longer_than_the_lanes_take_for_them() -> None:
+    of = items([*[("hang", 0)] * 24, ("good", 0)])
+    world = World(of)
+    in_virtual_time(world, world.until_applied(kinds(of, "good"), within=24 / 8 * TIMEOUT + 2.0))
+
+
+def test_where_all_hang_as_many_as_lanes_are_tried_and_then_one_at_a_time() -> None:
+    """None is tried sooner than a tenth of a second after another one."""
+    of = items([("good", 0)] * 40)
+    world = World(of, up=100.0, hangs=True)
+    in_virtual_time(world, world.until_applied(kinds(of, "good"), within=130.0))
+    assert world.dead == []
+    down = [(name, at, beside) for name, at, beside in world.begun if at < 100.0]
+    tried = {name: at for name, at, _ in reversed(down)}
+    assert len(tried) == 40
+    again = [beside for _, at, beside in down if at > max(tried.values()) + TIMEOUT]
+    assert len(again) > 20
+    assert set(again) == {1}
+    times = [at for _, at, _ in down[12:]]  # once it is open: four lanes began again before
+    assert min(later - at for at, later in pairwise(times)) > NEXT - 1e-3

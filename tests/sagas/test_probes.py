@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from idemconsumer.engine.failing import Failing
@@ -39,3 +41,24 @@ async def test_of_those_that_have_failed_one_is_let_in_and_the_others_are_held(m
     async with probes.trying(charge, b"good"):
         pass
     await fails(probes, sagas[1])  # it works again: nobody waits
+
+
+async def test_a_call_that_hangs_keeps_none_waiting_that_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(monkeypatch, next_probe_pause=0.0, failed_probe_pause=0.0, probe_hangs_after=0.01)
+    probes, begun, answers = Probes(Failing(watched=True)), asyncio.Event(), asyncio.Event()
+    sagas = [b"bad-%d" % n for n in range(IN_A_ROW)]
+    for saga in sagas:
+        await fails(probes, saga, first=True)
+
+    async def hang() -> None:
+        async with probes.trying(charge, sagas[0]):
+            begun.set()
+            await answers.wait()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(hang())
+        await begun.wait()
+        await fails(probes, b"bad-new", first=True)
+        with pytest.raises(Held):  # one of them at a time
+            await fails(probes, sagas[1])
+        answers.set()

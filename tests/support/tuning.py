@@ -64,6 +64,7 @@ CONSTANTS: Final[Mapping[str, _Kept]] = {
     "failing_is_free_for": at("rules.failing.FREE"),
     "next_probe_pause": at("rules.failing.NEXT"),
     "failed_probe_pause": at("rules.failing.AGAIN"),
+    "probe_hangs_after": at("rules.failing.HANGS"),
     "doubt": at("engine.endings.DOUBT"),
     "locks_are_scarce_for": at("rules.group_size._SCARCE"),
     # user code

@@ -18,9 +18,11 @@ from idemconsumer.admin.dead_letters import ALL
 from idemconsumer.admin.redrives import Redrives
 from idemconsumer.brokers.memory import MemorySession
 from idemconsumer.ports.broker import Delivery, Epoch
+from idemconsumer.rules.failing import IN_A_ROW
 from idemconsumer.rules.values import OutcomeKind, State
 from tests.support.inside import draining
 from tests.support.kafka import world_of
+from tests.support.logs import LogCapture, times
 from tests.support.servers.made import Server
 from tests.support.tuning import tuned
 from tests.support.workers import SCHEMA, Bench, Item, body, note
@@ -165,6 +167,29 @@ async def test_one_that_hangs_ends_at_the_timeout_and_is_read_again(bench: Bench
         await worker.until_count(applied=10)
     assert bench.effects()[-1] == "0"
     assert (registry.asked["0"], bench.do(LETTERS), bench.attempts()) == (3, [], 0)
+
+
+async def test_a_decoder_that_hangs_keeps_none_waiting_that_was_not_tried(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
+) -> None:
+    """While all that is read fails."""
+    tuned(monkeypatch, probe_hangs_after=0.01)
+    app, registry, answers = App("shop"), Registry(), asyncio.Event()
+
+    async def away() -> None:
+        raise ConnectionRefusedError("the registry is down")
+
+    registry.says |= {f"{n}": away for n in range(IN_A_ROW)} | {"hang": answers.wait}
+    app.idempotent_handler("postgres:q", key="id", decode=registry.decode, timeout="2m", **SOON)(handle)
+    async with bench.running(app) as worker:
+        bench.enqueue("q", *some(IN_A_ROW))
+        await worker.until(lambda: times(logged, "all messages of a handler fail, trying one at a time") == 1)
+        bench.enqueue("q", Item("hang"))
+        await worker.until(lambda: registry.asking["hang"] == 1)
+        bench.enqueue("q", Item("good"))
+        await worker.until_count(applied=1)
+        assert bench.effects() == ["good"]
+        answers.set()
 
 
 async def test_a_retry_is_read_again_after_its_pause_and_the_others_go_on(bench: Bench) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +104,56 @@ async def test_what_has_failed_lets_those_through_that_have_not(
     assert sorted(probed) == sorted(names[IN_A_ROW:]), "each once"
     assert times(logged, SLOWED) == 1
     assert bench.do("select distinct attempts from idemconsumer.dead_letter") == [(3,)]
+
+
+async def test_what_hangs_keeps_none_waiting_that_has_not_failed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
+) -> None:
+    tuned(monkeypatch, probe_hangs_after=0.01)
+    app, answers, hanging = App("failing"), asyncio.Event(), list[str]()
+
+    @app.idempotent_handler("memory:q", key="id", backoff="10ms, 10ms")
+    async def handle(item: Item, tx: Tx) -> None:
+        if item.id.startswith("hang"):
+            hanging.append(item.id)
+            await answers.wait()
+        if item.id != "good":
+            raise ConnectionError("the service is down")
+        await note(tx, item)
+
+    async with bench.running(app, concurrency=4) as running:
+        await bench.publish("q", *(Item(f"bad-{n}") for n in range(IN_A_ROW)))
+        await running.until(lambda: times(logged, SLOWED) == 1)
+        await bench.publish("q", *(Item(name) for name in ("hang-1", "hang-2", "good")))
+        await running.until_count(applied=1)
+        assert hanging == ["hang-1", "hang-2"]
+        answers.set()
+
+
+async def test_of_those_that_have_failed_one_hangs_at_a_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
+) -> None:
+    tuned(monkeypatch, probe_hangs_after=0.01)
+    app, answers, calls = App("failing"), asyncio.Event(), Counter[str]()
+    hanging, hangs = list[str](), False
+
+    @app.idempotent_handler("memory:q", key="id", backoff="10ms, 10ms")
+    async def handle(item: Item, tx: Tx) -> None:
+        calls[item.id] += 1
+        if calls[item.id] > 1 and hangs:
+            hanging.append(item.id)
+            await answers.wait()
+        raise ConnectionError("the service is down")
+
+    await bench.publish("q", *(Item(f"bad-{n}") for n in range(IN_A_ROW)))
+    async with bench.running(app, concurrency=4) as running:
+        await running.until(lambda: times(logged, SLOWED) == 1 and lanes_at_work(running) == 0)
+        hangs = True  # what begins now, begins while it is probed
+        await running.until(lambda: len(hanging) > 0)
+        await bench.publish("q", *(Item(f"more-{n}") for n in range(20)))
+        await running.until(lambda: len(calls) == IN_A_ROW + 20)  # each a pause after the one before
+        assert len(hanging) == 1
+        answers.set()
 
 
 @pytest.mark.parametrize("options", [{"max_attempts": 1}, {"fail_on": (ConnectionError,)}])
