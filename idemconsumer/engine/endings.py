@@ -113,7 +113,7 @@ class Endings:
             except TypeError as unencodable:
                 error = unencodable
             else:
-                self.failing.succeeded(Subject.handler(work.handler), [work.identity])  # it has decided
+                self.failing.succeeded(Subject.handler(work.handler), [work.identity], [work.tenant])  # it has decided
                 return outcome
         if self.is_spared(work, error):
             return self._spared(work, error)
@@ -126,7 +126,7 @@ class Endings:
     def is_spared(self, work: Work, error: Exception) -> bool:
         """Put this failure on the ledger. Whether it costs no attempt (D17)."""
         handler = Subject.handler(work.handler)
-        free = self.failing.failed(handler, work.identity, error, first=not work.attempts)
+        free = self.failing.failed(handler, work.identity, error, first=not work.attempts, tenant=work.tenant)
         return free and work.handler.options.max_attempts > 1 and work.suspicion is not Suspicion.COUNTED
 
     def _spared(self, work: Work, error: Exception) -> Outcome:

@@ -84,6 +84,10 @@ class Engine:
         """Whether it is known to have failed before."""
         return work.attempts > 0 or self.endings.failing.has_failed(Subject.handler(work.handler), work.identity)
 
+    def failed_beside(self, work: Work) -> int:
+        """How many of its tenant have failed since one of it succeeded; 0 if it has none."""
+        return self.endings.failing.failed_beside(Subject.handler(work.handler), work.tenant)
+
     def seconds(self, handler: BoundHandler) -> float | None:
         """How long this handler takes for a message, as measured of late; None if that is not known."""
         return self._sizes.of(handler).seconds

@@ -8,10 +8,10 @@ name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from idemconsumer.engine.blame import said, where
 from idemconsumer.errors import BadMessage, Retry
@@ -23,7 +23,9 @@ from idemconsumer.rules.held_up import Failures
 Function: TypeAlias = Callable[..., Any]
 
 _HEALTHY: Final = Health()
-_MOST: Final = 10_000  # messages that are known to have failed, of each subject
+_MOST: Final = 10_000  # messages that are known to have failed, of each subject, and their tenants
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,13 @@ def _of_handler(name: str) -> Subject:
 
 @dataclass(slots=True)
 class _Account:
-    """`failed`: what has failed and not ended yet, as far as this process has seen it. `runs` in a row have failed
-    since `began`, the last one with `error`; `handlers`: whose they were."""
+    """`failed`: what has failed and not ended yet, as far as this process has seen it. `tenants`: of how many messages
+    of each that was so, since one of it succeeded. `runs` in a row have failed since `began`, the last one with
+    `error`; `handlers`: whose they were."""
 
     health: Health = _HEALTHY
     failed: dict[bytes, None] = field(default_factory=dict)
+    tenants: dict[str, int] = field(default_factory=dict)
     runs: int = 0
     began: float = 0.0
     error: str = ""
@@ -95,13 +99,21 @@ class Failing:
         account = self._accounts.get(subject) if self._accounts else None
         return account is not None and key in account.failed
 
-    def succeeded(self, subject: Subject, keys: Iterable[bytes]) -> None:
+    def failed_beside(self, subject: Subject, tenant: str | None) -> int:
+        """How many of this tenant have failed since one of it succeeded; 0 of what has no tenant."""
+        account = self._accounts.get(subject)
+        return 0 if account is None or tenant is None else account.tenants.get(tenant, 0)
+
+    def succeeded(self, subject: Subject, keys: Collection[bytes], tenants: Iterable[str | None] = ()) -> None:
         """A run of these."""
         if not self._accounts or (account := self._accounts.get(subject)) is None:
             return
         for key in keys:
             account.failed.pop(key, None)
-        before, account.health, account.runs = account.health, account.health.succeeded(), 0
+        for tenant in tenants:
+            if tenant is not None:
+                account.tenants.pop(tenant, None)
+        before, account.health, account.runs = account.health, account.health.succeeded(len(keys)), 0
         if not account.failed:
             del self._accounts[subject]
         if before.since is not None:
@@ -109,7 +121,14 @@ class Failing:
             log.info(subject.works, **{subject.is_a: subject.name}, seconds=round(seconds, 1))
 
     def failed(
-        self, subject: Subject, key: bytes, error: BaseException, *, first: bool, handler: str | None = None
+        self,
+        subject: Subject,
+        key: bytes,
+        error: BaseException,
+        *,
+        first: bool,
+        tenant: str | None = None,
+        handler: str | None = None,
     ) -> bool:
         """Whether this failure costs no attempt. `first`: as far as its attempts tell. One that was asked for (Retry)
         is no sign, and costs one. `handler`: whose it is, if that is not the subject."""
@@ -118,9 +137,10 @@ class Failing:
         account, now = self._accounts.setdefault(subject, _Account()), asyncio.get_running_loop().time()
         before = account.health
         health = account.health = before.failed(now, first=first and key not in account.failed)
-        if key not in account.failed and len(account.failed) >= _MOST:
-            del account.failed[next(iter(account.failed))]
-        account.failed[key] = None
+        if key not in account.failed:
+            _put(account.failed, key, None)
+            if tenant is not None:
+                _put(account.tenants, tenant, account.tenants.get(tenant, 0) + 1)
         account.began = account.began if account.runs else now
         account.runs += 1
         account.error = _in_short(error)
@@ -148,3 +168,10 @@ def _in_short(error: BaseException) -> str:
     """What it is, and where. What it says may quote the message."""
     kind, place = error.reason if isinstance(error, BadMessage) else type(error).__name__, where(error)
     return kind if place == "unknown" else f"{kind} at {place}"
+
+
+def _put(known: dict[_K, _V], key: _K, value: _V) -> None:
+    """In the place of the oldest one, if there are too many."""
+    if key not in known and len(known) >= _MOST:
+        del known[next(iter(known))]
+    known[key] = value

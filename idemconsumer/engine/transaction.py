@@ -126,7 +126,7 @@ class Transactions:
         self._sizes.committed(handler, len(new), seconds, now(), len(group) - len(new))
         self._sizes.repeated(handler, 0 if new else len(group))
         if new:
-            self._endings.failing.succeeded(Subject.handler(handler), keys)
+            self._endings.failing.succeeded(Subject.handler(handler), keys, (work.tenant for work in group))
         self._endings.contended.ended(*keys)
         self._lost_connections.ended(*keys)
         outcomes = []

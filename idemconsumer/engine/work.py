@@ -217,6 +217,11 @@ class Work:
         return None if self.saga is None else self.saga.leased
 
     @property
+    def tenant(self) -> str | None:
+        """None also while it is not read."""
+        return None if self.call is None else self.call.tenant
+
+    @property
     def claim(self) -> Claim:
         """Only for a message that could be decoded."""
         assert self.call is not None

@@ -298,7 +298,7 @@ class Attempt:
 
     def _is_spared(self, fn: Function, error: BaseException, max_attempts: int, *, first: bool) -> bool:
         """Whether this failure costs no attempt (D17)."""
-        free = self._probes.failed(fn, self._saga.key, error, first=first, handler=self._saga.handler)
+        free = self._probes.failed(fn, self._saga, error, first=first)
         return free and max_attempts > 1 and not self._saga.suspect
 
     async def _unencodable(self, run: SagaRun, error: TypeError) -> Outcome:

@@ -11,12 +11,14 @@ from typing import Final
 
 from idemconsumer.engine.failing import Failing, Function, Subject
 from idemconsumer.errors import OfTheEngine
+from idemconsumer.message.keys import tenant_of
+from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules import failing
 from idemconsumer.rules.verdicts import refused
 
 _LOOK: Final = 0.02  # seconds
-_SOON: Final = 0.5  # seconds that a saga which has failed waits for its turn in its lane
-_PATIENCE: Final = 3.0  # the same of one that has not failed: the good ones may be behind many that always fail
+_SOON: Final = 0.5  # seconds that a saga waits for its turn in its lane if it has failed, or others of its tenant
+_PATIENCE: Final = 3.0  # the same of any other one: the good ones may be behind many that always fail
 _LONGEST: Final = 30.0  # seconds that a saga waits for a function that may work again at any time
 
 
@@ -57,7 +59,7 @@ class _Trying:
 
     __slots__ = ("_end", "_fail_on", "_fn", "_probes", "_saga")
 
-    def __init__(self, probes: Probes, fn: Function, saga: bytes, fail_on: tuple[type[Exception], ...]) -> None:
+    def __init__(self, probes: Probes, fn: Function, saga: LeasedSaga, fail_on: tuple[type[Exception], ...]) -> None:
         self._probes = probes
         self._fn = fn
         self._saga = saga
@@ -82,7 +84,7 @@ class Probes:
         self._failing = failing
         self._turns: dict[Subject, _Turns] = {}
 
-    def trying(self, fn: Function, saga: bytes, fail_on: tuple[type[Exception], ...] = ()) -> _Trying:
+    def trying(self, fn: Function, saga: LeasedSaga, fail_on: tuple[type[Exception], ...] = ()) -> _Trying:
         """Around a call of a step's function, or of its undo. Raises Held where another saga has to come first."""
         return _Trying(self, fn, saga, fail_on)
 
@@ -91,11 +93,11 @@ class Probes:
         """Whether something has failed that has not ended."""
         return self._failing.any
 
-    def works(self, fn: Function, saga: bytes) -> None:
+    def works(self, fn: Function, saga: LeasedSaga) -> None:
         """It has ended, or decided."""
-        self._failing.succeeded(Subject.function(fn), [saga])
+        self._failing.succeeded(Subject.function(fn), [saga.key], [tenant_of(saga.scope)])
 
-    async def turn(self, fn: Function, saga: bytes) -> Callable[[], None] | None:
+    async def turn(self, fn: Function, saga: LeasedSaga) -> Callable[[], None] | None:
         """Take a turn, to be ended by what this returns; None where the function works, or works again. A saga that has
         not failed waits for it here, so that it is known within seconds whether it works; one that has failed is let in
         now and then. A call that hangs keeps nobody waiting who has not failed."""
@@ -103,8 +105,9 @@ class Probes:
         if not self._failing.of(its).probing:
             return None
         now, turns = asyncio.get_running_loop().time, self._turns.setdefault(its, _Turns())
-        has_failed = self._failing.has_failed(its, saga)
-        deadline = now() + (_SOON if has_failed else _PATIENCE)
+        has_failed = self._failing.has_failed(its, saga.key)
+        beside = self._failing.failed_beside(its, tenant_of(saga.scope))
+        deadline = now() + (_SOON if has_failed or beside else _PATIENCE)
         while (health := self._failing.of(its)).probing:
             due = max(health.next_run, turns.again) if has_failed else health.next_run
             if now() >= max(due, turns.taken + failing.HANGS):
@@ -123,6 +126,7 @@ class Probes:
         turns.slot = min(max(turns.slot, now) + failing.AGAIN, now + _LONGEST)
         return turns.slot - now
 
-    def failed(self, fn: Function, saga: bytes, error: BaseException, *, first: bool, handler: str) -> bool:
+    def failed(self, fn: Function, saga: LeasedSaga, error: BaseException, *, first: bool) -> bool:
         """Whether this failure costs no attempt. `first`: as far as the saga's attempts tell."""
-        return self._failing.failed(Subject.function(fn), saga, error, first=first, handler=handler)
+        its, tenant = Subject.function(fn), tenant_of(saga.scope)
+        return self._failing.failed(its, saga.key, error, first=first, tenant=tenant, handler=saga.handler)

@@ -65,7 +65,7 @@ class Steps:
         """Run a step that has no recorded outcome. `row` is its open intent, if there is one. Marks it as finished.
         Raises Held."""
         tracing = self._functions.tracing
-        async with self._probes.trying(spec.fn, self._saga.key, self._fail_on):
+        async with self._probes.trying(spec.fn, self._saga, self._fail_on):
             if spec.kind is StepKind.TX:
                 with tracing.step("tx", spec.name, None):
                     return await self._transaction(spec)

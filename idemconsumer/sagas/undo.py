@@ -83,7 +83,7 @@ class Undo:
             spec = await self._stop_child(spec, output)
         assert spec.undo is not None
         attempt = None if row.kind is StepKind.TX else row.attempt + 1
-        async with self._probes.trying(spec.undo, self._saga.key):
+        async with self._probes.trying(spec.undo, self._saga):
             with self._functions.tracing.step("undo", row.name, attempt):
                 if row.kind is StepKind.TX:
                     await self._undo_transaction(row, spec, output)

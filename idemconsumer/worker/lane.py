@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Final
 
 from idemconsumer.handlers.handler import BoundHandler
+from idemconsumer.rules import failing
 from idemconsumer.rules.failing import Health
 from idemconsumer.rules.values import Outcome, OutcomeKind
 from idemconsumer.rules.verdicts import Settlement, settle
@@ -49,6 +50,7 @@ class Lane:
         self._queue: deque[Held] = deque()
         self._running = 0
         self._own_next = True
+        self._behind_next = False
         self._wake = asyncio.Event()
 
     @property
@@ -107,7 +109,7 @@ class Lane:
                 await self._pause(self._spread.until_let_out)
 
     def _something_to_run(self) -> bool:
-        return bool(self._spread.ready or self._queue)
+        return bool(self._spread.ready or self._queue) or self._spread.has_behind(self, probing=self._health.probing)
 
     async def _run_group(self) -> tuple[list[Held], list[Outcome]]:
         if self._health.probing:
@@ -120,6 +122,8 @@ class Lane:
                     if (pause := health.next_run - asyncio.get_running_loop().time()) > 0:
                         await self._pause(pause)
                         continue
+                    if not (self._spread.ready or self._queue):
+                        self._spread.let_out_fresh(self)
                     begun()
                     return await self._run_next(1)
         if self._in_hand.engine.group_size(self._handler) == 1:
@@ -131,13 +135,18 @@ class Lane:
             return await self._run_next(self._in_hand.engine.group_size(self._handler))
 
     def _quarantine_failed(self) -> None:
-        """What has failed before waits for those that have not."""
+        """What is of a tenant whose messages fail waits for those of others. While they are probed, what has failed
+        waits for those that have not."""
         engine = self._in_hand.engine
 
         def is_kept(held: Held) -> bool:
             may = held.permitted and not self._spread.trying_again
-            return not may and not held.abandoned and engine.has_failed(held.work)
+            if may or held.abandoned:
+                return False
+            beside = engine.failed_beside(held.work)
+            return beside >= failing.IN_A_ROW or (probing and (beside > 0 or engine.has_failed(held.work)))
 
+        probing = self._health.probing
         while self._queue and is_kept(self._queue[0]):
             self._spread.quarantine(self._queue.popleft(), self._behind)
         self._spread.quarantine_ready(is_kept)
@@ -194,6 +203,11 @@ class Lane:
 
     def _take(self, size: int) -> list[Held]:
         """What is already waiting, up to `size`. Nothing waits for a group to fill."""
+        if not self._health.probing:
+            self._quarantine_failed()
+            if self._behind_next or not (self._spread.ready or self._queue):
+                self._spread.let_out_behind(self)
+            self._behind_next = not self._behind_next  # so that they have their share, whatever else there is
         own = bool(self._queue) and (self._own_next or not self._spread.ready)
         self._own_next = not own
         return self._take_own(size) if own else self._spread.take(self, size, self._turns.free)

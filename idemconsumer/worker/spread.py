@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Final, Protocol
 
 from idemconsumer.logs import log
@@ -38,7 +39,7 @@ class Spread:
         self.index = index
         self.lanes = lanes
         self.running = 0  # of the lanes
-        self.trying_again = 0  # of these, those that run what was let out of quarantine: one at most
+        self.trying_again = 0  # of these, those that run what was let out of quarantine
         self.freed = asyncio.Event()  # a lane has nothing to do any more
         self.kept = False  # one lane is to stay free for a saga that is about to be taken (L33)
         self._in_hand = in_hand
@@ -47,6 +48,7 @@ class Spread:
         self._aside: dict[Held, asyncio.TimerHandle | None] = {}
         self._quarantine: dict[Held, None] = {}  # of them, those without a timer
         self._next_out = 0.0
+        self._probed = False
         self._bytes = 0
         self._lines: dict[Hashable, list[Held]] = {}  # by what they wait for, with the first one
         self._idle: dict[Taker, None] = {}
@@ -128,7 +130,7 @@ class Spread:
 
     def call(self) -> None:
         """Wake a lane that has nothing to do, if there is something."""
-        if self._ready and len(self._idle) > (self.kept and not self._next_is_held):
+        if (self._ready or self._quarantine) and len(self._idle) > (self.kept and not self._next_is_held):
             lane = next(iter(self._idle))
             del self._idle[lane]
             lane.wake()
@@ -226,15 +228,42 @@ class Spread:
         return min(_LOOK, max(0.0, self._next_out - asyncio.get_running_loop().time()))
 
     def let_out(self, *, probing: bool) -> None:
-        """All that is in quarantine, once its handler works again; until then the first one, in its time."""
-        now = asyncio.get_running_loop().time()
-        if not self._quarantine or (probing and now < self._next_out):
+        """All that is in quarantine, once its handler works again; until then the first one that has failed, in its
+        time."""
+        now, before = asyncio.get_running_loop().time(), self._probed
+        self._probed = probing
+        if not self._quarantine or (now < self._next_out if probing else not before):
             return
         self._next_out = now + failing.AGAIN
         for held in [each for each in self._quarantine if each.abandoned]:
             self._dismiss(held)
-        for held in list(self._quarantine)[: 1 if probing else None]:
+        has_failed = self._in_hand.engine.has_failed
+        out = (held for held in self._quarantine if not probing or has_failed(held.work))
+        for held in list(islice(out, 1 if probing else None)):
             held.permitted = probing
+            self._due(held)
+
+    def _behind(self, lane: Place, *, probing: bool) -> Iterator[Held]:
+        """What this lane may take of those that are here for their tenant: while they are probed, what has not failed
+        itself."""
+        for held in self._quarantine:
+            skipped = held.abandoned or (probing and self._in_hand.engine.has_failed(held.work))
+            if held.home in (None, lane) and not skipped:
+                yield held
+
+    def has_behind(self, lane: Place, *, probing: bool) -> bool:
+        return next(self._behind(lane, probing=probing), None) is not None
+
+    def let_out_fresh(self, lane: Place) -> None:
+        """To this lane, which begins it now: one of the tenant of which the fewest have failed."""
+        engine, fresh = self._in_hand.engine, self._behind(lane, probing=True)
+        if held := min(fresh, key=lambda held: engine.failed_beside(held.work), default=None):
+            self._due(held)
+
+    def let_out_behind(self, lane: Place) -> None:
+        """One, behind what is ready."""
+        if held := next(self._behind(lane, probing=False), None):
+            held.permitted = True
             self._due(held)
 
     # -------------------------------------------------------------------------------------------------------------- end

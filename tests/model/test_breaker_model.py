@@ -9,7 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
-from hypothesis import assume, given, settings
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from idemconsumer import Tx, idempotent_handler
@@ -21,6 +22,7 @@ from idemconsumer.ports.observer import NullObserver
 from idemconsumer.rules.failing import AGAIN, NEXT
 from idemconsumer.rules.values import Outcome, OutcomeKind, State
 from idemconsumer.settings import Settings
+from idemconsumer.worker.capacity import ROOM
 from idemconsumer.worker.in_hand import InHand
 from idemconsumer.worker.lanes import Lanes
 from tests.support.workers import Item, body
@@ -29,7 +31,8 @@ RUN = 0.01  # seconds that a handler takes
 TIMEOUT = 2.0  # seconds for which one hangs before it has failed
 KINDS = st.sampled_from(["bad", "bad", "bad", "hang", "good"])
 MESSAGES = st.lists(st.tuples(KINDS, st.integers(0, 7)), max_size=40)
-PROFILE = settings(max_examples=30, deadline=None)
+BACKLOGS = st.lists(st.tuples(KINDS, st.integers(0, 7)), min_size=12, max_size=40)
+PROFILE = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Loop(asyncio.SelectorEventLoop):
@@ -63,6 +66,10 @@ async def free(item: Item, tx: Tx) -> None: ...
 async def ordered(item: Item, tx: Tx) -> None: ...
 
 
+@idempotent_handler("memory:q", key="id", tenant="entity")
+async def of_tenants(item: Item, tx: Tx) -> None: ...
+
+
 class World:
     """A queue, and workers that take from it. Until `up` all messages fail, or `hangs`. `begun`: each run, with its
     message, when it began and how many ran then."""
@@ -72,17 +79,20 @@ class World:
         messages: Sequence[Item],
         *,
         in_order: bool = False,
+        tenants: bool = False,
         workers: int = 1,
         lanes: int = 8,
         up: float = 0.0,
         hangs: bool = False,
     ) -> None:
-        self.handler = (ordered if in_order else free).plan.bind("model")
+        self.handler = (ordered if in_order else of_tenants if tenants else free).plan.bind("model")
         self.queue = deque(messages)
         self.up = up
         self.hangs = hangs
         self.begun: list[tuple[str, float, int]] = []
         self.running = 0
+        self.came: dict[str, float] = {}
+        self.took: dict[str, float] = {}
         self.applied: list[str] = []
         self.dead: list[str] = []
         self.workers = [_Worker(self, lanes) for _ in range(workers)]
@@ -103,6 +113,16 @@ class World:
     async def until_ended(self, names: Sequence[str], *, within: float) -> None:
         """Each worker gets good ones all the time."""
         await self._until(lambda: set(names) <= {*self.applied, *self.dead}, within=within, feed=True)
+
+    async def pour(self, seconds: int, *, bad: int, good: int) -> None:
+        """So many of each in a second, the bad ones of tenant `a`."""
+        for n in range(seconds * bad):
+            each = [Item(f"bad-{n}", "a")]
+            if n % (bad // good) == 0:
+                each.append(Item(f"good-{n}", "b"))
+            self.queue += each
+            self.came |= {item.id: asyncio.get_running_loop().time() for item in each}
+            await asyncio.sleep(1 / bad)
 
     async def _until(self, done: Callable[[], bool], *, within: float, feed: bool = False) -> None:
         deadline, number = asyncio.get_running_loop().time() + within, 0
@@ -128,7 +148,8 @@ class _Worker:
         working = asyncio.create_task(self._lanes.work())
         try:
             while True:
-                while self._world.queue and self._in_hand.in_flight < 2 * self._lanes_each + self._epoch.waiting:
+                most = 2 * self._lanes_each + min(ROOM, self._epoch.waiting)
+                while self._world.queue and self._in_hand.in_flight < most:
                     self.take(self._world.queue.popleft())
                 await asyncio.sleep(RUN)
         finally:
@@ -150,15 +171,20 @@ class _Worker:
     def has_failed(self, work: Work) -> bool:
         return work.attempts > 0 or self._failing.has_failed(self._subject, work.identity)
 
+    def failed_beside(self, work: Work) -> int:
+        return self._failing.failed_beside(self._subject, work.tenant)
+
     async def run(self, group: Sequence[Work], *, defer: bool) -> list[Outcome]:
         """As `Endings.failed` decides."""
         (work,) = group
         name = work.call.payload.id  # type: ignore[union-attr]
         if not await self._world.fails(name):
-            self._failing.succeeded(self._subject, [work.identity])
+            self._failing.succeeded(self._subject, [work.identity], [work.tenant])
             self._world.applied.append(name)
+            self._world.took[name] = asyncio.get_running_loop().time() - self._world.came.get(name, 0.0)
             return [Outcome(OutcomeKind.APPLIED, state=State.COMPLETED)]
-        if self._failing.failed(self._subject, work.identity, ValueError(), first=not work.attempts):
+        first = not work.attempts
+        if self._failing.failed(self._subject, work.identity, ValueError(), first=first, tenant=work.tenant):
             return [Outcome(OutcomeKind.RETRYING, due=0.5, reason="failing")]
         work.attempts += 1
         if work.attempts < 5:
@@ -189,12 +215,12 @@ def in_virtual_time(world: World, scenario: Coroutine[Any, Any, None]) -> None:
 
 
 @PROFILE
-@given(MESSAGES, st.booleans(), st.integers(1, 3), st.integers(1, 8))
+@given(MESSAGES, st.booleans(), st.booleans(), st.integers(1, 3), st.integers(1, 8))
 def test_the_good_ones_are_done_within_seconds_and_the_bad_ones_die(
-    messages: list[tuple[str, int]], in_order: bool, workers: int, lanes: int
+    messages: list[tuple[str, int]], in_order: bool, tenants: bool, workers: int, lanes: int
 ) -> None:
     of = items(messages)
-    world = World(of, in_order=in_order, workers=workers, lanes=lanes)
+    world = World(of, in_order=in_order, tenants=tenants, workers=workers, lanes=lanes)
 
     async def scenario() -> None:
         if not in_order:  # else a good one may be behind a bad one of its entity
@@ -210,16 +236,16 @@ def test_the_good_ones_are_done_within_seconds_and_the_bad_ones_die(
 
 
 @PROFILE
-@given(MESSAGES, st.booleans(), st.integers(1, 8), st.floats(0.5, 60.0), st.booleans())
+@given(BACKLOGS, st.booleans(), st.booleans(), st.integers(1, 8), st.floats(0.5, 60.0), st.booleans())
 def test_an_outage_kills_none_and_ends_for_all_within_seconds(
-    messages: list[tuple[str, int]], in_order: bool, lanes: int, lasts: float, hangs: bool
+    messages: list[tuple[str, int]], in_order: bool, tenants: bool, lanes: int, lasts: float, hangs: bool
 ) -> None:
     of = items([(kind.replace("hang", "bad"), entity) for kind, entity in messages])
     assume(len({item.entity for item in of}) >= 5)  # with fewer heads it is not seen as one
     hangs = hangs and not in_order
     if hangs:  # with fewer lanes at work, up to four have used up their attempts before it is seen
         lanes = max(lanes, 5)
-    world = World(of, in_order=in_order, lanes=lanes, up=lasts, hangs=hangs)
+    world = World(of, in_order=in_order, tenants=tenants, lanes=lanes, up=lasts, hangs=hangs)
 
     async def scenario() -> None:
         await asyncio.sleep(lasts)
@@ -231,6 +257,40 @@ def test_an_outage_kills_none_and_ends_for_all_within_seconds(
 
     in_virtual_time(world, scenario())
     assert sorted(world.dead) == kinds(of, "bad")
+
+
+def test_whose_tenant_has_not_failed_comes_before_more_of_one_that_has() -> None:
+    of = items([*[("bad", 0)] * 300, *[("good", 1)] * 20])
+    world = World(of, tenants=True)
+    in_virtual_time(world, world.until_applied(kinds(of, "good"), within=2.0))
+    assert len({name for name, _, _ in world.begun}) < 60
+
+
+@pytest.mark.parametrize(("tenants", "within"), [(False, 6.0), (True, 2.0)])
+def test_a_stream_of_bad_ones_holds_up_none(tenants: bool, within: float) -> None:
+    """Nor does it open it again and again."""
+    world = World([], tenants=tenants)
+
+    async def scenario() -> None:
+        await world.pour(15, bad=40, good=2)
+        await world.until_applied([name for name in world.came if name.startswith("good")], within=within)
+
+    in_virtual_time(world, scenario())
+    assert max(world.took.values()) < within
+    assert len(world.dead) > 15 * 40 - 500
+
+
+def test_a_stream_of_one_tenant_that_is_more_than_can_be_tried_holds_up_no_other() -> None:
+    """One lane can run half of its attempts."""
+    world = World([], tenants=True, lanes=1)
+
+    async def scenario() -> None:
+        await world.pour(15, bad=40, good=2)
+        assert max(world.took.values()) < 2.0
+        assert len(world.took) >= 28
+        assert len(world.dead) > 100, "it has its share"
+
+    in_virtual_time(world, scenario())
 
 
 def test_those_that_hang_hold_up_the_good_ones_for_no_longer_than_the_lanes_take_for_them() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idemconsumer.rules.failing import FREE, IN_A_ROW, NEXT, Health
+from idemconsumer.rules.failing import FREE, IN_A_ROW, MOST, NEXT, Health
 
 ENDS = st.lists(st.sampled_from(["success", "first failure", "failure again"]), max_size=60)
 
@@ -20,8 +20,8 @@ def after(*ends: str, now: float = 0.0) -> Health:
 
 @given(ENDS)
 def test_it_is_probed_exactly_if_so_many_messages_failed_since_the_last_success(ends: list[str]) -> None:
-    since = ends[len(ends) - ends[::-1].index("success") :] if "success" in ends else ends
-    assert after(*ends).probing == (since.count("first failure") >= IN_A_ROW)
+    last = len(ends) - ends[::-1].index("success") if "success" in ends else 0
+    assert after(*ends).probing == (ends[last:].count("first failure") >= after(*ends[:last]).needed)
 
 
 @given(st.lists(st.integers(0, IN_A_ROW - 1), max_size=20))
@@ -35,7 +35,42 @@ def test_poison_among_good_messages_never_slows_it_down(runs: list[int]) -> None
 
 @given(st.integers(0, 30))
 def test_a_success_ends_it_at_once(more: int) -> None:
-    assert after(*["first failure"] * (IN_A_ROW + more), "success") == Health()
+    health = after(*["first failure"] * (IN_A_ROW + more), "success")
+    assert not health.probing
+    assert health == after(*["first failure"] * IN_A_ROW, "success"), "how long it took tells nothing"
+    assert health.needed == IN_A_ROW + 1
+
+
+def test_five_in_a_row_are_needed_at_first_and_again_once_it_works() -> None:
+    assert Health().needed == IN_A_ROW
+    stream = after(*(["first failure"] * 20 + ["success"]) * 50)
+    assert stream.needed == MOST
+    assert after_successes(stream, 40).needed == IN_A_ROW
+
+
+def test_a_stream_of_bad_ones_is_soon_no_sign() -> None:
+    """Of nineteen in twenty."""
+    health, opened = Health(), 0
+    for _ in range(200):
+        for _ in range(19):
+            before, health = health, health.failed(0.0, first=True)
+            opened += health.probing and not before.probing
+        health = health.succeeded()
+    assert opened <= 5
+
+
+@given(st.floats(0.0, 0.99))
+def test_as_many_are_needed_as_come_in_a_row_once_in_three_thousand(bad: float) -> None:
+    needed = Health(bad=bad).needed
+    assert IN_A_ROW <= needed <= MOST
+    assert needed == MOST or bad**needed <= 1 / 3000 + 1e-9
+    assert needed == IN_A_ROW or bad ** (needed - 1) > 1 / 3000 - 1e-9
+
+
+def after_successes(health: Health, number: int) -> Health:
+    for _ in range(number):
+        health = health.succeeded()
+    return health
 
 
 @pytest.mark.parametrize(("seconds", "free"), [(0.0, True), (FREE - 1, True), (FREE, False)])

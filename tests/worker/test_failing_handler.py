@@ -106,6 +106,40 @@ async def test_what_has_failed_lets_those_through_that_have_not(
     assert bench.do("select distinct attempts from idemconsumer.dead_letter") == [(3,)]
 
 
+@pytest.mark.parametrize("order", [None, "id"])
+@pytest.mark.parametrize("failed_too", ["a", "b"])
+async def test_what_is_of_a_tenant_that_fails_comes_behind_one_that_fails_less(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, order: str | None, failed_too: str
+) -> None:
+    tuned(monkeypatch, next_probe_pause=0.1, failed_probe_pause=10_000.0)
+    app, tried = App("failing"), list[str]()
+
+    @app.idempotent_handler("memory:q", key="id", tenant="entity", order_by=order, backoff="10ms, 10ms")
+    async def handle(item: Item, tx: Tx) -> None:
+        tried.append(item.id)
+        if item.id != "good":
+            raise ConnectionError("the service is down")
+        await note(tx, item)
+
+    async with bench.running(app, concurrency=1) as running:
+        await bench.publish("q", *(Item(f"bad-{n}", "a") for n in range(IN_A_ROW)), Item("too", failed_too))
+        await running.until(lambda: "too" in tried)
+        await bench.publish("q", *(Item(f"more-{n}", "a") for n in range(40)), Item("good", "b"))
+        await running.until_count(applied=1)
+    assert tried.index("good") - tried.index("too") <= 15, "those that came before it was there"
+
+
+async def test_a_stream_of_bad_ones_does_not_open_it_again_and_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
+) -> None:
+    tuned(monkeypatch, failed_probe_pause=10_000.0)
+    service = Service(lambda name: int(name) % 20 == 19, max_attempts=2)
+    await bench.publish("q", *(Item(str(n)) for n in range(240)))
+    async with bench.running(service.app, concurrency=4) as running:
+        await running.until_count(applied=12)
+    assert 1 <= times(logged, SLOWED) <= 7
+
+
 async def test_what_hangs_keeps_none_waiting_that_has_not_failed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, logged: LogCapture
 ) -> None:
