@@ -12,7 +12,8 @@ from typing import Any, Final, Self
 from urllib.parse import parse_qsl
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
+from psycopg import pq
+from psycopg.conninfo import make_conninfo
 
 from idemconsumer.addresses import rabbitmq_parameters, rabbitmq_urls, redis_urls
 from idemconsumer.errors import ConfigurationError
@@ -94,12 +95,27 @@ def ours(settings: Settings) -> Iterator[tuple[str, str]]:
         query = dict(parse_qsl(redis_urls(settings.redis)[0].query))
         if (file := query.get("ssl_certfile")) is not None:
             yield "redis", file
+    of_postgres = None if settings.dsn is None else _of_libpq(settings.dsn)
+    if of_postgres is not None:
+        yield "postgres", of_postgres
+    listening = None if settings.listen_dsn is None else _of_libpq(settings.listen_dsn)
+    if listening not in (None, of_postgres):
+        yield "postgres-listen", listening
+
+
+def _of_libpq(dsn: str) -> str | None:
+    """Where libpq finds our certificate: in the address, PGSSLCERT, a service file, or its default place, if there is
+    one. Nobody listens where this leads, so no server is asked."""
     try:
-        given = conninfo_to_dict(settings.dsn or "")
+        trial = pq.PGconn.connect_start(make_conninfo(dsn, host="/nobody", hostaddr="", port="").encode())
     except psycopg.Error:
-        return  # said where it is used
-    if "sslcert" in given:
-        yield "postgres", str(given["sslcert"])
+        return None  # said where it is used
+    known = {option.keyword: (option.val or b"").decode() for option in trial.info}
+    trial.finish()
+    if "disable" in (known[b"sslmode"], known.get(b"sslcertmode")):
+        return None
+    default = os.path.expanduser("~/.postgresql/postgresql.crt")
+    return known[b"sslcert"] or (default if os.path.exists(default) else None)
 
 
 def days_left(file: str) -> tuple[float, str] | None:

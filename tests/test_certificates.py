@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from idemconsumer import App
 from idemconsumer.certificates import RenewedContext, expired, expires_at, ours
@@ -81,3 +82,33 @@ def test_when_it_expires_is_a_metric(folder: Path) -> None:
     line = next(each for each in text.splitlines() if each.startswith("idemconsumer_certificate_expiry_timestamp_sec"))
     assert '{server="kafka"}' in line
     assert float(line.split()[-1]) == expires_at(str(certificate))
+
+
+@pytest.mark.parametrize("where", ["address", "variable", "service", "named service", "default place"])
+def test_postgres_certificate_is_found_where_its_client_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    for variable in ("PGSSLCERT", "PGSERVICE", "PGSERVICEFILE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file, dsn = tmp_path / "ours.crt", "postgresql://one,two:1,2/x"
+    assert list(ours(Settings(dsn=dsn, listen_dsn=dsn))) == []
+    if where == "address":
+        dsn += f"?sslcert={file}"
+    elif where == "variable":
+        monkeypatch.setenv("PGSSLCERT", str(file))
+    elif where == "default place":
+        file = tmp_path / ".postgresql" / "postgresql.crt"
+        file.parent.mkdir()
+        file.touch()
+    else:
+        (tmp_path / "services").write_text(f"[shop]\nhost=a,b\nport=1,2\nsslcert={file}\n")
+        monkeypatch.setenv("PGSERVICEFILE", str(tmp_path / "services"))
+        if where == "service":
+            monkeypatch.setenv("PGSERVICE", "shop")
+        else:
+            dsn = "service=shop"
+    assert list(ours(Settings(dsn=dsn, listen_dsn=dsn))) == [("postgres", str(file))]
+    assert list(ours(Settings(dsn=make_conninfo(dsn, sslmode="disable")))) == []
+    both = Settings(dsn=dsn, listen_dsn=make_conninfo(dsn, sslcert="/other.crt"))
+    assert list(ours(both)) == [("postgres", str(file)), ("postgres-listen", "/other.crt")]
