@@ -200,7 +200,7 @@ class Reading(Protocol):
 
     @property
     def attempts(self) -> int:
-        """Of what is read alone: how often it was, with this time. 0: a rival was faster."""
+        """Of what is read alone: how often it was begun, with this time. Not what a process takes over from itself."""
         ...
 
     async def end(self) -> None:

@@ -258,9 +258,10 @@ from unnest(%(keys)s::bytea[]) as w (key)
 cross join lateral (select reader from {schema}.attempt where key = w.key offset 0) as a
 
 -- name: take_over_reading
--- Counts it for a reader that is gone. No row: another one has been faster. CASE, so that no other row's reader is asked.
+-- Counts it for a reader that is gone, unless that was a number of this process, which lives: its connection was lost. No
+-- row: another one has been faster. CASE, so that no other row's reader is asked.
 update {schema}.attempt
-set count = count + (reader is distinct from %(reader)s)::int, reader = %(reader)s, changed_at = clock_timestamp()
+set count = count + coalesce(reader <> all(%(own)s::bigint[]), true)::int, reader = %(reader)s, changed_at = clock_timestamp()
 where key = %(key)s and case
     when key <> %(key)s then false
     when reader is null or reader = %(reader)s then true

@@ -138,6 +138,7 @@ class PostgresStore:
     async def end_reading(self, claims: Sequence[Claim], reader: int) -> None:
         params = {"keys": [claim.key for claim in claims], "reader": reader}
         await self.pool.alone("end_reading", params)
+        self.pool.readers.discard(reader)
 
     # ---------------------------------------------------------------------------------------------- ends and hand-overs
     async def take_over(self, queue: str, message: Message) -> None:

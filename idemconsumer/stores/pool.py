@@ -89,6 +89,7 @@ class Pool:
         self.forget_scopes()
         self._silent_at = self._changed_at = self._cut_at = self._unheard_at = -math.inf
         self._hasty = hasty
+        self.readers: set[int] = set()  # numbers of this process under which something may be on record (B17)
         # Queueing for a connection is no outage, however long it takes; what the pool times out on is one.
         self._sharing = Sharing(connections, parties)
         self._rules = SessionRules(dsn, longest_run, lease, beside)

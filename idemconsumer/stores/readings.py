@@ -40,17 +40,22 @@ class PostgresReading:
         self.ours, self.begun = readers(await self._commit_and_hold(["begin_reading", "readers"], params))
 
     async def take_over(self, claim: Claim) -> None:
-        answer = await self._commit_and_hold(["take_over_reading"], {"key": claim.key, "reader": self._reader})
+        params = {"key": claim.key, "reader": self._reader, "own": list(self._pool.readers)}
+        answer = await self._commit_and_hold(["take_over_reading"], params)
         if answer.ntuples:
             self.ours, self.attempts = {claim.key}, int(answer.get_value(0, 0) or 0)
+        else:
+            self._pool.readers.discard(self._reader)
 
     async def end(self) -> None:
         if self.ours:
             params = {"keys": list(self.ours), "reader": self._reader}
             await self._send([self._written("end_reading", params), *self._standby(), b"COMMIT"])
+        self._pool.readers.discard(self._reader)
 
     async def _commit_and_hold(self, names: Sequence[str], params: dict[str, object]) -> PGresult:
         """The answer to the last of these statements, once they are committed and the lock is held."""
+        self._pool.readers.add(self._reader)
         begin = self._pool.queries["begin"]
         first = [begin, *(self._written(name, params) for name in names)]
         lock, hold = (self._written(name, {"reader": self._reader}) for name in ("lock_reader", "hold_reader"))

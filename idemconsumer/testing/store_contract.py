@@ -344,14 +344,14 @@ class JoinedStoreContract:
     async def test_what_was_not_read_to_the_end_is_counted_by_one_of_two(
         self, store: JoinedStore, rival: JoinedStore
     ) -> None:
-        async with store.reading([A, B], 1):
+        async with rival.reading([A, B], 1):
             pass
         async with store.reading([C, A], 2) as ours:
             assert (ours.ours, ours.begun) == ({C.key}, {A.key})
         async with store.reading_alone(A, 3) as ours:
             assert ours.attempts == 1
             async with rival.reading_alone(A, 4) as theirs:
-                assert theirs.attempts == 0
+                assert (theirs.ours, theirs.attempts) == (set(), 0)
         async with rival.reading_alone(A, 5) as theirs:
             assert theirs.attempts == 2
             await store.end_reading([A, B], 3)  # which lost its connection, perhaps, and is late
@@ -362,11 +362,33 @@ class JoinedStoreContract:
         async with store.reading([A, B], 7) as ours:
             assert (ours.ours, ours.begun) == ({A.key, B.key}, set())
 
-    async def test_a_reading_may_be_begun_again_by_the_same_reader(self, store: JoinedStore) -> None:
+    async def test_what_a_process_did_not_read_to_the_end_is_no_death_while_it_lives(
+        self, store: JoinedStore, rival: JoinedStore
+    ) -> None:
+        """Its connection was lost, and then it had to give the delivery up. To a rival it has died."""
+        async with store.reading([A], 1):
+            pass
+        for reader in (2, 3):
+            async with store.reading([A], 9) as again:
+                assert again.begun == {A.key}
+            async with store.reading_alone(A, reader) as alone:
+                assert (alone.ours, alone.attempts) == ({A.key}, 0)
+        async with rival.reading_alone(A, 4) as theirs:
+            assert theirs.attempts == 1
+        async with store.reading_alone(A, 5) as ours:
+            assert ours.attempts == 2
+            await ours.end()
+
+    async def test_a_reading_may_be_begun_again_by_the_same_reader(
+        self, store: JoinedStore, rival: JoinedStore
+    ) -> None:
         """Whose first answer was lost, perhaps."""
         for _ in range(2):
             async with store.reading([A], 1) as ours:
                 assert (ours.ours, ours.begun) == ({A.key}, set())
+        await store.end_reading([A], 1)
+        async with rival.reading([A], 7):
+            pass
         for _ in range(2):
             async with store.reading_alone(A, 2) as ours:
                 assert ours.attempts == 1

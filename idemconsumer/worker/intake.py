@@ -106,7 +106,7 @@ class Intake:
         async with self._company.alone():
             begin = partial(self._store.reading_alone, claim)
             async with self._on_record([claim], delivery, begin) as reading:
-                if not reading.attempts:
+                if not reading.ours:
                     return False
                 self._at(Point.READING, handler.name, (claim.key,))
                 del waiting[0]

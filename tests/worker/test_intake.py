@@ -182,6 +182,7 @@ class Kept:
 
     @asynccontextmanager
     async def reading_alone(self, claim: Claim, reader: int) -> AsyncIterator[Kept]:
+        self.ours = frozenset({claim.key})
         yield self
 
     async def end(self) -> None:
@@ -205,6 +206,43 @@ async def test_one_that_a_rival_reads_right_now_is_neither_counted_nor_read(benc
         await worker.until_count(applied=1)
     await rival.close()
     assert (reader.read, bench.effects(), reader.on_record()) == ({"a": [0]}, ["a"], [])
+
+
+async def test_one_whose_reading_was_cut_off_is_read_again_and_nobody_has_died(bench: Bench) -> None:
+    """The commit that puts it on record has no answer, as connections are cut, and its session has ended."""
+    reader, read, given_up, cuts = Reader(bench), list[Delivery](), list[bool](), 0
+    bound = reader.handler.plan.bind("intake")
+    store = await PostgresStore.open(bench.dsn, SCHEMA, connections=1, longest_run=30.0)
+
+    class Cut(PostgresStore):
+        @asynccontextmanager
+        async def cut_after(self, reading: Any) -> AsyncIterator[Any]:
+            nonlocal cuts
+            async with reading as begun:
+                if cuts < 4 and begun.ours:
+                    cuts += 1
+                    given_up.append(True)
+                    raise StoreUnavailable("the connection was cut")
+                yield begun
+
+        def reading(self, claims: Sequence[Claim], reader: int) -> Any:
+            return self.cut_after(super().reading(claims, reader))
+
+        def reading_alone(self, claim: Claim, reader: int) -> Any:
+            return self.cut_after(super().reading_alone(claim, reader))
+
+    store.__class__ = Cut
+    intake = Intake(
+        store, Company(), Outage(), lambda delivery: bound, reading_into(read),
+        draining=asyncio.Event(), given_up=lambda delivery: bool(given_up), observer=NullObserver(),
+    )  # fmt: skip
+    delivery = Delivery(Message("postgres:q", b"{}", position="q#1"), Epoch())
+    for _ in range(4):
+        assert await intake.admit([delivery]) == [delivery]
+        given_up.clear()
+        assert (read, reader.on_record()) == ([], [0])
+    assert (await intake.admit([delivery]), read, reader.on_record()) == ([], [delivery], [])
+    await store.close()
 
 
 async def test_one_that_was_begun_waits_for_those_inside_however_quick_the_database_is(bench: Bench) -> None:
