@@ -16,7 +16,7 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures.thread import _WorkItem
 from contextlib import suppress
 from traceback import walk_stack
@@ -102,11 +102,11 @@ def leave(error: BaseException | None = None) -> NoReturn:
 
 
 class PerLoop(Generic[T]):
-    """What `make` returns, once for each event loop of this process."""
+    """What `make` returns, once for each event loop of this process; given to `end` as that loop ends (O26)."""
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._there: dict[asyncio.AbstractEventLoop, tuple[int, T]] = {}
+    def __init__(self, make: Callable[[], T], end: Callable[[T], Awaitable[None]]) -> None:
+        self._make, self._end = make, end
+        self._there: dict[asyncio.AbstractEventLoop, tuple[int, T, AsyncGenerator[None]]] = {}
 
     def here(self) -> T:
         """That of the running loop. What other loops have stays with them, unless they are closed: they may run in
@@ -115,8 +115,12 @@ class PerLoop(Generic[T]):
         if (found := self._there.get(loop)) is None:
             self._drop_closed()
             use_loop()
-            found = self._there[loop] = _generation, self._make()
-        generation, its = found
+            its = self._make()
+            ending = self._kept(loop, its)
+            with suppress(StopIteration):  # it stands at its `yield`, and the loop knows it
+                ending.asend(None).send(None)
+            found = self._there[loop] = _generation, its, ending
+        generation, its, _ = found
         if generation != _generation:
             raise ConfigurationError(
                 "this event loop was used before this process was forked, and its sockets are the parent's; "
@@ -127,8 +131,20 @@ class PerLoop(Generic[T]):
     def forget(self) -> T | None:
         """Returns what the running loop had, for who closes it. Nothing of a parent's."""
         self._drop_closed()
-        generation, its = self._there.pop(asyncio.get_running_loop(), (_generation, None))
+        generation, its, ending = self._there.pop(asyncio.get_running_loop(), (_generation, None, None))
+        if ending is not None:
+            with suppress(StopIteration):  # it has nothing to wait for any more
+                ending.aclose().send(None)
         return its if generation == _generation else None
+
+    async def _kept(self, loop: asyncio.AbstractEventLoop, its: T) -> AsyncGenerator[None]:
+        """Who ends a loop finishes its asynchronous generators, behind its tasks: `shutdown_asyncgens`."""
+        generation = _generation
+        try:
+            yield
+        finally:
+            if self._there.pop(loop, None) is not None and generation == _generation:
+                await self._end(its)
 
     def _drop_closed(self) -> None:
         """Nobody can use or close what is left there, and until it is collected the servers have its sessions."""

@@ -77,7 +77,7 @@ class App(SagaCalls, Accepting, Pausing):
         self._schedules: list[Schedule] = []
         self._resources: dict[type, Resource] = {}
         self._settings: Settings | None = None
-        self._opened = PerLoop(Opened)
+        self._opened = PerLoop(Opened, Opened.close)
 
     @property
     def handlers(self) -> Mapping[str, Handler[..., Any]]:
@@ -419,10 +419,7 @@ class App(SagaCalls, Accepting, Pausing):
         app:`. Sagas that still run are cut off, and resumed by a worker or another call."""
         here = self._opened.forget() or Opened()
         self._settings = None
-        for broker in here.brokers.values():
-            await broker.close()
-        if here.inline is not None:
-            await here.inline.close()
+        await here.close()
 
 
 def _delivery_log(settings: Settings) -> float:

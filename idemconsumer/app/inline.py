@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
 
 from idemconsumer.app.results import Results
@@ -85,13 +86,14 @@ class InlineRunner:
         return cls(settings, settings.dsn, store, leased, resources, tracing)
 
     async def close(self) -> None:
-        await self._results.close()
-        if self._saga_lease is not None:
-            await self._saga_lease.close()
-        self._engine.endings.telling.close()
-        await self._engine.deliveries.close()
-        await self._store.close()
-        await self._resources.close()
+        async with AsyncExitStack() as stack:  # from the last to the first
+            stack.push_async_callback(self._resources.close)
+            stack.push_async_callback(self._store.close)
+            stack.push_async_callback(self._engine.deliveries.close)
+            stack.callback(self._engine.endings.telling.close)
+            if self._saga_lease is not None:
+                stack.push_async_callback(self._saga_lease.close)
+            stack.push_async_callback(self._results.close)
 
     async def process(self, handler: BoundHandler, message: Message) -> Outcome:
         """One message to the end of one attempt. A saga that another run holds is waited for as its handler says."""
@@ -185,16 +187,16 @@ class InlineRunner:
                     build=self.settings.build or "",
                     takes=False,
                     require_standby=self.settings.require_synchronous_standby,
-                    left_open=_left_open,
+                    left_open=self._left_open,
                 )
             return self._saga_lease
 
-
-def _left_open() -> None:
-    log.warning(
-        "the event loop ends and the app is open, sagas that run are cut off and wait for a worker",
-        instead="write `async with app:` around what uses it, or `await app.close()` behind that",
-    )
+    def _left_open(self) -> None:
+        if self._saga_lease is not None and self._saga_lease.engine.runs_any:
+            log.warning(
+                "the event loop ends and the app is open, sagas that run are cut off and wait for a worker",
+                instead="write `async with app:` around what uses it, or `await app.close()` behind that",
+            )
 
 
 async def _settled_by_caller() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,3 +25,11 @@ class Opened:
     bound: dict[Handler[..., Any], BoundHandler] = field(default_factory=dict)
     brokers: dict[str, Broker] = field(default_factory=dict)
     sagas_admin: SagaAdmin | None = None
+
+    async def close(self) -> None:
+        """All of it, whatever one of them raises, as what waits for a task does that was cancelled with its loop."""
+        async with AsyncExitStack() as stack:
+            if self.inline is not None:
+                stack.push_async_callback(self.inline.close)
+            for broker in self.brokers.values():
+                stack.push_async_callback(broker.close)

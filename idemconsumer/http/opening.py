@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -58,7 +59,7 @@ class Opened:
         self._redis = redis
         self._at = at
         self._longest_run = 30.0
-        self._stores = forks.PerLoop(_Stores)
+        self._stores = forks.PerLoop(_Stores, self._end)
 
     def expect(self, policy: Policy) -> None:
         """A route that may be asked for. Raises ConfigurationError for one that this store cannot have."""
@@ -173,8 +174,15 @@ class Opened:
         _CLOSING.add(closing)
         closing.add_done_callback(_CLOSING.discard)
 
+    async def _end(self, here: _Stores) -> None:
+        """All tasks were cancelled. What a thread goes on with keeps its key, and then all stays open (H14); so does a
+        store that was given, which other loops may use."""
+        if here.leased is None or await here.leased.ended(0):
+            await _close((here.copies, here.requests if isinstance(self._store, str) else None, here.postgres))
+
 
 async def _close(opened: Sequence[Copies | RequestStore | PostgresStore | None]) -> None:
-    for each in opened:
-        if each is not None:
-            await each.close()
+    async with AsyncExitStack() as stack:
+        for each in reversed(opened):
+            if each is not None:
+                stack.push_async_callback(each.close)

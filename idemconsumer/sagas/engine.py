@@ -71,6 +71,11 @@ class LeasedEngine:
         running = any(attempt is not None and task not in self._lost for task, attempt in list(self._active.items()))
         return time.monotonic() - self._moved if running else 0.0
 
+    @property
+    def runs_any(self) -> bool:
+        """Also one that was cancelled and is being released."""
+        return bool(self._in_hand)
+
     def patience(self) -> float:
         """For how many seconds a step of the sagas that run may do nothing, by what it says itself (L45); called by the
         lease's thread. 0 if nothing runs."""

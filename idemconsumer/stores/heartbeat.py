@@ -179,7 +179,7 @@ class Heartbeat:
                 _close(connection)
                 connection = None
                 self._lose()
-        if self._stopping.is_set():
+        if self._stopping.is_set() and not self._loop_ends:
             with suppress(psycopg.Error):
                 connection = connection or self._connect()
                 _write(connection, self._queries["forget_workers"], {"worker": self.worker})

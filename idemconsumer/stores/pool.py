@@ -54,6 +54,10 @@ class _Connections(AsyncConnectionPool[Session]):
         (H15)."""
         await run_on(super().worker(q), "worker of the pool")
 
+    async def _signal_stop_worker(self) -> list[Any]:
+        """`close` waits for these, then closes connections. One that its loop has cancelled would end it (O26)."""
+        return [task for task in await super()._signal_stop_worker() if not task.done()]
+
 
 class Pool:
     """At most `connections`, made when they are needed; more callers than that wait, and `parties` share them fairly.
@@ -84,12 +88,12 @@ class Pool:
         self.unlogged = Unlogged()
         self.longest_answer = max(longest_run + _SPARE_SECONDS, PATIENCE)
 
+        self.readers: set[int] = set()  # numbers of this process under which something may be on record (B17)
         self._most = connections
         self._dsn = dsn
         self.forget_scopes()
         self._silent_at = self._changed_at = self._cut_at = self._unheard_at = -math.inf
         self._hasty = hasty
-        self.readers: set[int] = set()  # numbers of this process under which something may be on record (B17)
         # Queueing for a connection is no outage, however long it takes; what the pool times out on is one.
         self._sharing = Sharing(connections, parties)
         self._rules = SessionRules(dsn, longest_run, lease, beside)
@@ -137,8 +141,10 @@ class Pool:
         await self._pool.open()
 
     async def close(self) -> None:
-        await self._pool.close(timeout=_CLOSE_SECONDS)
-        await self.slow_commits.close()
+        try:
+            await self._pool.close(timeout=_CLOSE_SECONDS)
+        finally:
+            await self.slow_commits.close()
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Session]:

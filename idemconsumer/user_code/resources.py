@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
@@ -69,7 +70,7 @@ class Resources:
                 generator = resource.make()
                 outside = CancellationWatch()
                 try:
-                    self.values[resource.type] = await anext(generator)
+                    self.values[resource.type] = await _first(generator)
                 except StopAsyncIteration:
                     raise ConfigurationError(
                         f"resource {resource.name!r} ended without a yield; yield the object once"
@@ -103,3 +104,13 @@ class Resources:
                 )
             else:
                 log.warning("resource yielded twice", resource=resource.name)
+
+
+def _first(generator: AsyncIterator[Any]) -> Awaitable[Any]:
+    """Unknown to the event loop, which would end it beside those that use it; `close` ends it after them (O26)."""
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(firstiter=None)
+    try:
+        return anext(generator)
+    finally:
+        sys.set_asyncgen_hooks(*hooks)

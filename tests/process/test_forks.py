@@ -213,8 +213,20 @@ async def test_each_event_loop_has_connections_of_its_own(ledger: Ledger, monkey
         await proxy.restore()
         await asyncio.to_thread(each_in_a_loop_of_its_own, "c", "d", "e", "f", "g", "h")
         assert ledger.effects == list("abcdefgh")
-        # What an ended loop had is closed when the next one is used: sessions do not add up.
-        await until(lambda: proxy.connections <= 1, "what has ended leaves its connections open")
+        await until(lambda: proxy.connections == 0, "what has ended leaves its connections open")
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+async def test_an_event_loop_for_each_message_leaves_nothing_and_says_nothing(brokers: Brokers, loop: str) -> None:
+    """Each message to Kafka wrote "Unclosed AIOKafkaProducer", each to RabbitMQ "Task was destroyed …"."""
+    addresses = {f"IDEMCONSUMER_{name.upper()}": address for name, address in brokers.addresses.items()}
+    destinations = [f"{scheme}:{brokers.name}" for scheme in ("kafka", "rabbitmq", "sqs")]
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-W", "always::ResourceWarning", "-m", "tests.process.publishing_once", loop, *destinations],
+        cwd=ROOT, env={**os.environ, **addresses}, capture_output=True, text=True, timeout=2 * PATIENCE,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 async def test_a_connection_that_a_child_has_too_is_made_again(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
