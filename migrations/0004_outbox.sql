@@ -55,21 +55,98 @@ comment on column {schema}.low_water.until is 'The sequence, or the clock, a mom
 comment on column {schema}.low_water.writers is 'Transactions that may have had numbers up to `until`, and had not ended';
 comment on column {schema}.low_water.looked_at is 'When everything in front of it was read last';
 
+-- The highest low water of a line, which one of its rows counts up to at most. No copy of the tables has it: a logical
+-- replica begins with a new one. What comes in front of it all the same, since a counter or the clock was set back, the
+-- table was truncated and numbered anew, or by a hand, takes it away, for all and at once.
+create sequence {schema}.queue_guard;
+create sequence {schema}.delayed_guard;
+create sequence {schema}.outbox_guard;
+create sequence {schema}.outbox_due_guard;
+
+-- Nobody can raise it meanwhile, and whoever does it next knows this transaction as one that has not ended.
+create function {schema}.drop_guard(line text) returns void language plpgsql as $$
+begin
+    perform pg_advisory_xact_lock(hashtextextended('idemconsumer.low_water.{schema}.' || line, 0));
+    perform setval(('{schema}.' || line || '_guard')::regclass, 1, false);
+end
+$$;
+
+create function {schema}.guard_queue() returns trigger language plpgsql security definer
+set search_path = pg_catalog, pg_temp as $$
+begin
+    if coalesce(new.moved, new.id) < pg_sequence_last_value('{schema}.queue_guard') then
+        perform {schema}.drop_guard('queue');
+    end if;
+    return new;
+end
+$$;
+
+create function {schema}.guard_delayed() returns trigger language plpgsql security definer
+set search_path = pg_catalog, pg_temp as $$
+begin
+    if new.due_at < to_timestamp(pg_sequence_last_value('{schema}.delayed_guard') / 1e6) then
+        perform {schema}.drop_guard('delayed');
+    end if;
+    return new;
+end
+$$;
+
+create function {schema}.guard_outbox() returns trigger language plpgsql security definer
+set search_path = pg_catalog, pg_temp as $$
+begin
+    if new.parked_at is not null then
+        return new;
+    end if;
+    if (new.due_at is null or new.tries > 0) and new.id < pg_sequence_last_value('{schema}.outbox_guard') then
+        perform {schema}.drop_guard('outbox');
+    end if;
+    if new.due_at < to_timestamp(pg_sequence_last_value('{schema}.outbox_due_guard') / 1e6) then
+        perform {schema}.drop_guard('outbox_due');
+    end if;
+    return new;
+end
+$$;
+
+create trigger guarded before insert or update of id, moved on {schema}.queue
+    for each row execute function {schema}.guard_queue();
+create trigger guarded before insert or update of due_at on {schema}.delayed
+    for each row execute function {schema}.guard_delayed();
+create trigger guarded before insert or update of id, due_at, tries, parked_at on {schema}.outbox
+    for each row execute function {schema}.guard_outbox();
+
+-- What a replication or a restore writes, too.
+alter table {schema}.queue enable always trigger guarded;
+alter table {schema}.delayed enable always trigger guarded;
+alter table {schema}.outbox enable always trigger guarded;
+
+-- Where to begin to read. With the rights of its owner: whoever counts what waits need not read the tables.
+create function {schema}.low_water_of(line text, name text) returns bigint language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp set enable_seqscan = off as $$
+begin
+    return least(coalesce(pg_sequence_last_value(('{schema}.' || line || '_guard')::regclass), 0), coalesce((
+        select m.low from {schema}.low_water as m
+        where m.line = low_water_of.line and m.name = low_water_of.name order by m.id desc limit 1
+    ), 0));
+end
+$$;
+
 -- Raises it to the first message that is there, or to `until` of the last call if there is none before that. Each number,
 -- and each due time, is made by an insert, behind that insert's lock on the table, which stays until the end of its
 -- transaction; and a transaction is seen by all before its locks go. So once none of `writers` has its lock any more, a new
 -- snapshot has all numbers up to `until` that there will ever be. One that is prepared has got another name: it counts as
--- one of them, whatever it was called. A counter that was set back takes all that is known of it away. Returns how many
--- numbers there are behind it now, 0 if the first of them is a message.
-create function {schema}.raise_low_water(line text, name text) returns bigint language plpgsql set enable_seqscan = off as $$
+-- one of them, whatever it was called. Without a guard all that is known of the line goes first, and then there is a new one.
+-- Returns how many numbers there are behind it now, 0 if the first of them is a message.
+create function {schema}.raise_low_water(line text, name text) returns bigint language plpgsql security definer
+set search_path = pg_catalog, pg_temp set enable_seqscan = off as $$
 declare
+    guard constant regclass := '{schema}.' || line || '_guard';
     mark {schema}.low_water;
     at bigint;
     low bigint := 0;
     first bigint;
     working text[];
 begin
-    if not pg_try_advisory_xact_lock(hashtextextended('idemconsumer.low_water.{schema}.' || line || '.' || name, 0)) then
+    if not pg_try_advisory_xact_lock(hashtextextended('idemconsumer.low_water.{schema}.' || line, 0)) then
         return 0;
     end if;
     select * into mark from {schema}.low_water as m
@@ -85,7 +162,15 @@ begin
           and l.database = (select oid from pg_database where datname = current_database())
           and l.relation = ('{schema}.' || split_part(line, '_', 1))::regclass
     );
-    if mark.id is null or at < mark.low - 1 then
+    if pg_sequence_last_value(guard) is null then
+        delete from {schema}.low_water as m where m.line = raise_low_water.line;
+        if found then
+            return at; -- committed before there is a guard again
+        end if;
+        perform setval(guard, 1);
+        mark := null;
+    end if;
+    if mark.id is null or at < mark.until then
         delete from {schema}.low_water as m where m.line = raise_low_water.line and m.name = raise_low_water.name;
         insert into {schema}.low_water (line, name, low, until, writers) values (line, name, 0, at, working);
     elsif not mark.writers && working and not exists (select from unnest(working) as w where starts_with(w, '-1/')) then
@@ -114,6 +199,7 @@ begin
         insert into {schema}.low_water (line, name, low, until, writers, looked_at)
         values (line, name, greatest(mark.low, least(first, mark.until + 1)), at, working, mark.looked_at)
         returning low_water.low into low;
+        perform setval(guard, greatest(low, pg_sequence_last_value(guard)));
     else
         low := mark.low;
     end if;
@@ -143,9 +229,8 @@ create view {schema}.line (line, name) as
         where s.name is not null
     )
     select 'queue', s.name from step as s where (
-        select true from {schema}.queue as t where t.name = s.name and coalesce(t.moved, t.id) >= coalesce((
-            select m.low from {schema}.low_water as m where m.line = 'queue' and m.name = s.name order by m.id desc limit 1
-        ), 0) limit 1
+        select true from {schema}.queue as t
+        where t.name = s.name and coalesce(t.moved, t.id) >= (select {schema}.low_water_of('queue', s.name)) limit 1
     )
 ) union all (
     with recursive step (name) as (
@@ -165,9 +250,8 @@ create view {schema}.line (line, name) as
         where s.name is not null
     )
     select 'delayed', s.name from step as s where (
-        select true from {schema}.delayed as t where t.name = s.name and t.due_at >= to_timestamp(coalesce((
-            select m.low from {schema}.low_water as m where m.line = 'delayed' and m.name = s.name order by m.id desc limit 1
-        ), 0) / 1e6) limit 1
+        select true from {schema}.delayed as t
+        where t.name = s.name and t.due_at >= to_timestamp((select {schema}.low_water_of('delayed', s.name)) / 1e6) limit 1
     )
 ) union all (
     with recursive step (name) as (
@@ -190,28 +274,28 @@ create view {schema}.line (line, name) as
     )
     select 'outbox', s.name from step as s where (
         select true from {schema}.outbox as t where t.destination = s.name and t.due_at is null and t.parked_at is null
-          and t.id >= coalesce((
-            select m.low from {schema}.low_water as m where m.line = 'outbox' and m.name = s.name order by m.id desc limit 1
-        ), 0) limit 1
+          and t.id >= (select {schema}.low_water_of('outbox', s.name)) limit 1
     )
 );
 
 comment on view {schema}.line is 'Queues with a message, with one that is not due, and destinations to which one can be sent';
+
+-- `low_water_of` only reads a number, and whoever may read the views calls it.
+revoke execute on function {schema}.guard_queue(), {schema}.guard_delayed(), {schema}.guard_outbox(),
+    {schema}.raise_low_water(text, text) from public;
 
 -- For whoever scales workers by what waits: what can run, what is in hand included, up to 10,000 of each queue. Cheap
 -- however many rows there are.
 create view {schema}.queue_waiting (name, waiting) as
 select n.name,
     (select count(*) from (
-        select from {schema}.queue as q where q.name = n.name and coalesce(q.moved, q.id) >= coalesce((
-            select m.low from {schema}.low_water as m where m.line = 'queue' and m.name = n.name order by m.id desc limit 1
-        ), 0)
+        select from {schema}.queue as q
+        where q.name = n.name and coalesce(q.moved, q.id) >= (select {schema}.low_water_of('queue', n.name))
         limit 10000) as q)
     + (select count(*) from (
         select from {schema}.delayed as d
-        where d.name = n.name and d.due_at <= (select clock_timestamp()) and d.due_at >= to_timestamp(coalesce((
-            select m.low from {schema}.low_water as m where m.line = 'delayed' and m.name = n.name order by m.id desc limit 1
-        ), 0) / 1e6)
+        where d.name = n.name and d.due_at <= (select clock_timestamp())
+          and d.due_at >= to_timestamp((select {schema}.low_water_of('delayed', n.name)) / 1e6)
         limit 10000) as d)
 from (select name from {schema}.line where line in ('queue', 'delayed') group by name) as n;
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 _FAR: Final = 200  # numbers behind the low water, from which on a message is far from it
@@ -28,10 +28,6 @@ class LowWater:
         self._gone[line] += messages
         if self._gone[line] >= _OWN and (self._gone[line] if behind is None else behind) >= _FAR:
             self._due[line] = 0.0
-
-    def doubt(self, lines: Iterable[Line]) -> None:
-        """Raise them next time in any case: the counter may have been set back."""
-        self._due.update(dict.fromkeys(lines, 0.0))
 
     async def rise(self) -> None:
         """Of those that are far enough."""

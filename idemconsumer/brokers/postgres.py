@@ -557,7 +557,6 @@ class PostgresSession:
         times: dict[int, int] = {}
         with contextlib.suppress(SessionEnded):
             await asyncio.sleep(VISIBILITY / 3)
-            self._low_water.doubt((line, name) for line in ("queue", "delayed") for name in self._queues)
             while True:
                 times = {number: times.get(number, 0) + 1 for number, _ in self._in_hand.rows}
                 if times:

@@ -13,21 +13,17 @@ select {schema}.raise_low_water(%(line)s, %(name)s)
 
 -- fragment: queue_low
 -- P9. Nothing of the queue `w.name` is in front of this place.
-coalesce((select m.low from {schema}.low_water as m where m.line = 'queue' and m.name = w.name order by m.id desc limit 1), 0)
+(select {schema}.low_water_of('queue', w.name))
 
 -- fragment: delayed_low
 -- And nothing that waits for its time is due before this one.
-to_timestamp(coalesce((
-    select m.low from {schema}.low_water as m where m.line = 'delayed' and m.name = w.name order by m.id desc limit 1
-), 0) / 1e6)
+to_timestamp((select {schema}.low_water_of('delayed', w.name)) / 1e6)
 
 -- fragment: outbox_low
-coalesce((select m.low from {schema}.low_water as m where m.line = 'outbox' and m.name = w.name order by m.id desc limit 1), 0)
+(select {schema}.low_water_of('outbox', w.name))
 
 -- fragment: outbox_due_low
-to_timestamp(coalesce((
-    select m.low from {schema}.low_water as m where m.line = 'outbox_due' and m.name = '' order by m.id desc limit 1
-), 0) / 1e6)
+to_timestamp((select {schema}.low_water_of('outbox_due', '')) / 1e6)
 
 -- name: fall_due
 -- What is due comes into its queue, at the end and in the order in which it was due (P7). The time is in a sub-select: as a
