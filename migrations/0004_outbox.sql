@@ -17,6 +17,7 @@ create table {schema}.outbox (
 ) with (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_cost_delay = 0);
 
 create index outbox_ready on {schema}.outbox (destination, id) where due_at is null and parked_at is null;
+create index outbox_next on {schema}.outbox (id) where due_at is null and parked_at is null;
 create index outbox_due on {schema}.outbox (due_at, destination) where due_at is not null and parked_at is null;
 create index outbox_held on {schema}.outbox (destination, order_key)
     where tries > 0 and due_at is not null and parked_at is null;
@@ -47,9 +48,9 @@ create table {schema}.low_water (
     primary key (line, name, id)
 );
 
-comment on table {schema}.low_water is 'Where to begin to read what waits; the one of the highest n counts';
+comment on table {schema}.low_water is 'Where to begin to read what waits; the one of the highest id counts';
 comment on column {schema}.low_water.line is 'queue, delayed, outbox, or outbox_due for what of the outbox is not due';
-comment on column {schema}.low_water.name is 'Of the queue or destination; outbox_due has one for all';
+comment on column {schema}.low_water.name is 'Of the queue or destination; empty: of all of the line that have none of their own';
 comment on column {schema}.low_water.low is 'A number of the table''s sequence, or microseconds since 1970 of a due time';
 comment on column {schema}.low_water.until is 'The sequence, or the clock, a moment before `writers` were read';
 comment on column {schema}.low_water.writers is 'Transactions that may have had numbers up to `until`, and had not ended';
@@ -126,15 +127,30 @@ begin
     return least(coalesce(pg_sequence_last_value(('{schema}.' || line || '_guard')::regclass), 0), coalesce((
         select m.low from {schema}.low_water as m
         where m.line = low_water_of.line and m.name = low_water_of.name order by m.id desc limit 1
+    ), (
+        select m.low from {schema}.low_water as m
+        where m.line = low_water_of.line and m.name = '' order by m.id desc limit 1
     ), 0));
 end
 $$;
+
+-- What waits in queues and for destinations that have no low water of their own.
+create view {schema}.of_all (line, name, id) as
+select 'queue', q.name, q.id from {schema}.queue as q
+where not exists (select from {schema}.low_water as m where m.line = 'queue' and m.name = q.name offset 0)
+union all
+select 'outbox', o.destination, o.id from {schema}.outbox as o
+where o.parked_at is null and (o.due_at is null or o.tries > 0)
+  and not exists (select from {schema}.low_water as m where m.line = 'outbox' and m.name = o.destination offset 0);
 
 -- Raises it to the first message that is there, or to `until` of the last call if there is none before that. Each number,
 -- and each due time, is made by an insert, behind that insert's lock on the table, which stays until the end of its
 -- transaction; and a transaction is seen by all before its locks go. So once none of `writers` has its lock any more, a new
 -- snapshot has all numbers up to `until` that there will ever be. One that is prepared has got another name: it counts as
 -- one of them, whatever it was called. Without a guard all that is known of the line goes first, and then there is a new one.
+-- A queue or destination begins with the low water of all, however few messages of it there ever are. One of which something
+-- stays, 200 numbers behind, gets its own, so that the others need not wait for it, until it has caught up with them: all of
+-- it is behind the low water of all, by its ids too, which is how that is found.
 -- Returns how many numbers there are behind it now, 0 if the first of them is a message.
 create function {schema}.raise_low_water(line text, name text) returns bigint language plpgsql security definer
 set search_path = pg_catalog, pg_temp set enable_seqscan = off as $$
@@ -145,12 +161,20 @@ declare
     low bigint := 0;
     first bigint;
     working text[];
+    shared boolean;
+    caught_up boolean := false;
 begin
     if not pg_try_advisory_xact_lock(hashtextextended('idemconsumer.low_water.{schema}.' || line, 0)) then
         return 0;
     end if;
     select * into mark from {schema}.low_water as m
     where m.line = raise_low_water.line and m.name = raise_low_water.name order by m.id desc limit 1;
+    if mark.id is null and line in ('queue', 'outbox') then
+        name := '';
+        select * into mark from {schema}.low_water as m
+        where m.line = raise_low_water.line and m.name = '' order by m.id desc limit 1;
+    end if;
+    shared := line in ('queue', 'outbox') and name = '';
     at := coalesce(case line
         when 'queue' then pg_sequence_last_value('{schema}.queue_id_seq')
         when 'outbox' then pg_sequence_last_value('{schema}.outbox_id_seq')
@@ -174,15 +198,26 @@ begin
         delete from {schema}.low_water as m where m.line = raise_low_water.line and m.name = raise_low_water.name;
         insert into {schema}.low_water (line, name, low, until, writers) values (line, name, 0, at, working);
     elsif not mark.writers && working and not exists (select from unnest(working) as w where starts_with(w, '-1/')) then
-        first := case line
-            when 'queue' then (
+        if shared then
+            insert into {schema}.low_water (line, name, low, until, writers)
+            select raise_low_water.line, o.name, greatest(mark.low, least(min(o.id), mark.until + 1)), at, working
+            from (
+                select u.name, u.id from {schema}.of_all as u
+                where u.line = raise_low_water.line and u.id >= mark.low and u.id <= at - 200 order by u.id limit 1000
+            ) as o group by o.name;
+        end if;
+        first := case
+            when shared then (
+                select u.id from {schema}.of_all as u
+                where u.line = raise_low_water.line and u.id >= mark.low order by u.id limit 1)
+            when line = 'queue' then (
                 select coalesce(q.moved, q.id) from {schema}.queue as q
                 where q.name = raise_low_water.name and coalesce(q.moved, q.id) >= mark.low
                 order by coalesce(q.moved, q.id) limit 1)
-            when 'delayed' then (
+            when line = 'delayed' then (
                 select floor(extract(epoch from d.due_at) * 1000000) - 1 from {schema}.delayed as d
                 where d.name = raise_low_water.name and d.due_at >= to_timestamp(mark.low / 1e6) order by d.due_at limit 1)
-            when 'outbox' then least((
+            when line = 'outbox' then least((
                 select o.id from {schema}.outbox as o
                 where o.destination = raise_low_water.name and o.id >= mark.low and o.due_at is null and o.parked_at is null
                 order by o.id limit 1
@@ -196,9 +231,19 @@ begin
         end;
         delete from {schema}.low_water as m
         where m.line = raise_low_water.line and m.name = raise_low_water.name and m.id = mark.id;
-        insert into {schema}.low_water (line, name, low, until, writers, looked_at)
-        values (line, name, greatest(mark.low, least(first, mark.until + 1)), at, working, mark.looked_at)
-        returning low_water.low into low;
+        low := greatest(mark.low, least(first, mark.until + 1));
+        if line in ('queue', 'outbox') and not shared then
+            caught_up := low >= {schema}.low_water_of(line, '') and (line = 'outbox' or not exists (
+                select from (
+                    select q.id from {schema}.queue as q
+                    where q.name = raise_low_water.name and coalesce(q.moved, q.id) >= low
+                    order by coalesce(q.moved, q.id) limit 100
+                ) as q having count(*) = 100 or min(q.id) < {schema}.low_water_of(line, '')));
+        end if;
+        if not caught_up then
+            insert into {schema}.low_water (line, name, low, until, writers, looked_at)
+            values (line, name, low, at, working, mark.looked_at);
+        end if;
         perform setval(guard, greatest(low, pg_sequence_last_value(guard)));
     else
         low := mark.low;
@@ -207,12 +252,17 @@ begin
 end
 $$;
 
--- The names of what waits somewhere, each found by one step through an index: behind the last one comes a name without a low
--- water, of which little is gone, or else the next that has one, which counts if something is there. (Not `exists`: it may be
--- planned as a join, which would read all.)
+-- The names of what waits somewhere. Of up to 1,000 messages behind the low water of all, each has its name. If there are
+-- more, names are found one by one, by a step through an index each: behind the last one comes a name without a low water of
+-- its own, or else the next that has one, which counts if something is there. (Not `exists`: it may be planned as a join,
+-- which would read all.)
 create view {schema}.line (line, name) as
 (
-    with recursive step (name) as (
+    with recursive recent as materialized (
+        select t.name from {schema}.queue as t
+        where t.id >= (select {schema}.low_water_of('queue', ''))
+        order by t.id limit 1000
+    ), step (name) as (
         select ''
         union all
         select coalesce(unmarked.name, marked.name) from step as s
@@ -221,14 +271,16 @@ create view {schema}.line (line, name) as
         ) as marked on true
         left join lateral (
             (select t.name from {schema}.queue as t
-            where t.name > s.name and t.name < marked.name order by t.name limit 1)
+            where t.name > s.name and t.name < marked.name
+              and (select count(*) from recent) = 1000 order by t.name limit 1)
             union all
             (select t.name from {schema}.queue as t
-            where t.name > s.name and marked.name is null order by t.name limit 1)
+            where t.name > s.name and marked.name is null
+              and (select count(*) from recent) = 1000 order by t.name limit 1)
         ) as unmarked (name) on true
         where s.name is not null
     )
-    select 'queue', s.name from step as s where (
+    select 'queue', s.name from (select name from step union select name from recent) as s where (
         select true from {schema}.queue as t
         where t.name = s.name and coalesce(t.moved, t.id) >= (select {schema}.low_water_of('queue', s.name)) limit 1
     )
@@ -254,7 +306,11 @@ create view {schema}.line (line, name) as
         where t.name = s.name and t.due_at >= to_timestamp((select {schema}.low_water_of('delayed', s.name)) / 1e6) limit 1
     )
 ) union all (
-    with recursive step (name) as (
+    with recursive recent as materialized (
+        select t.destination as name from {schema}.outbox as t
+        where t.id >= (select {schema}.low_water_of('outbox', '')) and t.due_at is null and t.parked_at is null
+        order by t.id limit 1000
+    ), step (name) as (
         select ''
         union all
         select coalesce(unmarked.name, marked.name) from step as s
@@ -264,15 +320,17 @@ create view {schema}.line (line, name) as
         left join lateral (
             (select t.destination from {schema}.outbox as t
             where t.destination > s.name and t.destination < marked.name
-              and t.due_at is null and t.parked_at is null order by t.destination limit 1)
+              and t.due_at is null and t.parked_at is null and (select count(*) from recent) = 1000
+            order by t.destination limit 1)
             union all
             (select t.destination from {schema}.outbox as t
             where t.destination > s.name and marked.name is null
-              and t.due_at is null and t.parked_at is null order by t.destination limit 1)
+              and t.due_at is null and t.parked_at is null and (select count(*) from recent) = 1000
+            order by t.destination limit 1)
         ) as unmarked (name) on true
         where s.name is not null
     )
-    select 'outbox', s.name from step as s where (
+    select 'outbox', s.name from (select name from step union select name from recent) as s where (
         select true from {schema}.outbox as t where t.destination = s.name and t.due_at is null and t.parked_at is null
           and t.id >= (select {schema}.low_water_of('outbox', s.name)) limit 1
     )

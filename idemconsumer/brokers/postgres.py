@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import psycopg
 
-from idemconsumer.brokers.low_water import Line, LowWater
 from idemconsumer.brokers.outstanding import Outstanding
 from idemconsumer.brokers.publishers import Publishers
+from idemconsumer.brokers.queue_front import Line, LowWater
 from idemconsumer.brokers.rows_in_hand import Row, RowsInHand, handles
 from idemconsumer.brokers.waking import FEW_LANES, Waking
 from idemconsumer.errors import BrokerUnavailable, ConfigurationError, SessionEnded, StoreUnavailable

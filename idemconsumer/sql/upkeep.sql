@@ -176,29 +176,40 @@ select count(*) from gone
 
 -- name: check_low_water
 -- P9, the full look, once an hour: everything that is in front of a low water is read. There can be something only if a row
--- was made by hand, by a replication, or by a clock that was set back.
+-- was written past the triggers of the tables. And what has a low water of its own, and no message, needs none.
 with old as materialized (
     select m.line, m.name, m.id, case m.line
         when 'queue' then exists (
             select from {schema}.queue as q where q.name = m.name and coalesce(q.moved, q.id) < m.low)
+            or m.name = '' and exists (select from {schema}.of_all as u where u.line = 'queue' and u.id < m.low)
         when 'delayed' then exists (
             select from {schema}.delayed as d where d.name = m.name and d.due_at < to_timestamp(m.low / 1e6))
         when 'outbox' then exists (
             select from {schema}.outbox as o
             where o.destination = m.name and o.id < m.low and o.due_at is null and o.parked_at is null)
+            or m.name = '' and exists (select from {schema}.of_all as u where u.line = 'outbox' and u.id < m.low)
         else exists (
             select from {schema}.outbox as o
             where o.due_at < to_timestamp(m.low / 1e6) and o.due_at is not null and o.parked_at is null)
-        end as passed
+        end as passed, m.name <> '' and case m.line
+        when 'queue' then not exists (
+            select from {schema}.queue as q where q.name = m.name and coalesce(q.moved, q.id) >= m.low)
+        when 'outbox' then not exists (
+            select from {schema}.outbox as o
+            where o.destination = m.name and o.id >= m.low and o.due_at is null and o.parked_at is null
+        ) and not exists (
+            select from {schema}.outbox as o
+            where o.destination = m.name and o.tries > 0 and o.due_at is not null and o.parked_at is null)
+        else false end as idle
     from {schema}.low_water as m where m.looked_at < clock_timestamp() - interval '1 hour'
 ), gone as (
     delete from {schema}.low_water as m using old
-    where old.passed and (m.line, m.name, m.id) = (old.line, old.name, old.id) returning m.id
+    where (old.passed or old.idle) and (m.line, m.name, m.id) = (old.line, old.name, old.id) returning old.passed
 ), seen as (
     update {schema}.low_water as m set looked_at = clock_timestamp() from old
-    where not old.passed and (m.line, m.name, m.id) = (old.line, old.name, old.id)
+    where not old.passed and not old.idle and (m.line, m.name, m.id) = (old.line, old.name, old.id)
 )
-select count(*) from gone
+select count(*) filter (where passed) from gone
 
 -- name: prune_attempts
 -- Leftovers: another worker applied the message, or it is gone from the broker. What is PENDING still needs them.

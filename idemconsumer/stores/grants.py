@@ -77,6 +77,7 @@ _PURGE: Final[tuple[LiteralString, ...]] = (
     "GRANT SELECT, DELETE, UPDATE (body, body_size, body_sha256, headers, delivered, error, emptied_at) "
     "ON {schema}.dead_letter TO {role}",
     "GRANT SELECT, DELETE, UPDATE (looked_at) ON {schema}.low_water TO {role}",
+    "GRANT SELECT ON {schema}.of_all TO {role}",
     "GRANT SELECT (name, id, moved) ON {schema}.queue TO {role}",
     "GRANT SELECT (name, due_at) ON {schema}.delayed TO {role}",
     "GRANT SELECT (destination, id, due_at, tries, parked_at) ON {schema}.outbox TO {role}",
@@ -117,7 +118,7 @@ def worker(schema: str, role: str) -> list[str]:
     return [
         _filled("GRANT USAGE ON SCHEMA {schema} TO {role}", schema, role),
         _filled(every + "{tables} TO {role}", schema, role, tables=tables),
-        _filled("GRANT SELECT ON {schema}.line TO {role}", schema, role),
+        _filled("GRANT SELECT ON {schema}.line, {schema}.of_all TO {role}", schema, role),
         _filled("GRANT SELECT ON {schema}.migration TO {role}", schema, role),
         _filled("GRANT USAGE ON SEQUENCE {sequences} TO {role}", schema, role, sequences=sequences),
         _filled("GRANT USAGE ON SEQUENCE {schema}.queue_id_seq, {schema}.outbox_id_seq TO {role}", schema, role),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from idemconsumer.brokers.low_water import Line, LowWater
+from idemconsumer.brokers.queue_front import LowWater
 from idemconsumer.errors import BrokerUnavailable, StoreUnavailable
 from idemconsumer.logs import log
 from idemconsumer.message.headers import decode_headers
@@ -69,6 +69,7 @@ class Lane:
         connections: Connections,
         queries: Queries,
         counts: Counts,
+        low_water: LowWater,
         at: Callable[[Point, str, Sequence[bytes]], None],
     ) -> None:
         self._destination = destination
@@ -82,7 +83,7 @@ class Lane:
         self._at = at
         self._woken = asyncio.Event()
         self._leaving = asyncio.Event()
-        self._low_water = LowWater(self._raise_low_water)
+        self._low_water = low_water
         self._failures = 0
         self._said = False
 
@@ -152,11 +153,6 @@ class Lane:
                 raise BrokerUnavailable(each.text)
         self._worked()
         return len(rows)
-
-    async def _raise_low_water(self, line: Line) -> int:
-        async with self._connections.one() as connection, connection.transaction():
-            ((behind,),) = await self._rows(connection, "raise_low_water", {"line": line[0], "name": line[1]})
-        return int(behind)
 
     async def _send(self, rows: Sequence[Row]) -> dict[int, Unsent | None]:
         """What is known of each, by its id."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Final
 
 from idemconsumer.brokers.connecting import destination as parse_destination
+from idemconsumer.brokers.queue_front import Line, LowWater
 from idemconsumer.errors import ConfigurationError, IdemConsumerError
 from idemconsumer.logs import log
 from idemconsumer.observe.counts import Counts
@@ -50,6 +51,7 @@ class Relay:
         self._schemes = list(schemes)
         self._broker = broker
         self._counts = counts
+        self._low_water = LowWater(self._raise_low_water)  # not a lane's, which ends once it has sent a few (P9)
         self._at = at
         self._lanes: dict[str, tuple[Lane, asyncio.Task[None]]] = {}
         self._look = asyncio.Event()
@@ -112,10 +114,18 @@ class Relay:
             self._say_unusable(scheme, error)
             return
         assert isinstance(broker, Relaying)
-        lane = Lane(destination, broker, self._connections[scheme], self._queries, self._counts, self._at)
+        lane = Lane(
+            destination, broker, self._connections[scheme], self._queries, self._counts, self._low_water, self._at
+        )
         task = asyncio.create_task(lane.run())
         self._lanes[destination] = lane, task
         task.add_done_callback(lambda _: self._lanes.pop(destination))
+
+    async def _raise_low_water(self, line: Line) -> int:
+        given = {"line": line[0], "name": line[1]}
+        async with next(iter(self._connections.values())).one() as connection, connection.transaction():
+            ((behind,),) = await (await connection.execute(self._queries["raise_low_water"], given)).fetchall()
+        return int(behind)
 
     def _say_unusable(self, what: str, error: ConfigurationError) -> None:
         if what not in self._unusable:

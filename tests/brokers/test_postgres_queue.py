@@ -524,7 +524,9 @@ async def test_what_is_in_hand_for_long_does_not_keep_the_low_water(
     ledger.run("select setval('idemconsumer.queue_id_seq', 1000)")
     for _ in range(3):
         ledger.run("select idemconsumer.raise_low_water('queue', 'emails')")
-    assert ledger.run("select count(*) from idemconsumer.queue as q, idemconsumer.low_water where low > q.id") == [(1,)]
+    assert ledger.run(
+        "select count(*) from idemconsumer.queue as q where idemconsumer.low_water_of('queue', q.name) > q.id"
+    ) == [(1,)]
     await session.close()
     (again,) = await taken(await opened())
     assert (again.message.body, again.handle[0]) == (b"long", held.handle[0])

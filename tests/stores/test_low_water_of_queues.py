@@ -22,6 +22,7 @@ from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
 
 NAMES = {"queue": "q", "delayed": "q", "outbox": "kafka:b", "outbox_due": ""}
+OTHERS = NAMES | {"queue": "r", "outbox": "kafka:c"}
 PUBLISH: Mapping[str, LiteralString] = {
     "queue": "select idemconsumer.publish_bytes('q', %s)",
     "delayed": "insert into idemconsumer.delayed (name, body, due_at)"
@@ -32,13 +33,15 @@ PUBLISH: Mapping[str, LiteralString] = {
 }
 # Of each line: its messages, and how many of them are in front of the low water.
 THERE: Mapping[str, LiteralString] = {
-    "queue": "select id, coalesce(moved, id) < {low} from idemconsumer.queue",
-    "delayed": "select id, due_at < to_timestamp({low} / 1e6) from idemconsumer.delayed",
-    "outbox": "select id, id < {low} from idemconsumer.outbox"
+    "queue": "select id, coalesce(moved, id) < idemconsumer.low_water_of('queue', name) from idemconsumer.queue",
+    "delayed": "select id, due_at < to_timestamp(idemconsumer.low_water_of('delayed', name) / 1e6)"
+    " from idemconsumer.delayed",
+    "outbox": "select id, id < idemconsumer.low_water_of('outbox', destination) from idemconsumer.outbox"
     " where parked_at is null and (due_at is null or tries > 0)",
-    "outbox_due": "select id, due_at < to_timestamp({low} / 1e6) from idemconsumer.outbox where due_at is not null",
+    "outbox_due": "select id, due_at < to_timestamp(idemconsumer.low_water_of('outbox_due', '') / 1e6)"
+    " from idemconsumer.outbox where due_at is not null",
 }
-LOW: LiteralString = "idemconsumer.low_water_of({}, {})"
+LOW: LiteralString = "select idemconsumer.low_water_of(%s, %s)"
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def ledger(database: str) -> Iterator[Ledger]:
 
 
 def low(ledger: Ledger, line: str = "queue") -> int:
-    ((low,),) = ledger.run("select idemconsumer.low_water_of(%s, %s)", (line, NAMES[line]))
+    ((low,),) = ledger.run(LOW, (line, NAMES[line]))
     return int(low)
 
 
@@ -60,15 +63,12 @@ def raised(ledger: Ledger, line: str = "queue", times: int = 2) -> int:
 
 def passed(connection: psycopg.Connection[Any], line: str) -> list[int]:
     """Messages that are in front of the low water."""
-    of = sql.SQL(LOW).format(sql.Literal(line), sql.Literal(NAMES[line]))
-    return [number for number, wrong in connection.execute(sql.SQL(THERE[line]).format(low=of)) if wrong]
+    return [number for number, wrong in connection.execute(THERE[line]) if wrong]
 
 
-STEPS = st.lists(
-    st.tuples(st.sampled_from(["publish", "commit", "roll back", "take", "raise", "raise"]), st.integers(0, 2)),
-    min_size=4,
-    max_size=30,
-)
+DO = ["publish", "commit", "roll back", "take", "raise", "raise", "others"]
+STEPS = st.lists(st.tuples(st.sampled_from(DO), st.integers(0, 2)), min_size=4, max_size=30)
+TAKE: LiteralString = "delete from {0} where id = (select id from {0} order by id limit 1 offset %s)"
 LATE = [
     ("publish", 0),
     ("publish", 1),
@@ -83,7 +83,11 @@ LATE = [
 
 @pytest.mark.parametrize("line", NAMES)
 def test_nothing_that_is_there_or_may_still_come_is_in_front_of_it(ledger: Ledger, line: str) -> None:
-    """Three transactions publish, and end in any order, while others take, and raise it in between."""
+    """Three transactions publish, one of them elsewhere, and end in any order, while others take, and raise it in
+    between, and 300 numbers are of messages that are gone at once."""
+
+    names = [NAMES[line], NAMES[line], OTHERS[line]]
+    table = line.partition("_")[0]
 
     @settings(max_examples=15)
     @given(STEPS)
@@ -94,16 +98,17 @@ def test_nothing_that_is_there_or_may_still_come_is_in_front_of_it(ledger: Ledge
         ledger.clear()
         for step, who in [*steps, *(("commit", each) for each in range(3)), ("raise", 0), ("raise", 0)]:
             if step == "publish":
-                publishers[who].execute(PUBLISH[line], (b"x",))
+                publishers[who].execute(PUBLISH[line].replace(NAMES[line] or "-", names[who] or "-"), (b"x",))
             elif step == "commit":
                 publishers[who].commit()
             elif step == "roll back":
                 publishers[who].rollback()
             elif step == "raise":
-                raised(ledger, line, times=1)
+                ledger.run("select idemconsumer.raise_low_water(%s, %s)", (line, names[who]))
+            elif step == "others":
+                judge.execute("select nextval(%s) from generate_series(1, 300)", (f"idemconsumer.{table}_id_seq",))
             else:
-                table = sql.Identifier(SCHEMA, line.partition("_")[0])
-                judge.execute(sql.SQL("delete from {0} where id = (select min(id) from {0})").format(table))
+                judge.execute(sql.SQL(TAKE).format(sql.Identifier(SCHEMA, table)), (who % 2,))
             assert passed(judge, line) == [], f"after {step} of {who}"
 
     with ExitStack() as stack:
@@ -185,6 +190,64 @@ def test_a_queue_without_messages_has_no_name_and_one_with_messages_has(ledger: 
     ledger.run("select idemconsumer.publish_bytes(each, 'x') from unnest(array['q', 'kafka:b']) as each")
     assert [name for _, name in ledger.run(names)] == ["kafka:b", "kafka:c", "sqs:b", "a", "q", "r"]
     assert ledger.run("select * from idemconsumer.queue_waiting order by name") == [("a", 1), ("q", 1), ("r", 1)]
+
+
+def test_what_is_gone_of_many_names_costs_nothing_either(ledger: Ledger) -> None:
+    """A routing key for each user, each of whom has one message."""
+    with psycopg.connect(ledger.dsn) as old:
+        old.execute("set transaction isolation level repeatable read")
+        old.execute("select 1")
+        counted = ["look_for_messages", "outbox_destinations", "status_queues"]
+        fresh = {name: pages(ledger, name) for name in counted}
+        for line, table, name in [("queue", "queue", "name"), ("outbox", "outbox", "destination")]:
+            with psycopg.connect(ledger.dsn) as connection:
+                for _ in range(2):
+                    where = {"table": sql.Identifier(SCHEMA, table), "name": sql.Identifier(name)}
+                    many = (
+                        "insert into {table} ({name}, body) select 'sqs:' || random(), '' from generate_series(1, 3000)"
+                    )
+                    connection.execute(sql.SQL(many).format(**where))
+                    connection.execute(sql.SQL("delete from {table}").format(**where))
+                    connection.commit()
+            for _ in range(2):
+                ledger.run("select idemconsumer.raise_low_water(%s, 'sqs:1')", (line,))
+        later = {name: pages(ledger, name) for name in counted}
+    assert {name: (fresh[name], pages) for name, pages in later.items() if pages > 2 * fresh[name] + 20} == {}
+
+
+@pytest.mark.parametrize("line", ["queue", "outbox"])
+def test_one_that_keeps_its_messages_keeps_no_others_low_water(ledger: Ledger, line: str) -> None:
+    with psycopg.connect(ledger.dsn, autocommit=True) as connection:
+        other = PUBLISH[line].replace(NAMES[line], OTHERS[line])
+        for _ in range(3):
+            connection.execute(PUBLISH[line], (b"stays",))
+        connection.execute(other + " from generate_series(1, 1500)", (b"x",))
+        connection.execute(sql.SQL("delete from {} where body = 'x'").format(sql.Identifier(SCHEMA, line)))
+        raised(ledger, line)
+        assert (low(ledger, line), *connection.execute(LOW, (line, OTHERS[line]))) == (1, (1_504,))
+        connection.execute(other + " from generate_series(1, 1500)", (b"x",))
+        assert ledger.run("select name from idemconsumer.line order by 1") == [(NAMES[line],), (OTHERS[line],)]
+
+        connection.execute(sql.SQL("delete from {}").format(sql.Identifier(SCHEMA, line)))
+        raised(ledger, line)
+        ledger.run("select idemconsumer.raise_low_water(%s, %s)", (line, OTHERS[line]))
+        raised(ledger, line)
+        assert ledger.run("select name, low from idemconsumer.low_water") == [("", 3_004)], (
+            "none needs its own any more"
+        )
+
+
+def test_what_has_another_place_than_its_number_is_never_in_front(ledger: Ledger) -> None:
+    """As what has been in hand for long has, of a queue that is otherwise empty."""
+    ledger.run(PUBLISH["queue"], (b"in hand",))
+    for _ in range(4):
+        ledger.run("select nextval('idemconsumer.queue_id_seq') from generate_series(1, 300)")
+        if low(ledger) == 1:
+            ledger.run("update idemconsumer.queue set moved = nextval('idemconsumer.queue_id_seq')")
+        for name in ["r", "q", "r"]:
+            ledger.run("select idemconsumer.raise_low_water('queue', %s)", (name,))
+        assert ledger.run("select * from idemconsumer.queue_waiting") == [("q", 1)]
+    assert low(ledger) > 300
 
 
 async def test_the_full_look_finds_what_a_hand_has_put_in_front_of_it(ledger: Ledger, logged: LogCapture) -> None:

@@ -464,3 +464,14 @@ async def test_what_is_in_memory_is_in_no_transaction(bench: Bench) -> None:
     async with await psycopg.AsyncConnection.connect(bench.dsn) as connection:
         with pytest.raises(ConfigurationError, match="in no transaction"):
             await app.publish("memory:b", 1, tx=connection)  # type: ignore[arg-type]
+
+
+async def test_few_messages_of_each_of_many_destinations_raise_its_low_water(bench: Bench) -> None:
+    """P9. What is gone is counted by the process, for all lanes together, and these end meanwhile."""
+    async with bench.running(quiet(), kafka=KAFKA) as running:
+        for user in ["a", "b"]:
+            publish(bench, *["x"] * 110, to=f"kafka:{user}")
+            await gone(running, bench)
+        await running.until(
+            lambda: bench.do("select name from idemconsumer.low_water where line = 'outbox'") == [("",)]
+        )

@@ -52,7 +52,7 @@ async def test_a_relay_looks_again_soon_unless_it_is_its_broker_that_is_away(
 
     monkeypatch.setattr(outgoing, "within", within)
     gone: Any = Away(error)
-    await Lane("kafka:t", gone, gone, load("idemconsumer"), Counts(), lambda *_: None).run()
+    await Lane("kafka:t", gone, gone, load("idemconsumer"), Counts(), gone, lambda *_: None).run()
     assert (max(pauses) <= SOON) == isinstance(error, StoreUnavailable)
 
 
