@@ -49,7 +49,6 @@ declare
     new_id bigint;
     into_queue text := queue;
     given jsonb := coalesce(publish_bytes.headers, '{{}}');
-    due timestamptz;
     not_text text;
     instead text;
 begin
@@ -90,17 +89,14 @@ begin
             raise exception 'no broker takes a message to % like this', quote_literal(left(queue, 300))
                 using errcode = '22023', hint = instead;
         end if;
-        if delay > interval '0' then
-            due := clock_timestamp() + delay;
-        end if;
         if current_setting('synchronous_commit') = 'off' then
             perform set_config('synchronous_commit', 'on', true);
         end if;
         insert into {schema}.outbox (destination, key, order_key, body, headers, due_at)
         values (queue, key, case when starts_with(queue, 'sqs:') then given ->> 'MessageGroupId' else key end,
-                payload, convert_to(given::text, 'UTF8'), due)
+                payload, convert_to(given::text, 'UTF8'), case when delay > interval '0' then clock_timestamp() + delay end)
         returning id into new_id;
-        if due is null then
+        if delay > interval '0' is not true then
             perform pg_notify('idemconsumer_queue', 'outbox:' || left(queue, 1000));
         end if;
         return new_id;

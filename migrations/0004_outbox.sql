@@ -147,7 +147,8 @@ where o.parked_at is null and (o.due_at is null or o.tries > 0)
 -- and each due time, is made by an insert, behind that insert's lock on the table, which stays until the end of its
 -- transaction; and a transaction is seen by all before its locks go. So once none of `writers` has its lock any more, a new
 -- snapshot has all numbers up to `until` that there will ever be. One that is prepared has got another name: it counts as
--- one of them, whatever it was called. Without a guard all that is known of the line goes first, and then there is a new one.
+-- one of them, whatever it was called. A sequence with a cache gives numbers in advance, so nothing can be said of them.
+-- Without a guard all that is known of the line goes first, and then there is a new one.
 -- A queue or destination begins with the low water of all, however few messages of it there ever are. One of which something
 -- stays, 200 numbers behind, gets its own, so that the others need not wait for it, until it has caught up with them: all of
 -- it is behind the low water of all, by its ids too, which is how that is found.
@@ -164,7 +165,9 @@ declare
     shared boolean;
     caught_up boolean := false;
 begin
-    if not pg_try_advisory_xact_lock(hashtextextended('idemconsumer.low_water.{schema}.' || line, 0)) then
+    if not pg_try_advisory_xact_lock(hashtextextended('idemconsumer.low_water.{schema}.' || line, 0))
+        or (select s.seqcache > 1 from pg_sequence as s
+            where s.seqrelid = ('{schema}.' || split_part(line, '_', 1) || '_id_seq')::regclass) then
         return 0;
     end if;
     select * into mark from {schema}.low_water as m

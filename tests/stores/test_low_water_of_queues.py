@@ -289,6 +289,21 @@ def test_what_a_counter_that_was_set_back_numbers_is_in_front_of_nothing(ledger:
         assert passed(judge, line) == []
 
 
+def test_numbers_that_a_session_has_got_in_advance_are_in_front_of_nothing(ledger: Ledger) -> None:
+    """ALTER SEQUENCE … CACHE is anybody's, who wants to publish faster."""
+    ledger.run("alter sequence idemconsumer.queue_id_seq cache 50")
+    with psycopg.connect(ledger.dsn) as early, psycopg.connect(ledger.dsn, autocommit=True) as judge:
+        early.execute(PUBLISH["queue"], (b"x",))
+        early.commit()
+        ledger.run(PUBLISH["queue"], (b"x",))
+        ledger.run("delete from idemconsumer.queue")
+        raised(ledger, times=1)
+        early.execute(PUBLISH["queue"], (b"x",))
+        raised(ledger, times=1)
+        early.commit()
+        assert passed(judge, "queue") == []
+
+
 def test_a_copy_of_the_tables_has_no_low_water(ledger: Ledger, postgres18: PostgresServer) -> None:
     """As a logical replica, which has the rows of all tables, and no sequence."""
     gone(ledger, 2)
