@@ -138,6 +138,11 @@ def token_of(saga: Any) -> int:
     return int(saga._run._saga.token)
 
 
+def is_interrupted(saga: Any) -> bool:
+    """Whether this run has been ended, so that nothing follows from what its handler is still given."""
+    return saga._run.interruption is not None
+
+
 def texts_known(habits: Habits) -> list[str]:
     return list(habits._missing)
 

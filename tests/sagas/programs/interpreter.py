@@ -13,7 +13,7 @@ from uuid import UUID
 from idemconsumer import App, Child, Handler, Reject, Retry, Saga, Step, Tx
 from idemconsumer.handlers.options import Options
 from tests.sagas.programs.source import Program
-from tests.support.inside import token_of
+from tests.support.inside import is_interrupted, token_of
 
 QUEUE = "programs"
 Branch = Coroutine[Any, Any, None]
@@ -72,8 +72,8 @@ class Run:
             await getattr(self, kind)(*its)
 
     def _got(self, name: str, entry: str | None = None) -> None:
-        if getattr(self._saga, "interruption", None) is not None:
-            return  # nothing follows from it
+        if is_interrupted(self._saga):
+            return
         self.seen.got(name, entry)
         self._world.got(self._key, self.seen, name, entry)
 
