@@ -14,6 +14,7 @@ from pathlib import Path
 
 from idemconsumer.embedded.watchdog import Watchdog
 from tests.support.servers.installed import missing, packages
+from tests.support.waiting import eventually
 
 _POLL_SECONDS = 0.02
 
@@ -97,6 +98,9 @@ class Processes:
         """To all of them: SIGSTOP makes them silent, SIGCONT ends that."""
         for process in self._running:
             os.killpg(process.pid, signal_number)
+        if signal_number == signal.SIGSTOP:
+            groups = {str(process.pid) for process in self._running}
+            eventually(lambda: not _go_on(groups), "each thread of theirs has stopped")
 
     def close(self) -> None:
         """Kill the server and remove its folder; a second time does nothing."""
@@ -105,3 +109,17 @@ class Processes:
         self.kill()
         self._watchdog.dismiss()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _go_on(groups: set[str]) -> bool:
+    """Whether a thread of these process groups still runs: on another core it stops a moment after the signal."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if _stat(process)[2] in groups and any(_stat(each)[0] not in "TZX" for each in process.glob("task/*")):
+                return True
+    return False
+
+
+def _stat(process: Path) -> list[str]:
+    """From its state on, behind its name."""
+    return (process / "stat").read_text().rpartition(")")[2].split()
