@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import subprocess
@@ -11,9 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import Response
 
+from idemconsumer import App
 from idemconsumer.admin.hints import hint
+from idemconsumer.http import Idempotency, Route
 from idemconsumer.observe.counts import Counts
 from idemconsumer.observe.crew import Crew
 from idemconsumer.observe.exposition import exposition
@@ -21,6 +27,8 @@ from idemconsumer.observe.reports import Report, encoded
 from idemconsumer.rules.health import Phase
 from idemconsumer.rules.letters import REASONS
 from idemconsumer.rules.values import Outcome, OutcomeKind
+from tests.http.fake_requests import FakeRequests
+from tests.http.site import by_header, client, problem, service
 from tests.support import ROOT
 
 RULES = ROOT / "deploy" / "prometheus" / "alerts.yml"
@@ -29,7 +37,9 @@ ALL: Mapping[str, Mapping[str, Any]] = {
 }
 PLACE = 'job="shop",instance="a"'
 OF = f'{{{PLACE},app="shop",handler="take"'
+OF_ROUTE = f'{{{PLACE},app="shop",route="POST /orders"'
 HANDLER = {"app": "shop", "handler": "take"}
+ROUTE = {"app": "shop", "route": "POST /orders"}
 DAY = 24 * 60
 
 
@@ -84,6 +94,14 @@ CASES = [
     Case("KeysHeldElsewhere", {f"waiting_room_oldest_seconds{OF}}}": "0 901x9"}, 2, HANDLER),
     Case("PoolTooSmall", {f'pool_pending_requests{{{PLACE},pool="handlers"}}': "0x9 1x30"}, 22,
          {"job": "shop", "instance": "a", "pool": "handlers"}, since=15),
+    Case("FrontDoorUnavailable", {
+         f'http_requests_total{OF_ROUTE},outcome="unavailable"}}': "0x9 0+2x20",
+         f'http_requests_total{OF_ROUTE},outcome="run"}}': "0+10x30"}, 15, {"app": "shop"}, since=13),
+    Case("RequestOutcomeUnknown", {f'http_requests_total{OF_ROUTE},outcome="outcome-unknown"}}': "0x5 1x30"}, 7, ROUTE,
+         since=5),
+    Case("RequestsRefused", {
+         f'http_requests_total{OF_ROUTE},outcome="key-reused"}}': "0+2x60",
+         f'http_requests_total{OF_ROUTE},outcome="run"}}': "0+9x60"}, 13, ROUTE | {"outcome": "key-reused"}, since=10),
     Case("NotPruned", {f"last_prune_timestamp_seconds{{{PLACE}}}": f"0x{DAY}"}, 362, {}, since=359),
 ]  # fmt: skip
 
@@ -135,11 +153,11 @@ def test_each_alert_fires_when_it_should_and_not_before(promtool: Passes) -> Non
     promtool(tests)
 
 
-def scraped(crew: Crew) -> dict[str, float]:
+def scraped(exposed: bytes) -> dict[str, float]:
     """Each series with its value, as it is written."""
     return {
         sample.name + "{" + ",".join(f'{name}="{value}"' for name, value in sample.labels.items()) + "}": sample.value
-        for family in text_string_to_metric_families(exposition(crew, None).decode())
+        for family in text_string_to_metric_families(exposed.decode())
         for sample in family.samples
     }
 
@@ -153,7 +171,7 @@ def test_the_first_dead_letter_of_each_reason_is_seen(promtool: Passes) -> None:
     crew.begun(0)
     for _ in range(2):
         crew.told(0, encoded(Report(app="shop", phase=Phase.CONSUMING, patience=5.0, counts=counts)))
-        scrapes.append(scraped(crew))
+        scrapes.append(scraped(exposition(crew, None)))
         take.ended([Outcome(OutcomeKind.DEAD, reason=reason) for reason in REASONS])
     before, behind = scrapes
     series = {name: f"{before.get(name, '_')}x5 {value}x9" for name, value in behind.items() if "dead_letters" in name}
@@ -161,3 +179,48 @@ def test_the_first_dead_letter_of_each_reason_is_seen(promtool: Passes) -> None:
     alert = "IdemconsumerDeadLetters"
     fires = [expected(alert, HANDLER | {"reason": reason}) for reason in REASONS]
     promtool([run_of(series, (4, alert, []), (8, alert, fires))])
+
+
+async def test_what_a_front_door_in_trouble_counts_raises_its_alerts(promtool: Passes) -> None:
+    """A store that is away, a lease that is lost, a key that is used twice, and one that comes again too soon."""
+    registry, store, inside, go = CollectorRegistry(), FakeRequests(), asyncio.Event(), asyncio.Event()
+
+    async def endpoint(request: Request) -> Response:
+        match (await request.json())["id"]:
+            case "frozen":
+                store.lose()
+                await asyncio.Event().wait()
+            case "slow":
+                inside.set()
+                await go.wait()
+        return Response("done", 201)
+
+    routes = {"POST /orders": Route()}
+    door = Idempotency(App("shop"), tenant=by_header, routes=routes, default=None, store=store, metrics=registry)
+    async with client(service(door, endpoint)) as shop:
+        assert (await shop.post()).status_code == 201
+        before = scraped(generate_latest(registry))
+        slow = asyncio.create_task(shop.post("slow", key="slow"))
+        await inside.wait()
+        assert problem(await shop.post("slow", key="slow")) == "in-progress"
+        go.set()
+        await slow
+        assert problem(await shop.post("other")) == "key-reused"
+        assert problem(await shop.post("frozen", key="frozen")) == "outcome-unknown"
+        store.down = True
+        assert problem(await shop.post("away", key="away")) == "unavailable"
+    behind = scraped(generate_latest(registry))
+    series = {
+        name: f"{before[name]}+{value - before[name]}x40" for name, value in behind.items() if "requests_total" in name
+    }
+    fires = {
+        "FrontDoorUnavailable": [{"app": "shop"}],
+        "RequestOutcomeUnknown": [ROUTE],
+        "RequestsRefused": [ROUTE | {"outcome": each} for each in ("in-progress", "key-reused")],
+    }
+    quiet = {name: f"{value}x40" for name, value in before.items() if "requests_total" in name}
+    alerts = {f"Idemconsumer{name}": labels for name, labels in fires.items()}
+    promtool([
+        run_of(series, *((30, name, [expected(name, each) for each in labels]) for name, labels in alerts.items())),
+        run_of(quiet, *((30, name, []) for name in alerts)),
+    ])  # fmt: skip

@@ -94,10 +94,11 @@ def unknown(expression: str) -> list[str]:
     return found + sorted(grouped - labels)
 
 
-def test_each_metric_is_in_the_docs_and_no_other() -> None:
-    section = (ROOT / "docs" / "operations.md").read_text("utf-8").partition("\n## Metrics\n")[2].partition("\n## ")[0]
-    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `idemconsumer_")]
-    assert sorted(NAME.findall(" ".join(rows))) == sorted(families())
+def test_each_metric_is_in_the_reference_and_no_other() -> None:
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|.* \| (.+) \|$", page, re.MULTILINE)
+    assert {name: kind for name, kind, _ in rows} == families()
+    assert all(text[0].isupper() for _, _, text in rows)
 
 
 def test_the_names_follow_the_conventions() -> None:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
-import psycopg
 import pytest
-import yaml
 
 from idemconsumer.process.child import GRACE
 from idemconsumer.settings import Settings, load
-from idemconsumer.stores.migrations import migrate
 from tests.support import ROOT
-from tests.support.deploy import CHART, DEPLOY, TEMPLATES, instructions, parsed
+from tests.support.deploy import DEPLOY, PROJECT, PYPROJECT, instructions, parsed
 
 LONGEST = Settings().drain_timeout + 2 * GRACE + 1.0  # seconds until the launcher kills who is left
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
 def pinned(image: str) -> bool:
@@ -38,9 +31,8 @@ def pinned(image: str) -> bool:
 def test_the_image_is_small_pinned_and_nobody() -> None:
     made = instructions()
     stages = [n for n, (word, _) in enumerate(made) if word == "FROM"]
-    for n in stages:
-        assert pinned(made[n][1].split()[0]), made[n]
-        assert "-slim" in made[n][1]
+    (base,) = {made[n][1].split()[0] for n in stages}
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base), "`make base-image` writes it"
     assert len(stages) == 2, "what builds is not in the image"
     last = made[stages[-1] :]
     (user,) = (rest for word, rest in last if word == "USER")
@@ -91,121 +83,6 @@ def test_compose_has_each_broker_and_a_worker_that_may_do_little() -> None:
     assert int(services["worker"]["stop_grace_period"].removesuffix("s")) >= LONGEST
 
 
-# --------------------------------------------------------------------------------------------------------------- chart
-def paths(values: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value and name not in ("resources", "settings"):
-            yield from paths(value, f"{before}{name}.")
-        else:
-            yield before + name
-
-
-def test_the_chart_uses_each_value_and_no_other() -> None:
-    values = set(paths(parsed(CHART / "values.yaml")))
-    used = {path for text in TEMPLATES.values() for path in re.findall(r"\.Values\.([\w.]+)", text)}
-    assert used == values
-    defined = {name for text in TEMPLATES.values() for name in re.findall(r'define "([^"]+)"', text)}
-    included = {name for text in TEMPLATES.values() for name in re.findall(r'include "([^"]+)"', text)}
-    assert included == defined
-
-
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name.endswith(".yaml")])
-def test_a_template_is_closed_and_yaml_but_for_what_is_filled_in(name: str) -> None:
-    text = TEMPLATES[name]
-    opened = re.findall(r"{{-?\s*(?:if|with|range|define)\b", text)
-    assert len(opened) == len(re.findall(r"{{-?\s*end\b", text))
-    assert text.count("{{") == text.count("}}")
-    plain = re.sub(r"(?m)^\s*{{-? *(if|end|with|range|else|include|toYaml)\b.*$\n?", "", text)
-    found = yaml.safe_load(re.sub(r'"?{{.*?}}"?', "filled", plain))
-    assert {"apiVersion", "kind", "metadata", "spec"} == set(found)
-
-
-def test_the_pod_may_do_little_and_has_time_to_drain() -> None:
-    text = TEMPLATES["deployment.yaml"]
-    assert "terminationGracePeriodSeconds: {{ add (int .Values.drainTimeout) 10 }}" in text
-    assert LONGEST - Settings().drain_timeout < 10
-    assert parsed(CHART / "values.yaml")["drainTimeout"] == Settings().drain_timeout
-    for probe, path in (("livenessProbe", "/livez"), ("readinessProbe", "/readyz")):
-        assert re.search(rf"{probe}:\s+httpGet: {{path: {path}, port: ops}}", text)
-    for name in ("deployment.yaml", "migrate.yaml"):
-        assert "enableServiceLinks: false" in TEMPLATES[name], "else variables of services look like settings"
-        assert 'include "idemconsumer.podSecurity"' in TEMPLATES[name]
-        assert 'include "idemconsumer.containerSecurity"' in TEMPLATES[name]
-    for line in (
-        "runAsNonRoot: true",
-        "readOnlyRootFilesystem: true",
-        "allowPrivilegeEscalation: false",
-        "drop: [ALL]",
-    ):
-        assert line in TEMPLATES["_helpers.tpl"]
-    user = next(rest for word, rest in instructions() if word == "USER").partition(":")[0]
-    assert f"runAsUser: {user}" in TEMPLATES["_helpers.tpl"]
-
-
-def test_the_chart_has_a_migration_before_the_pods_and_a_scaler_for_each_broker() -> None:
-    assert "helm.sh/hook: pre-install,pre-upgrade" in TEMPLATES["migrate.yaml"]
-    types = re.findall(r"- type: (\S+)", TEMPLATES["scaledobject.yaml"])
-    assert types == ["kafka", "rabbitmq", "aws-sqs-queue", "postgresql"]
-    assert ".queue_waiting" in TEMPLATES["scaledobject.yaml"]
-    chart = parsed(CHART / "Chart.yaml")
-    assert chart["version"] == chart["appVersion"] == PROJECT["version"]
-
-
-def test_what_waits_is_counted_by_queue_without_a_right_on_the_tables(database: str) -> None:
-    migrate(database, "idemconsumer")
-    role = f"keda_{secrets.token_hex(4)}"
-    with psycopg.connect(database, autocommit=True) as owner:
-        owner.execute("insert into idemconsumer.queue (name, body) select 'many', '' from generate_series(1, 10100)")
-        owner.execute("select idemconsumer.publish_bytes('few', '')")
-        owner.execute("update idemconsumer.queue set visible_at = clock_timestamp() + '1 h' where name = 'few'")
-        owner.execute("insert into idemconsumer.delayed (name, body, due_at) values ('due', '', now())")
-        owner.execute("insert into idemconsumer.delayed (name, body, due_at) values ('later', '', now() + '1 h')")
-        owner.execute(f"create role {role}; grant usage on schema idemconsumer to {role}".encode())
-        owner.execute(f"grant select on idemconsumer.queue_waiting to {role}; set role {role}".encode())
-        found = owner.execute("select name, waiting from idemconsumer.queue_waiting order by name").fetchall()
-        owner.execute(f"reset role; drop owned by {role}; drop role {role}".encode())
-    assert found == [("due", 1), ("few", 1), ("later", 0), ("many", 10000)]
-
-
-FEW = {"image": {"repository": "r/shop", "tag": "1"}, "secret": "s"}
-FULL = FEW | {
-    "image": {"repository": "r/shop", "digest": "sha256:0", "pullSecrets": [{"name": "registry"}]},
-    "settings": {"log_format": "json", "concurrency": 4},
-    "migrate": {"enabled": True, "secret": "owner"},
-    "serviceAccountName": "shop", "podAnnotations": {"a": "b"}, "podLabels": {"c": "d"}, "nodeSelector": {"e": "f"},
-    "tolerations": [{"key": "k", "operator": "Exists"}], "affinity": {"podAntiAffinity": {}},
-    "keda": {
-        "enabled": True,
-        "kafka": [{"bootstrapServers": "k:1", "consumerGroup": "shop", "topic": "t", "lag": 5, "authentication": ""}],
-        "rabbitmq": [{"queue": "q", "length": 200, "authentication": "a"}],
-        "sqs": [{"queueURL": "https://q", "region": "eu-central-1", "length": 200, "authentication": "a"}],
-        "postgresql": [{"queues": ["q", "ann's"], "length": 200, "authentication": "a"}],
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("values", "kinds"), [
-    (FEW, {"PodDisruptionBudget", "Deployment", "Job"}),
-    (FULL, {"PodDisruptionBudget", "Deployment", "Job", "ScaledObject"}),
-])  # fmt: skip
-def test_helm_takes_the_chart(tmp_path: Path, values: Mapping[str, Any], kinds: set[str]) -> None:
-    helm = shutil.which("helm") or pytest.skip("helm is not installed; docs/deploying.md says how to have it")
-    given = tmp_path / "values.yaml"
-    given.write_text(yaml.safe_dump(values))
-    subprocess.run([helm, "lint", "--strict", "-f", given, CHART], check=True)
-    # A helm from its sources knows no version of Kubernetes.
-    rendered = subprocess.run(
-        [helm, "template", "shop", "-f", given, "--kube-version", "1.30.0", CHART], check=True, stdout=subprocess.PIPE
-    )
-    made = {each["kind"]: each["spec"] for each in yaml.safe_load_all(rendered.stdout)}
-    assert set(made) == kinds
-    (worker,) = made["Deployment"]["template"]["spec"]["containers"]
-    assert worker["args"] == json.loads(next(rest for word, rest in instructions() if word == "CMD"))
-    if "ScaledObject" in made:
-        assert len(made["ScaledObject"]["triggers"]) == 4
-        assert "IN ('q', 'ann''s')" in made["ScaledObject"]["triggers"][3]["metadata"]["query"]
-
-
 # ------------------------------------------------------------------------------------------------------------- systemd
 def test_the_unit_waits_for_the_start_and_has_time_to_drain() -> None:
     unit = (DEPLOY / "systemd" / "idemconsumer.service").read_text("utf-8")
@@ -230,13 +107,31 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- locked dependencies
-def test_the_lock_of_development_has_all_that_is_asked_for_and_names_no_place() -> None:
-    text = (ROOT / "requirements-dev.lock").read_text("utf-8")
+def locked(name: str) -> set[str]:
+    """The packages of a lock that names no place, and hashes of each."""
+    text = (ROOT / name).read_text("utf-8").replace("\\\n", " ")
     assert not re.search(r"https?://|file:|--(?:extra-)?index|/home/|/root/|/tmp/|@ ", text)
-    locked = set(re.findall(r"(?m)^([a-z0-9][\w.-]*)==", text))
-    asked = [*PROJECT["dependencies"], *(each for extra in PROJECT["optional-dependencies"].values() for each in extra)]
-    bench = PROJECT["optional-dependencies"]["bench"]
-    for each in asked:
-        name = re.split(r"[\[<>=;! ]", each)[0].lower()
-        assert name == "idemconsumer" or name in locked or each in bench, each
-    assert not any(fnmatch(name, "nvidia-*") for name in locked)
+    for line in text.splitlines():
+        assert re.fullmatch(r"[a-z0-9][\w.-]*==[^ ]+( ;[^-]+?)?(\s+--hash=sha256:[0-9a-f]{64})+", line), line
+    return {line.partition("==")[0] for line in text.splitlines()}
+
+
+def lacking(lock: str, asked: Iterable[str]) -> set[str]:
+    names = {re.split(r"[\[<>=;! ]", each)[0].lower() for each in asked}
+    return names - locked(lock) - {"idemconsumer"}
+
+
+def test_the_lock_of_development_has_all_that_is_asked_for() -> None:
+    extras = PROJECT["optional-dependencies"]
+    asked = [*PROJECT["dependencies"], *(each for name in extras if name != "bench" for each in extras[name])]
+    assert lacking("requirements-dev.lock", asked) == set()
+    assert not any(fnmatch(name, "nvidia-*") for name in locked("requirements-dev.lock"))
+
+
+def test_the_image_is_made_of_what_its_locks_have() -> None:
+    (chosen,) = re.findall(r"(?m)^IMAGE_EXTRAS = (.+)", (ROOT / "Makefile").read_text("utf-8"))
+    asked = [each for extra in chosen.split() for each in PROJECT["optional-dependencies"][extra]]
+    assert lacking("deploy/requirements.lock", [*PROJECT["dependencies"], *asked]) == set()
+    assert lacking("deploy/build.lock", ["uv", *PYPROJECT["build-system"]["requires"]]) == set()
+    for install in (rest for word, rest in instructions() if word == "RUN" and "pip install" in rest):
+        assert "--require-hashes" in install or "--no-deps --build-constraints build.lock" in install
