@@ -18,6 +18,7 @@ from idemconsumer.http import problems
 from idemconsumer.http.exchange import Receive, Scope, Send
 from idemconsumer.http.idempotency import HEADER, Tenant, caller
 from idemconsumer.http.messages import Request, Response
+from idemconsumer.http.outages import Outages
 from idemconsumer.http.policy import MIB
 from idemconsumer.http.problems import MEDIA_TYPE, TYPE, Problem
 from idemconsumer.http.wire import read_body, request_of, respond
@@ -30,7 +31,7 @@ _PASSED: Final = ("content-type", "traceparent", "tracestate")
 
 
 class AcceptLater:
-    """An ASGI app that takes requests for a handler, and has a worker do them.
+    """An ASGI app that accepts requests for a handler, which a worker runs later.
 
         later = AcceptLater(app, place, tenant=account, path="/orders")
         api.add_route("/orders", later)
@@ -38,16 +39,17 @@ class AcceptLater:
 
     Under WSGI it is `AcceptLaterMiddleware(app.wsgi_app, later)` of `idemconsumer.http.wsgi`.
 
-    POST of `path` stores the body as a message under its Idempotency-Key, and answers 202 with a Location, the same
-    each time, and once it is done as GET does; another body under the key is 422. GET of that Location is 202 until it
-    is done, and then what the handler returned: its status (200 unless given, 204 for nothing), headers and body. A
-    rejection is a problem with its code and body, and its status or 422; what was put aside for a person is one with
-    500; what is not known is 404, also where it is another tenant's. `tenant` is as in `Idempotency`. `headers` names
-    those that the message has too, beside the content type and those of a trace. `max_body` is bytes. `via` is as in
-    `App.accept`; a body that names another key or tenant than its request is 422 then.
+    A POST of `path` stores the body as a message under its Idempotency-Key. It is answered with 202 and a Location, the
+    same each time. Once the message is done, a repeated POST gets the answer of the GET. Another body under the same
+    key gets 422. A GET of the Location gets 202 until the message is done. Then it gets what the handler returned:
+    status (200 unless given, 204 for nothing), headers and body. A rejection is a problem with its code and body, and
+    its status or 422. A dead letter is a problem with 500. An unknown Location, or one of another tenant, gets 404.
+    `tenant` is as in `Idempotency`. `headers` names the request headers to copy into the message, besides the content
+    type and trace headers. `max_body` is bytes. `via` is as in `App.accept`; a body that names another key or tenant
+    than its request then gets 422.
 
-    While the database is away all is 503, and nothing is stored. Not guaranteed: that requests are done in the order in
-    which they came. Raises ConfigurationError for what cannot be.
+    While the database is away, every answer is 503 and nothing is stored. Not guaranteed: that requests run in the
+    order in which they came. Raises ConfigurationError for a wrong definition.
     """
 
     def __init__(
@@ -63,19 +65,19 @@ class AcceptLater:
     ) -> None:
         if not callable(tenant):
             raise ConfigurationError(
-                "AcceptLater: `tenant` is mandatory; write a function of the request that returns whose it is, such as "
+                "AcceptLater: `tenant` is mandatory; write a function of the request that returns its tenant, such as "
                 "lambda request: request.header('x-account')"
             )
         if not path.startswith("/") or path.endswith("/"):
-            raise ConfigurationError(f'AcceptLater: path={path!r}; write where it is, such as "/orders"')
+            raise ConfigurationError(f'AcceptLater: path={path!r}; write its path, such as "/orders"')
         if isinstance(headers, str):
             raise ConfigurationError(f"AcceptLater: headers={headers!r} is one text; write a list, [{headers!r}]")
         if via is not None:
             check_via(handler.plan, via)
             if handler.plan.tenant_spec is None:
                 raise ConfigurationError(
-                    f"AcceptLater: handler {handler.name!r} has no `tenant`, so a message that comes {via!r} would be "
-                    'nobody\'s; write e.g. tenant=Key.header("Account") there, which is sent along'
+                    f"AcceptLater: handler {handler.name!r} has no `tenant`, so a message from {via!r} would have none"
+                    '; write e.g. tenant=Key.header("Account") there, which is sent along'
                 )
         self._app = app
         self._handler = handler
@@ -83,6 +85,7 @@ class AcceptLater:
         self._path = path
         self._passed = {*_PASSED, *(name.lower() for name in headers)}
         self._via = via
+        self._outages = Outages()
         self.max_body = max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,17 +101,18 @@ class AcceptLater:
             await respond(send, await self.answer(request, body, await caller(self._tenant, request)))
 
     def covers(self, request: Request) -> bool:
-        """Whether it is a POST of the path, or asks for a Location."""
+        """Return whether the request is a POST of the path, or asks for a Location."""
         if request.method == "POST":
             return request.path == self._path
         return request.method in ("GET", "HEAD") and request.path.startswith(f"{self._path}/")
 
     def ask_tenant(self, request: Request) -> Any:
-        """What `tenant` says, or what is to be awaited for it. It may block, and may need the thread of the request."""
+        """Return what `tenant` returns: the tenant, or an awaitable of it. It may block, and may need the thread of the
+        request."""
         return self._tenant(request)
 
     async def answer(self, request: Request, body: bytes | Problem, tenant: str | Problem) -> Response:
-        """The answer to a request that is covered."""
+        """Return the answer to a covered request."""
         if isinstance(body, Problem):
             return body.response
         if request.method == "POST":
@@ -117,15 +121,15 @@ class AcceptLater:
         return replace(answer, body=b"") if request.method == "HEAD" else answer
 
     async def close(self) -> None:
-        """Close what was opened, which is the app's, once all requests have been answered."""
+        """Close the app, and with it everything opened. Call it once all requests have been answered."""
         await self._app.close()
 
     async def accept(self, request: Request, body: bytes) -> Response:
-        """The answer to a request, whose message is stored then."""
+        """Store the request's message, and return the answer."""
         return await self._accept(request, body, await caller(self._tenant, request))
 
     async def status(self, request: Request, id: str) -> Response:
-        """How far the request has come whose Location ends with this, for the tenant of the one that asks."""
+        """Return how far the request has come whose Location ends with this id, for the asking request's tenant."""
         return await self._status(id, await caller(self._tenant, request))
 
     async def _accept(self, request: Request, body: bytes, tenant: str | Problem) -> Response:
@@ -145,10 +149,11 @@ class AcceptLater:
             id = await self._app.accepted_id(self._handler, key=key, tenant=tenant)
         except BadMessage as error:
             return _refused(error).response
-        except CommitUnknown:
-            return problems.OUTCOME_UNKNOWN.response
-        except StoreUnavailable:
-            return problems.UNAVAILABLE.response
+        except CommitUnknown as error:
+            return self._outages.answered(error, problems.OUTCOME_UNKNOWN).response
+        except (StoreUnavailable, ConfigurationError) as error:
+            return self._outages.answered(error, problems.UNAVAILABLE).response
+        self._outages.heard(wrote=accepted.new)
         if accepted.conflict:
             return problems.KEY_REUSED.response
         if accepted.progress not in (Progress.PENDING, Progress.RUNNING):
@@ -159,9 +164,11 @@ class AcceptLater:
         if isinstance(tenant, Problem):
             return tenant.response
         try:
-            return told(await self._app.accepted_by_id(self._handler, id=id, tenant=tenant))
-        except StoreUnavailable:
-            return problems.UNAVAILABLE.response
+            accepted = await self._app.accepted_by_id(self._handler, id=id, tenant=tenant)
+        except (StoreUnavailable, ConfigurationError) as error:
+            return self._outages.answered(error, problems.UNAVAILABLE).response
+        self._outages.heard(wrote=False)
+        return told(accepted)
 
 
 def told(accepted: Accepted) -> Response:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+from idemconsumer.http.covered import COVERED
 from idemconsumer.http.current import slot_without_key
 from idemconsumer.http.exchange import Asgi, Exchange, Message, Receive, Scope, Send
 from idemconsumer.http.guarding import seen, unseen
 from idemconsumer.http.idempotency import Idempotency, Table
 from idemconsumer.http.marked import is_litestar, marked_routes
-from idemconsumer.http.messages import COVERED, Request
+from idemconsumer.http.messages import Request
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem
 from idemconsumer.http.serving import serve, serve_to_its_end
@@ -18,12 +19,12 @@ from idemconsumer.rules.routes import SAFE, alike
 
 
 class IdempotencyMiddleware:
-    """Around an ASGI app, or added to one: `app.add_middleware(IdempotencyMiddleware, idempotency=idempotency)`.
+    """Wraps an ASGI app, or is added to one: `app.add_middleware(IdempotencyMiddleware, idempotency=idempotency)`.
 
-    Requests of routes that are not covered, and websockets, pass as if it was not there. Of a covered request the body
-    is read once and handed on as it came, and the response is sent when it is certain. It belongs inside of what adds
-    CORS headers and compresses, and outside of what has effects. It closes what `idempotency` has opened when the app
-    is shut down, if that is told to it.
+    Requests of routes that are not covered, and websockets, pass unchanged. For a covered request, the body is read
+    once and handed on as it came, and the response is sent when it is certain. Put this middleware inside those that
+    add CORS headers and compress, and outside those that have effects. When the app is shut down, and the server tells
+    the middleware so, it closes what `idempotency` has opened.
     """
 
     __idempotent_door__ = True

@@ -28,13 +28,14 @@ class Slot(Everybodys):
     """Where the Tx of one request is while it may be used. It is nowhere else, so that who still holds it when the
     endpoint has returned has it of the endpoint (J19)."""
 
-    __slots__ = ("_tx", "key", "loop", "refusal")
+    __slots__ = ("_tx", "asked", "key", "loop", "refusal")
 
     def __init__(self, refusal: str, key: str, loop: asyncio.AbstractEventLoop | None) -> None:
         """`loop`: where its Tx runs, if it may have one."""
         self.refusal = refusal
         self.key = key
         self.loop = loop
+        self.asked = False
         self._tx: Tx | None = None
 
     def open(self, tx: Tx) -> None:
@@ -50,7 +51,7 @@ class Slot(Everybodys):
         if self.refusal:
             raise ConfigurationError(self.refusal)
         raise HandlerFault(
-            "Tx was asked for after the response had been given; what it would write would not be committed with it"
+            "Tx was requested after the response had been given, so its writes would not be committed with it"
         )
 
 
@@ -78,7 +79,7 @@ def new_key() -> str:
 
 def _refusal(route: str) -> str:
     return (
-        f"route {route!r} asks for Tx, and is not declared so; write Route(tx=True) for it, or "
+        f"route {route!r} requests Tx, but is not declared with it; write Route(tx=True) for it, or "
         "@idempotency.route(tx=True) below the route's decorator"
     )
 
@@ -91,6 +92,11 @@ def _in(slot: Slot) -> Iterator[Slot]:
     finally:
         slot.end()
         _SLOT.reset(token)
+
+
+def asked(slot: Slot | None) -> bool:
+    """Whether its Tx or key was asked for, so that there is an endpoint, whatever the router says."""
+    return slot is not None and slot.asked
 
 
 def slot_of_task() -> Slot | None:
@@ -111,24 +117,25 @@ def slot_in_thread(slot: Slot | None) -> Iterator[None]:
 def _slot() -> Slot:
     if (slot := _SLOT.get()) is None:
         raise ConfigurationError(
-            "Tx, or the key, was asked for outside of a request that the front door covers; put IdempotencyMiddleware "
+            "Tx or the key was requested outside a request that the front door covers; put IdempotencyMiddleware "
             "around the app, and declare the route: routes={'POST /orders': Route(tx=True)}"
         )
+    slot.asked = True
     return slot
 
 
 def current_key() -> str:
-    """The key of this request as it is stored: 64 hex digits, the same for each repetition, and of no other request.
-    Of a request without a key it is a new one.
+    """Return the key of this request as it is stored: 64 hex digits, the same for each repetition, and different for
+    every other request. A request without a key gets a new one.
 
-    Give it to a remote as its own idempotency key, or as a reference: a LostRequest has it too, so that the remote can
-    be asked about it. In endpoints, also in a thread. Raises ConfigurationError elsewhere.
+    Give it to a remote as its own idempotency key, or as a reference: a LostRequest has it too, so you can ask the
+    remote about that request. It works in endpoints, also in a thread. Raises ConfigurationError elsewhere.
     """
     return _slot().key
 
 
 def current_tx() -> Tx:
-    """The transaction of this request: what it writes and the stored response are one commit.
+    """Return the transaction of this request: its writes and the stored response are one commit.
 
     For `async def` endpoints of routes with tx=True; valid until the response is given. Raises ConfigurationError
     elsewhere, and HandlerFault when it is over.
@@ -137,7 +144,7 @@ def current_tx() -> Tx:
 
 
 def current_sync_tx() -> SyncTx:
-    """As `current_tx`, for an endpoint that runs in a thread: `def`, not `async def`. Raises as it does."""
+    """Like `current_tx`, for an endpoint that runs in a thread: `def`, not `async def`. Raises the same errors."""
     slot = _slot()
     _ = slot.tx
     return SyncTx(slot)
@@ -147,9 +154,9 @@ GIVES_TX.update((current_tx, current_sync_tx))
 
 
 class SyncTx:
-    """`Tx` for code that runs in a thread: each method waits for the loop that has the connection.
+    """A `Tx` for code that runs in a thread: each method waits for the loop that has the connection.
 
-    Everything said of `Tx` holds. Raises HandlerFault in the loop itself, which would wait for ever.
+    All rules of `Tx` hold. Raises HandlerFault in the loop itself, which would wait for ever.
     """
 
     __slots__ = ("_slot",)
@@ -187,19 +194,19 @@ class SyncRows(Generic[R]):
 
     @property
     def rowcount(self) -> int:
-        """How many rows the statement returned or changed; -1 where Postgres does not report it."""
+        """How many rows the statement returned or changed; -1 if Postgres does not report it."""
         return self._rows.rowcount
 
     def first(self) -> R | None:
-        """The next unread row; None when there is none."""
+        """Return the next unread row, or None if there is none."""
         return _wait(self._slot, self._rows.first)
 
     def one(self) -> R:
-        """The only row. Raises LookupError when there is none, or more than one."""
+        """Return the only row. Raises LookupError if there is none, or more than one."""
         return _wait(self._slot, self._rows.one)
 
     def all(self) -> list[R]:
-        """All unread rows."""
+        """Return all unread rows."""
         return _wait(self._slot, self._rows.all)
 
 

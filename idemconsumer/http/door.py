@@ -7,10 +7,11 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from idemconsumer.errors import CommitUnknown, Contention, IdemConsumerError, StoreUnavailable
+from idemconsumer.errors import CommitUnknown, ConfigurationError, Contention, IdemConsumerError, StoreUnavailable
 from idemconsumer.http import problems
 from idemconsumer.http.messages import replay
 from idemconsumer.http.modes import Answer, Mode, Run, refusal
+from idemconsumer.http.outages import Outages
 from idemconsumer.http.policy import Policy
 from idemconsumer.logs import log
 from idemconsumer.ports.requests import Running
@@ -25,17 +26,15 @@ _DOUBTS: Final = 3
 
 
 class Door:
-    """Knows whether its store was there the last time, to say so once."""
-
     def __init__(self) -> None:
-        self._away = False
+        self._joined, self._leased = Outages(), Outages()  # of which one may be out of order alone
 
     async def answer(
         self, claimed: Callable[[], Claim], policy: Policy, mode: Callable[[], Awaitable[Mode]], run: Run
     ) -> Answer:
         """The answer to one request. `mode` opens its store, and then `claimed` hashes its key (R39). Raises what the
         application raises."""
-        loop, claim = asyncio.get_running_loop(), None
+        loop, claim, outages = asyncio.get_running_loop(), None, self._joined if policy.tx else self._leased
         until, pause, doubts = loop.time() + policy.wait, _FIRST_PAUSE, 0
         while True:
             try:
@@ -47,12 +46,12 @@ class Door:
                 doubts += 1
                 until = max(until, loop.time() + _DOUBT)
                 if doubts == _DOUBTS:
-                    return self._refused(error, problems.OUTCOME_UNKNOWN)
+                    return refusal(outages.answered(error, problems.OUTCOME_UNKNOWN))
                 continue
-            except (StoreUnavailable, Contention) as error:
-                _check_ours(error)
-                return self._refused(error, problems.OUTCOME_UNKNOWN if doubts else problems.UNAVAILABLE)
-            self._there()
+            except (StoreUnavailable, ConfigurationError, Contention) as error:
+                problem = problems.OUTCOME_UNKNOWN if doubts else problems.UNAVAILABLE
+                return refusal(outages.answered(error, problem))
+            outages.heard(wrote=isinstance(met, Answer))
             if isinstance(met, Answer):
                 return met
             if (answer := _standing(met, claim, policy)) is not None:
@@ -67,24 +66,11 @@ class Door:
         try:
             answer = await unclaimed()
         except CommitUnknown as error:
-            _check_ours(error)
-            return self._refused(error, problems.OUTCOME_LOST)
-        except (StoreUnavailable, Contention) as error:
-            _check_ours(error)
-            return self._refused(error, problems.UNAVAILABLE)
-        self._there()
+            return refusal(self._joined.answered(error, problems.OUTCOME_LOST))
+        except (StoreUnavailable, ConfigurationError, Contention) as error:
+            return refusal(self._joined.answered(error, problems.UNAVAILABLE))
+        self._joined.heard(wrote=False)
         return answer
-
-    def _refused(self, error: IdemConsumerError, problem: problems.Problem) -> Answer:
-        if not self._away and not isinstance(error, Contention):
-            self._away = True
-            log.warning("requests with a key are refused while the database is away", error=str(error))
-        return refusal(problem)
-
-    def _there(self) -> None:
-        if self._away:
-            self._away = False
-            log.info("requests with a key are answered again")
 
 
 def _standing(met: Record | Running, claim: Claim, policy: Policy) -> Answer | None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 from idemconsumer import forks
+from idemconsumer.http.covered import COVERED, Covered, covered
+from idemconsumer.http.current import asked, slot_of_task
 from idemconsumer.http.marked import routed
-from idemconsumer.http.messages import COVERED, Headers, Response
+from idemconsumer.http.messages import Headers, Response
 from idemconsumer.logs import log
 from idemconsumer.rules.http import streams
-from idemconsumer.user_code.cancellation import leave_behind, uninterrupted
+from idemconsumer.user_code.cancellation import leave_behind, uninterrupted, until_done
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -51,11 +53,11 @@ class Exchange:
     async def _response(self) -> Response:
         await self.discard()
         run = self._run = _Run(self._body, self._client, self._cap, stream=self._stream)
-        scope = _inner(self._scope)
+        view = covered(self._app)
+        scope = _inner(self._scope, view)
         run.task = asyncio.create_task(_called(self._app, scope, run))
         try:
-            either: list[asyncio.Future[Any]] = [run.task, run.response]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await until_done(run.task, run.response)
         except asyncio.CancelledError:
             await self.discard()
             raise
@@ -63,7 +65,8 @@ class Exchange:
             # Middleware around this one looks there for the route.
             known = {*self._scope, COVERED}
             self._scope.update({name: given for name, given in scope.items() if name not in known})
-            return replace(run.response.result(), routed=routed(scope))
+            found = (routed(scope) and not view.missed) or asked(slot_of_task())
+            return replace(run.response.result(), routed=found)
         self._run = None
         run.task.result()
         raise RuntimeError("the application has ended without a response")
@@ -107,7 +110,7 @@ class Exchange:
         await uninterrupted(asyncio.wait({run.task}, timeout=_GRACE))
         if not run.task.done():
             leave_behind(run.task)
-            log.warning("an endpoint does not end though it was cancelled", seconds=_GRACE)
+            log.warning("an endpoint did not end after its cancellation", seconds=_GRACE)
         elif not run.task.cancelled():
             run.task.exception()
 
@@ -152,10 +155,10 @@ class _Run:
             await self._client.send(message)
             return
         if self.over:  # it did not end though it was cancelled, and would wait for ever
-            raise OSError("the request was cut off, and nobody waits for its response")
+            raise OSError("the request was cut off, and no client waits for its response")
         starts = message["type"] == "http.response.start"
         if starts is bool(self.held):
-            raise RuntimeError(f"the application has sent {message['type']!r} where a response cannot have it")
+            raise RuntimeError(f"the application has sent {message['type']!r} at the wrong place in its response")
         if starts:  # they may be read only once
             message = {**message, "headers": list(message.get("headers", ()))}
         self.held.append(message)
@@ -201,11 +204,11 @@ def _content_type(start: Mapping[str, Any]) -> str:
     return str(next(types, b"").decode("latin-1"))
 
 
-def _inner(scope: Scope) -> Scope:
+def _inner(scope: Scope, view: Covered) -> Scope:
     """As `scope`, but with only those ways to send that are held back here, of which a file by its path is none, and
     asking for no encoding (H5)."""
     extensions = scope.get("extensions") or {}
     kept = {name: given for name, given in extensions.items() if not name.startswith("http.response.")}
     headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"accept-encoding"]
     headers.append((b"accept-encoding", b"identity"))
-    return {**scope, "headers": headers, "extensions": kept, COVERED: True}
+    return {**scope, "headers": headers, "extensions": kept, COVERED: view}

@@ -40,7 +40,7 @@ RequestSyncTx = Annotated[SyncTx, Depends(_sync_tx)]
 
 
 def document(api: FastAPI, idempotency: Idempotency) -> None:
-    """Let the OpenAPI document of `api` say what `describe` adds."""
+    """Add the front door to the OpenAPI document of `api`, as `describe` does."""
     made = api.openapi
 
     def openapi() -> dict[str, Any]:

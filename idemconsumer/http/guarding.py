@@ -88,14 +88,14 @@ def _check(name: str, given: Route) -> None:
     request = _SEEN.get()
     if request is None:
         raise ConfigurationError(
-            f"{name} is marked by @idempotency.route, and IdempotencyMiddleware has not found its route, so it was not "
+            f"{name} is marked by @idempotency.route, but IdempotencyMiddleware has not found its route, so it was not "
             "run; put the middleware around the app, inside of what changes paths, or name the route in routes={…}; a "
-            f"websocket cannot be marked; code that calls it outside of a request writes {name}.__wrapped__(…)"
+            f"websocket cannot be marked; to call it outside of a request, write {name}.__wrapped__(…)"
         )
     if not request.inside and request.policy is not None and not _holds(request.policy, given):
         raise ConfigurationError(
-            f"{name} is marked by @idempotency.route, and its request was taken for one of {request.policy.name!r}, so "
-            "it was not run; put IdempotencyMiddleware inside of what changes paths, name the route in routes={…}, or "
+            f"{name} is marked by @idempotency.route, but its request matched {request.policy.name!r}, so it was not "
+            "run; put IdempotencyMiddleware inside of what changes paths, name the route in routes={…}, or "
             f"write {name}.__wrapped__(…) where another endpoint calls it"
         )
     request.inside = True

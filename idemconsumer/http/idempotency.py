@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, Unpack
 from idemconsumer.app.app import App
 from idemconsumer.errors import BadMessage, ConfigurationError
 from idemconsumer.http import problems
+from idemconsumer.http.covered import COVERED
 from idemconsumer.http.current import KEY, new_key
 from idemconsumer.http.door import Door
 from idemconsumer.http.lost import LostRequests
 from idemconsumer.http.marked import Marked, mark
-from idemconsumer.http.messages import COVERED, Request, Response
+from idemconsumer.http.messages import Request, Response
 from idemconsumer.http.modes import Answer, Mode, Run
 from idemconsumer.http.opening import Opened
 from idemconsumer.http.policy import Policy, Route, RouteOptions, compile_route
@@ -95,18 +96,17 @@ class Table:
 
 
 class Idempotency:
-    """What the front door does, for one service.
+    """The configuration of the front door, for one service.
 
-    `app` gives the name that is part of every key, and the settings. `tenant` says of a request whose it is: a key
-    belongs to its tenant and its route, so two callers never meet in one key. None or an empty text is answered with
-    401; what it raises is raised, and nothing runs. `routes` has a Route for "POST /orders/{id}" and the like;
-    `default` is for every other POST and PATCH, and None leaves those alone. `store` is where routes without `tx` keep
-    their keys: "postgres", "redis" or "hybrid", the last two at the address `redis`, or the settings'. `metrics` is a
-    registry of prometheus_client's, such as its REGISTRY, in which requests are counted. `observer` is for tests.
-    Raises ConfigurationError for what cannot be.
+    `app` gives the name that is part of every key, and the settings. `tenant` is a function that names the caller of a
+    request. A key belongs to its tenant and its route, so two callers never share a key. If `tenant` returns None or an
+    empty text, the answer is 401; if it raises, the error passes on and nothing runs. `routes` has a Route for "POST
+    /orders/{id}" and the like. `default` is for every other POST and PATCH, and None leaves them alone. `store` is
+    where routes without `tx` keep their keys: "postgres", "redis" or "hybrid". The last two use the address `redis`, or
+    the setting. `metrics` is a registry of prometheus_client, such as its REGISTRY, in which requests are counted.
+    `observer` is for tests. Raises ConfigurationError for a wrong definition.
 
-    The database is opened by the first request that needs it. While it is away, requests with a key are answered with
-    503 and nothing runs.
+    The first request that needs the database opens it. While it is away, requests with a key get 503 and nothing runs.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Idempotency:
     ) -> None:
         if not callable(tenant):
             raise ConfigurationError(
-                "Idempotency: `tenant` is mandatory; write a function of the request that returns whose it is, such as "
+                "Idempotency: `tenant` is mandatory; write a function of the request that returns its tenant, such as "
                 "lambda request: request.header('x-account')"
             )
         self._name = app.name
@@ -147,9 +147,9 @@ class Idempotency:
             @idempotency.route(tx=True, required=True)
             async def place(order: Order) -> Receipt: ...
 
-        The function stays what it is, but runs in no request that IdempotencyMiddleware has not found to be one of
-        this route: it raises ConfigurationError there, and wherever code calls it outside of a request; `__wrapped__`
-        is without that. A route in `routes=` comes before this.
+        The function itself does not change, but it runs only in requests that IdempotencyMiddleware has found to belong
+        to this route. In any other request, and wherever code calls it outside of a request, it raises
+        ConfigurationError; `__wrapped__` is the function without that check. A route in `routes=` comes before this.
         """
         given = Route(**options)
         self._opened.expect(compile_route("@route", given))
@@ -161,7 +161,7 @@ class Idempotency:
         return marked
 
     def table(self, marked: Sequence[Marked] = ()) -> Table:
-        """The policies, with those of routes that an app has marked. Raises ConfigurationError."""
+        """Return the policies, including the routes that an app has marked. Raises ConfigurationError."""
         routes = [Entry(each, policy) for each, policy in self._routes]
         known = {each.name for each, _ in self._routes}
         for each in marked:
@@ -185,7 +185,7 @@ class Idempotency:
         return {method: compile_route(f"{method} {UNNAMED}", self._default) for method in DEFAULT_METHODS}
 
     async def admit(self, request: Request, policy: Policy) -> Admitted | Problem | None:
-        """Whether the request may run. None: it passes as it is. Raises what `tenant` raises."""
+        """Decide whether the request may run. None: it passes unchanged. Raises what `tenant` raises."""
         key = self.key_of(request, policy)
         if isinstance(key, Problem):
             return key
@@ -195,7 +195,8 @@ class Idempotency:
         return self.admitted(request, policy, key, await tenant if inspect.isawaitable(tenant) else tenant)
 
     def key_of(self, request: Request, policy: Policy) -> str | Problem | None:
-        """The key of a request, if it has one. Raises ConfigurationError for one that runs under its key already."""
+        """Return the key of a request, if it has one. Raises ConfigurationError if the request already runs under its
+        key."""
         key = parse_key(request.values(HEADER))
         if isinstance(key, BadKey):
             return problems.KEY_REPEATED if key is BadKey.REPEATED else problems.KEY_MALFORMED
@@ -210,23 +211,24 @@ class Idempotency:
         return key
 
     def ask_tenant(self, request: Request) -> Any:
-        """What `tenant` says, or what is to be awaited for it. It may block, and may need the thread of the request."""
+        """Return what `tenant` returns: the tenant, or an awaitable of it. It may block, and may need the thread of the
+        request."""
         return self._tenant(request)
 
     def admitted(self, request: Request, policy: Policy, key: str | None, given: object) -> Admitted | Problem:
-        """A request of which all is known but its body. `given`: what `tenant` said."""
+        """Return a request of which all is known but its body. `given`: the return value of `tenant`."""
         tenant = checked_tenant(given)
         return tenant if isinstance(tenant, Problem) else Admitted(request, policy, tenant, key)
 
     async def answer(self, admitted: Admitted, body: bytes, run: Run) -> Answer:
-        """The answer to an admitted request. Raises what the application raises, and ConfigurationError for a database
-        that cannot be used."""
+        """Return the answer to an admitted request. Raises what the application raises. Until the store has answered
+        once, raises ConfigurationError if it cannot be used."""
         return await self._watch.follow(
             admitted.policy, self._answered(admitted, body, run), keyed=admitted.key is not None
         )
 
     def refused(self, policy: Policy, problem: Problem) -> Response:
-        """The answer to a request that is not admitted, or whose body is not."""
+        """Return the answer to a request that is not admitted, or whose body is not."""
         return self._watch.refused(policy, problem)
 
     async def _answered(self, admitted: Admitted, body: bytes, run: Run) -> Answer:
@@ -258,28 +260,29 @@ class Idempotency:
 
     # -------------------------------------------------------------------------------------------------------- the lost
     async def lost(self) -> list[LostRequest]:
-        """Requests in leased mode whose process died before their response was stored, the oldest first: nobody knows
-        how far they came. Those that run are none of them. With Redis all of its keys are read. Raises
-        StoreUnavailable."""
+        """Return the requests in leased mode whose process died before their response was stored, oldest first. Nobody
+        knows how far they came. Requests that still run are not included. With Redis, this reads all of its keys.
+        Raises StoreUnavailable."""
         return await (await self._lost_requests()).all()
 
     async def settle(self, lost: LostRequest, response: Response) -> bool:
-        """It was done: `response` is the answer to its key from now on. False: it is not lost any more, since it was
-        sent again and runs, or has ended; nothing was stored. Raises StoreUnavailable, and CommitUnknown if it may be
-        stored; repeat it then."""
+        """Settle a lost request that was done: `response` is the answer to its key from now on. Returns False, with
+        nothing stored, if the request is no longer lost because it was sent again and runs, or has ended. Raises
+        StoreUnavailable, and CommitUnknown if the response may be stored: then call again."""
         return await (await self._lost_requests()).settle(lost, response)
 
     async def release(self, lost: LostRequest) -> bool:
-        """It was not done: its key is new, and the request runs when it is sent again. Returns and raises as
-        `settle`."""
+        """Release a lost request that was not done: its key is new, and the request runs when it is sent again. Returns
+        and raises as `settle`."""
         return await (await self._lost_requests()).release(lost)
 
     async def _lost_requests(self) -> LostRequests:
         return LostRequests(await self._opened.requests(), app=self._name, by="the app")
 
     async def close(self) -> None:
-        """Close what was opened, once all requests have been answered. The next request opens it anew. What still runs
-        under a key is waited for, for some seconds; after that it keeps its key, and all is closed behind it (H14)."""
+        """Close what was opened. Call it once all requests have been answered; the next request opens it anew. A
+        request that still runs under a key gets some seconds to finish. After that it keeps its key, and everything is
+        closed."""
         await asyncio.shield(self._opened.close())
 
 

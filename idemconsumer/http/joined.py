@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from idemconsumer.errors import CommitUnknown, Contention, StoreUnavailable
+from idemconsumer.errors import CommitUnknown, Contention
 from idemconsumer.http.current import slot_for
 from idemconsumer.http.messages import Response
-from idemconsumer.http.modes import PATIENCE, Answer, Run, kept, kept_result, refusal
+from idemconsumer.http.modes import Answer, Run, kept, kept_result, patience, refusal
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import TIMED_OUT
 from idemconsumer.logs import log
@@ -78,7 +77,7 @@ class Joined:
             return ended
         met = await self._attempt(replace(claim, shown=True), policy, run)
         if isinstance(met, Running):
-            async with _patience(_NONE_FREE):
+            async with patience(_NONE_FREE):
                 with short():
                     differs = await self._store.differs(claim)
                 if differs:
@@ -92,9 +91,9 @@ class Joined:
         `attempt`."""
         try:
             async with AsyncExitStack() as stack:
-                async with _patience(_NONE_FREE):
+                async with patience(_NONE_FREE):
                     claims = await stack.enter_async_context(self._store.transaction(group=1))
-                async with _patience("the database does not answer"):
+                async with patience("the database does not answer"):
                     await claims.begin()
                 response = await self._handled(claims, policy, run)
                 await claims.complete((), ())
@@ -107,7 +106,7 @@ class Joined:
 
     async def _ended(self, claim: Claim) -> Record | None:
         """What is on record of a request that has ended: for a replay nothing is opened, locked and rolled back."""
-        async with _patience(_NONE_FREE):
+        async with patience(_NONE_FREE):
             (found,) = await self._store.peek([claim.key])
         return found if found is not None and found.state in ENDED else None
 
@@ -125,10 +124,10 @@ class Joined:
     async def _committed(self, claim: Claim, policy: Policy, run: Run) -> Answer | Record | Running:
         asked_at = time.monotonic()
         async with AsyncExitStack() as stack:
-            async with _patience(_NONE_FREE):
+            async with patience(_NONE_FREE):
                 claims = await stack.enter_async_context(self._store.transaction(group=1))
             try:
-                async with _patience("the database does not answer"):
+                async with patience("the database does not answer"):
                     (found,) = await claims.claim([claim])
             except Contention:
                 return Running()
@@ -188,18 +187,8 @@ class Joined:
         while True:
             try:
                 # A COMMIT that was sent ends first; nothing was done in either case.
-                async with _patience(_NONE_FREE):
+                async with patience(_NONE_FREE):
                     with short():
                         return await self._store.reject(claim, result)
             except CommitUnknown:
                 continue
-
-
-@asynccontextmanager
-async def _patience(problem: str) -> AsyncIterator[None]:
-    """A client waits, and so does its connection. Raises StoreUnavailable."""
-    try:
-        async with asyncio.timeout(PATIENCE):
-            yield
-    except TimeoutError:
-        raise StoreUnavailable(problem) from None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
-from idemconsumer.errors import CommitUnknown, SelfCancelled, StoreUnavailable
+from idemconsumer.errors import CommitUnknown, SelfCancelled
 from idemconsumer.http.current import slot_for
 from idemconsumer.http.lost import ask, given
 from idemconsumer.http.messages import Response, replay
-from idemconsumer.http.modes import PATIENCE, UNCLAIMED, Answer, CutOff, Open, Run, kept, kept_result, refusal
+from idemconsumer.http.modes import UNCLAIMED, Answer, CutOff, Open, Run, kept, kept_result, patience, refusal
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import OUTCOME_UNKNOWN
 from idemconsumer.logs import log
@@ -25,7 +25,7 @@ from idemconsumer.rules.doubt import Meaning, meaning
 from idemconsumer.rules.http import kept_by_default
 from idemconsumer.rules.values import Record
 from idemconsumer.user_code.call import mark
-from idemconsumer.user_code.cancellation import ends_this_task, uninterrupted
+from idemconsumer.user_code.cancellation import ends_this_task, uninterrupted, until_done
 
 _AGAIN: Final = 0.2  # seconds between two attempts to store a response
 _PATIENCE: Final = 10.0  # seconds: a client waits for what has happened already
@@ -60,11 +60,8 @@ class Leased:
             if not lost.done():
                 lost.set_result(None)
 
-        try:
-            async with asyncio.timeout(PATIENCE):
-                found = await self._store.claim(claim, lose, again=policy.again)
-        except TimeoutError:
-            raise StoreUnavailable("the store does not answer") from None
+        async with patience("the store does not answer"):
+            found = await self._store.claim(claim, lose, again=policy.again)
         if not isinstance(found, Held):
             return found
         self._at(Point.CLAIMED, policy.name, (claim.key,))
@@ -104,7 +101,7 @@ class Leased:
             mark(error)  # else an outage that the endpoint has met would be one of our store, and it would run again
             raise
         if response is None or lost.done():
-            log.warning("a request has lost its key while it ran", route=policy.name, key=claim.key)
+            log.warning("a request lost its key while it ran", route=policy.name, key=claim.key)
             return refusal(OUTCOME_UNKNOWN)
         if held.unclaimed:  # the store's outage policy is to run: there is nothing to end
             return Answer(response, live=True, marks=UNCLAIMED)
@@ -128,7 +125,7 @@ class Leased:
         async def end() -> None:
             try:
                 if lost.done():
-                    log.warning("a request has lost its key while it ran", route=policy.name, key=held.claim.key)
+                    log.warning("a request lost its key while it ran", route=policy.name, key=held.claim.key)
                 else:
                     await self._release(held)
             finally:
@@ -161,8 +158,7 @@ class Leased:
         with slot_for(route, joined=False):
             task = asyncio.ensure_future(run(limit))
         try:
-            either: list[asyncio.Future[Any]] = [task, lost]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await until_done(task, lost)
         finally:
             if not task.done():
                 task.cancel()
@@ -205,7 +201,7 @@ class Leased:
         except BaseException as error:  # its lease ends by itself
             if ends_this_task(error):
                 raise
-            log.warning("the key of a request could not be given back", key=held.claim.key, error=typed_text(error))
+            log.warning("the key of a request could not be released", key=held.claim.key, error=typed_text(error))
 
 
 def _kept(response: Response, policy: Policy) -> bool:
@@ -213,5 +209,5 @@ def _kept(response: Response, policy: Policy) -> bool:
     try:
         return kept(response, policy)
     except Exception as error:  # noqa: BLE001 - it is of the user
-        log.error("`store` of a route has failed; its status decides", route=policy.name, error=error_text(error))
+        log.error("`store` of a route failed, deciding by the status", route=policy.name, error=error_text(error))
         return kept_by_default(response.status)

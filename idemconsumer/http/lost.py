@@ -63,7 +63,7 @@ async def ask(held: Held, policy: Policy) -> Response | NotDone | Unknown:
     seconds = policy.timeout or _SECONDS
 
     def left() -> None:
-        log.warning("reconcile does not end though it was cancelled", route=policy.name, seconds=_GRACE)
+        log.warning("reconcile did not end after its cancellation", route=policy.name, seconds=_GRACE)
 
     try:
         async with asyncio.timeout(seconds):

@@ -94,12 +94,16 @@ def is_litestar(app: object) -> bool:
 
 
 def routed(scope: Mapping[str, Any]) -> bool:
-    """Whether the router of an app has found an endpoint for the request that it was given with this scope. True of a
-    framework that nobody knows, and where no router was asked."""
+    """False: the router of an app says that it has found no endpoint for the request that it was given with this scope.
+    True of a framework that nobody knows, where no router was asked, and of an app that is mounted behind middleware,
+    which may give its router a copy of the scope."""
     if "litestar_app" in scope:
         return "route_handler" in scope
+    if "router" not in scope:
+        return True
     endpoint = scope.get("endpoint")  # Starlette's: what is mounted has a router of its own, which may have found none
-    return "router" not in scope or not (endpoint is None or hasattr(_inside(endpoint), "routes"))
+    mounted = hasattr(endpoint, "routes") and not getattr(endpoint, "user_middleware", ())
+    return endpoint is not None and not mounted
 
 
 def static_first(routes: list[Marked]) -> list[Marked]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
+from idemconsumer.http.covered import inwards, is_flask
 from idemconsumer.http.marked import Marked, mark_of, static_first
 from idemconsumer.rules.routes import SAFE, alike
 
@@ -16,9 +17,7 @@ class FlaskRoutes:
     """Those of a Flask app, given as itself, as its `wsgi_app`, or inside of middleware. None of anything else."""
 
     def __init__(self, app: object) -> None:
-        around = list(_inwards(app))
-        self._flask = next((each for each in around if _is_flask(each)), None)
-        self._alone = not any(hasattr(each, "mounts") for each in around)  # as those of werkzeug's DispatcherMiddleware
+        self._flask = next((each for each in inwards(app) if is_flask(each)), None)
 
     def marked(self) -> list[Marked]:
         if self._flask is None:
@@ -33,10 +32,6 @@ class FlaskRoutes:
             found += [Marked(f"{each} {path}", _mark(view, each), tx=False, rule=rule) for each in methods]
         return static_first(found)
 
-    def routed(self, rule: Any) -> bool:
-        """Whether a view was found, if `rule` is what its router says. True of what other routers may have found."""
-        return self._flask is None or not self._alone or rule is not None
-
     def rule(self, environ: Mapping[str, Any]) -> Any:
         """Which one its router takes, whose converters may refuse a value. None, if it is none."""
         if self._flask is None:
@@ -50,18 +45,6 @@ class FlaskRoutes:
     def spellings(self, path: str, rule: Any) -> tuple[str, ...]:
         """Of a path, as it came and as its rule has it: Flask may take no notice of slashes that are first or last."""
         return (path,) if rule is None else (path, *alike(_CONVERTER.sub(_placeholder, rule.rule)))
-
-
-def _inwards(app: Any) -> Iterator[Any]:
-    """An app and what is inside of its middleware, to a Flask app at most."""
-    while app is not None:
-        app = getattr(app, "__self__", app)
-        yield app
-        app = None if _is_flask(app) else getattr(app, "wsgi_app", None) or getattr(app, "app", None)
-
-
-def _is_flask(app: Any) -> bool:
-    return hasattr(app, "url_map") and hasattr(app, "view_functions")
 
 
 def _mark(view: Any, method: str) -> Any:

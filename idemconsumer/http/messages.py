@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from idemconsumer.message.message import StoredResult
 from idemconsumer.rules.http import bodiless, content_type, kept_headers
 
 Headers = tuple[tuple[str, str], ...]
 
-COVERED: Final = "idemconsumer.covered"
-"""In the environment of a request that runs under a key already."""
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request as it arrived, without its body.
 
-    `method` is in capitals. `path` is decoded and begins with a slash; `query` is what follows the question mark, raw.
-    `headers` are in their order, names in small letters. `environment` is the ASGI scope, or the WSGI environ. `root`
-    is where the app is mounted, which is no part of `path`.
+    `method` is in capitals. `path` is decoded and begins with a slash; `query` is the raw text after the question mark.
+    `headers` are in their order, with names in small letters. `environment` is the ASGI scope, or the WSGI environ.
+    `root` is where the app is mounted, and no part of `path`.
     """
 
     method: str
@@ -32,18 +29,18 @@ class Request:
     root: str = ""
 
     def header(self, name: str) -> str | None:
-        """The first value of a header, whatever its case."""
+        """Return the first value of a header, whatever its case."""
         return next((value for given, value in self.headers if given == name.lower()), None)
 
     def values(self, name: str) -> list[str]:
-        """All values of a header."""
+        """Return all values of a header."""
         return [value for given, value in self.headers if given == name.lower()]
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response with its `status`, `headers` and `body`. `whole`: no more of the body follows. `routed`: an endpoint
-    was found for its request, as far as the framework tells."""
+    """A response with its `status`, `headers` and `body`. `whole`: no more of the body follows. `routed`: the framework
+    found an endpoint for the request, as far as it tells."""
 
     status: int
     headers: Headers
@@ -52,7 +49,7 @@ class Response:
     routed: bool = True
 
     def stored(self) -> StoredResult:
-        """What is kept of it for replays (H5)."""
+        """Return the part that is kept for replays."""
         return StoredResult(self.body, content_type(self.headers), self.status, kept_headers(self.headers))
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from idemconsumer.errors import IdemConsumerError, StoreUnavailable
 from idemconsumer.http.messages import Headers, Response
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Running
 from idemconsumer.ports.store import Claim
+from idemconsumer.redaction import typed_text
 from idemconsumer.rules.http import of_router
 from idemconsumer.rules.values import Record
 
@@ -78,6 +81,21 @@ class Mode(Protocol):
         not known whether the effect and the response were stored.
         """
         ...
+
+
+@asynccontextmanager
+async def patience(problem: str) -> AsyncIterator[None]:
+    """Around what a store is asked while nothing has run: a client waits, and so does its connection. Raises our own
+    errors, and for all others StoreUnavailable (H52): for a client it is an outage, whatever a driver calls it."""
+    try:
+        async with asyncio.timeout(PATIENCE):
+            yield
+    except TimeoutError:
+        raise StoreUnavailable(problem) from None
+    except IdemConsumerError:
+        raise
+    except Exception as error:
+        raise StoreUnavailable(f"{typed_text(error)}; `idemconsumer check` says what to do") from error
 
 
 def kept(response: Response, policy: Policy) -> bool:

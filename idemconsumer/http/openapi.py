@@ -26,9 +26,10 @@ _OBJECT: Final = {
 
 
 def describe(schema: MutableMapping[str, Any], idempotency: Idempotency, app: object = None) -> None:
-    """Add to the covered operations of an OpenAPI document what the front door does to them, and change no other.
+    """Add the front door's headers and responses to the covered operations of an OpenAPI document; other operations
+    stay as they are.
 
-    `app` is the Starlette, FastAPI or Litestar app whose endpoints may be marked. Doing it twice adds nothing.
+    `app` is the Starlette, FastAPI or Litestar app whose endpoints may be marked. A second call adds nothing.
     """
     table = idempotency.table(marked_routes(app))
     for path, operations in schema.get("paths", {}).items():

@@ -65,8 +65,8 @@ class Opened:
         """A route that may be asked for. Raises ConfigurationError for one that this store cannot have."""
         if policy.tx and self._store == "redis":
             raise ConfigurationError(
-                f'route {policy.name!r}: tx=True needs its key in the transaction, and store="redis" has it elsewhere; '
-                'write store="postgres" or store="hybrid"'
+                f'route {policy.name!r}: tx=True needs its key in the transaction, but store="redis" keeps it '
+                'elsewhere; write store="postgres" or store="hybrid"'
             )
         if policy.tx and policy.timeout is not None:
             self._longest_run = max(self._longest_run, policy.timeout)
@@ -122,8 +122,8 @@ class Opened:
         if HASHING.secrets:  # R39
             if settings.dsn is None:
                 raise ConfigurationError(
-                    "Idempotency: `key_secrets` need a database, which has what keys are hashed with, also of those "
-                    "that are kept elsewhere; set IDEMCONSUMER_DSN, or remove them"
+                    "Idempotency: `key_secrets` need a database: it has the data key with which all keys are hashed, "
+                    "wherever they are stored; set IDEMCONSUMER_DSN, or remove them"
                 )
             await self._open_postgres(here)
         if not isinstance(self._store, str):
@@ -164,7 +164,7 @@ class Opened:
         if leased is None or await leased.ended(_GRACE):
             await _close(opened)
             return
-        log.warning("requests still run, and keep their keys; what they use is closed after them")
+        log.warning("requests still run and keep their keys, closing the store after them")
 
         async def close_behind() -> None:
             await leased.ended()

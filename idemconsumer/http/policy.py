@@ -27,25 +27,32 @@ _TX_SECONDS: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How the requests of a route are made idempotent. Durations as in handlers ("10s", "24h").
+    """How the requests of a route are made idempotent. Durations are as in handlers ("10s", "24h").
 
-    `tx`: the route asks for `Tx`, and its effects and its response are one commit (joined mode). Else the key is held
-    while the route runs, and the response is stored behind it (leased mode). `required`: without a key the answer is
-    400; else such a request runs as ever, in joined mode in its transaction. `fingerprint`: what else must be equal
-    under one key, beside method, host, path and query: the body's "bytes", its value as "json", paths into a JSON body
-    such as `["amount", "card.id"]`, or None: nothing at all is compared. `store`: whether a response is kept as the
-    answer to its key; what is not, is sent, and in joined mode undone. By default 2xx, 3xx and 4xx are kept, but not
-    401, 405, 407, 408, 425 and 429. `wait`: how long a request waits for another one with its key before the answer is
-    409. `timeout`: how long it may run in joined mode, by default 30 s; in leased mode how long its client waits for
-    it, by default without end: it goes on, whoever waits. `expires`: after that a key is new; `retain`: how long its
-    record is kept at most. `max_body` and `max_response` are bytes; a larger body is 413, a larger response is sent
-    once. `stream`: it is sent as it comes, and once.
+    * `tx`: the route asks for `Tx`, and its effects and its response are one commit (joined mode). Otherwise the key is
+      leased while the route runs, and the response is stored afterwards (leased mode).
+    * `required`: a request without a key gets 400. Otherwise such a request runs as usual, in joined mode in its
+      transaction.
+    * `fingerprint`: what else must be equal under one key, beside method, host, path and query. It is the body's
+      "bytes", its value as "json", paths into a JSON body such as `["amount", "card.id"]`, or None, which compares
+      nothing at all.
+    * `store`: decides whether a response is kept as the answer to its key. A response that is not kept is sent, and in
+      joined mode its effects are undone. By default 2xx, 3xx and 4xx are kept, but not 401, 405, 407, 408, 425 and 429.
+    * `wait`: how long a request waits for another one with its key before it gets 409.
+    * `timeout`: in joined mode, how long the route may run, by default 30 s. In leased mode, how long the client waits,
+      by default without end; the route goes on, whoever waits.
+    * `expires`: the time after which a key is new again.
+    * `retain`: how long the key's record is kept at most.
+    * `max_body`, `max_response`: bytes. A larger body gets 413. A larger response is sent once.
+    * `stream`: the response is sent as it is produced, and once.
 
-    In leased mode a process that dies between the effect and the stored response leaves a lost request, of which nobody
-    knows how far it came. `on_stale`: "run" runs it when it is sent again; "review" answers it with 503 until it has
-    been settled or released (`Idempotency.lost`). `reconcile`: an async function of the LostRequest, which is asked
-    instead as it is sent again. `Done(Response(…))` is stored and sent; after `NotDone()` it runs; `Unknown()` is 503,
-    and so is whatever it raises, or not answering within `timeout`, or 30 s.
+    In leased mode, a process that dies between the effect and the stored response leaves a lost request: nobody knows
+    how far it came. These two decide about a lost request that is sent again:
+
+    * `on_stale`: "run" runs it. "review" answers it with 503 until it is settled or released (`Idempotency.lost`).
+    * `reconcile`: an async function of the LostRequest, which is called instead. `Done(Response(…))` is stored and
+      sent. After `NotDone()` the request runs. `Unknown()` gives 503, and so does any exception, or no answer within
+      `timeout` or 30 s.
     """
 
     tx: bool = False

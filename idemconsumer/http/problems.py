@@ -82,7 +82,7 @@ NOT_REPLAYABLE: Final = Problem(
     "not-replayable",
     410,
     "The response is gone",
-    "The request was executed. Its response was a stream, or too large to be kept, and is sent at most once.",
+    "The request was executed. Its response is not kept: it was a stream, or too large, or it was removed.",
 )
 UNAVAILABLE: Final = Problem(
     "unavailable",
@@ -107,12 +107,12 @@ OUTCOME_UNKNOWN: Final = Problem(
     "outcome-unknown",
     503,
     "The outcome is not known",
-    "It is not known whether the request was executed. Send it again with the same key, which tells.",
+    "It is not known whether the request was executed. Send it again with the same key to find out.",
     again=2,
 )
 OUTCOME_LOST: Final = replace(
     OUTCOME_UNKNOWN,
-    detail="It is not known whether the request was executed, and it came without a key by which that could be found.",
+    detail="It is not known whether the request was executed. It had no key, so that cannot be found out.",
     again=None,
 )
 # Of what is accepted and done later (H45).
@@ -125,12 +125,12 @@ UNREADABLE: Final = Problem(
 KEY_DIFFERS: Final = Problem(
     "key-differs",
     422,
-    "The body is another one's",
+    "The body belongs to another request",
     "The body names another key than Idempotency-Key does, or another caller than this one. Nothing was accepted.",
 )
 REJECTED: Final = Problem("rejected", 422, "It was rejected", "It was refused for good, and had no effect.")
 PUT_ASIDE: Final = Problem(
-    "put-aside", 500, "It could not be done", "It failed, and waits for a person who decides about it."
+    "put-aside", 500, "It could not be done", "It failed, and waits for a person to decide about it."
 )
 ALL: Final = (
     KEY_MISSING, KEY_MALFORMED, KEY_REPEATED, TENANT_MISSING, IN_PROGRESS, NOT_REPLAYABLE, BODY_TOO_LARGE, KEY_REUSED,

@@ -11,7 +11,7 @@ from idemconsumer.http.modes import Answer, CutOff, Open
 from idemconsumer.http.problems import GOES_ON
 from idemconsumer.http.wire import respond
 from idemconsumer.logs import log
-from idemconsumer.user_code.cancellation import uninterrupted
+from idemconsumer.user_code.cancellation import uninterrupted, until_done
 
 _GOING_ON: Final[set[asyncio.Task[None]]] = set()  # else Python would close them
 
@@ -55,21 +55,21 @@ async def serve_to_its_end(exchange: Exchange, answering: Coroutine[Any, Any, An
     task = asyncio.create_task(answering)
     either: list[asyncio.Future[Any]] = [task, exchange.begun]
     try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await until_done(*either)
         limit = exchange.begun.result() if exchange.begun.done() else None
-        await asyncio.wait([task], timeout=limit)
+        await (until_done(task) if limit is None else asyncio.wait([task], timeout=limit))
     except asyncio.CancelledError:
         try:
             if not exchange.begun.done():
                 task.cancel()
-                await uninterrupted(asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED))
+                await uninterrupted(until_done(*either))
         finally:
             _leave(exchange, task, route)
         raise
     if task.done():
         await serve(exchange, task)
         return
-    log.warning("a request takes longer than its client waits, and goes on", route=route, timeout=limit)
+    log.warning("a request exceeded its timeout and still runs", route=route, timeout=limit)
     send = exchange.send
     _leave(exchange, task, route)
     await respond(send, GOES_ON.response)
@@ -86,4 +86,4 @@ async def _serve_nobody(exchange: Exchange, answering: asyncio.Task[Answer], rou
     try:
         await serve(exchange, answering)
     except Exception as error:  # noqa: BLE001 - no server is left that would log it
-        log.error("a request has failed that went on without its client", route=route, exc_info=error)
+        log.error("a request failed after its client had left", route=route, exc_info=error)

@@ -16,6 +16,7 @@ from idemconsumer.http.modes import Answer
 from idemconsumer.http.policy import Policy
 from idemconsumer.http.problems import Problem
 from idemconsumer.logs import log
+from idemconsumer.missing import cannot_import
 from idemconsumer.redaction import typed_text
 
 if TYPE_CHECKING:  # an optional library
@@ -34,7 +35,10 @@ class Watch:
         self._numbers = None
         self._failing = False
         if registry is not None:
-            from idemconsumer.observe.requests import numbers_in
+            try:
+                from idemconsumer.observe.requests import numbers_in
+            except ImportError as error:
+                raise cannot_import("Idempotency(metrics=…)", error) from error
 
             self._numbers = numbers_in(registry)
 

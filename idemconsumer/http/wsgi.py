@@ -25,17 +25,17 @@ _PART: Final = 65_536  # bytes
 
 
 class IdempotencyMiddleware:
-    """Around a WSGI app: `app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, idempotency)` for Flask,
+    """Wraps a WSGI app: `app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, idempotency)` for Flask,
     `application = IdempotencyMiddleware(get_wsgi_application(), idempotency)` for Django.
 
-    Requests of routes that are not covered pass as if it was not there. Of a covered request the body is read once and
-    handed on as it came, and the response is sent when it is certain. The application runs in the thread of its server,
-    as ever; what decides runs in one event loop of the process, in a thread that the first covered request starts, so
-    it is not taken along into a child that a server forks later. What was opened is closed when the process exits.
+    Requests of routes that are not covered pass unchanged. For a covered request, the body is read once and handed on
+    as it came, and the response is sent when it is certain. The application runs in its server's thread, as usual. The
+    decisions run in one event loop of the process, in a thread that the first covered request starts; a child that the
+    server forks later therefore does not inherit it. Everything opened is closed when the process exits.
 
-    A thread cannot be cancelled. A route with `tx` that runs longer than its `timeout` is rolled back, its Tx refuses
-    what it asks for from then on, and the client is answered once it returns. Other routes run to their end, whatever
-    their `timeout`, and answer then.
+    A thread cannot be cancelled. A route with `tx` that runs longer than its `timeout` is rolled back: its Tx refuses
+    every further call, and the client is answered once the route returns. Other routes run to their end, whatever their
+    `timeout`, and answer then.
     """
 
     def __init__(self, app: Wsgi, idempotency: Idempotency) -> None:
@@ -50,14 +50,14 @@ class IdempotencyMiddleware:
         if request.method in SAFE:
             with seen(None):
                 return self.app(environ, start_response)
-        policy, routed = self._found(request, environ)
+        policy = self._found(request, environ)
         if policy is None:
             return self.app(environ, start_response)
         with seen(policy):
-            return self._covered(request, policy, environ, start_response, routed=routed)
+            return self._covered(request, policy, environ, start_response)
 
     def _covered(
-        self, request: Request, policy: Policy, environ: Environ, start_response: StartResponse, *, routed: bool
+        self, request: Request, policy: Policy, environ: Environ, start_response: StartResponse
     ) -> Iterable[bytes]:
         admitted = self._admitted(request, policy)
         if admitted is None:
@@ -72,7 +72,7 @@ class IdempotencyMiddleware:
             start_response("400 Bad Request", [("Content-Length", "0")])  # the client has gone
             return []
         cap, stream = policy.max_response, policy.stream
-        exchange = Exchange(self.app, environ, body, cap=cap, stream=stream, routed=routed)
+        exchange = Exchange(self.app, environ, body, cap=cap, stream=stream)
         there = background()
         there.closing.add(self.idempotency.close)
         answering = self.idempotency.answer(admitted, body, exchange.run)
@@ -83,7 +83,8 @@ class IdempotencyMiddleware:
         return _respond(start_response, answer.response)
 
     def close(self) -> None:
-        """Close what was opened in this process, once all requests have been answered; the next one opens it anew."""
+        """Close what was opened in this process. Call it once all requests have been answered; the next one opens it
+        anew."""
         asyncio.run_coroutine_threadsafe(self.idempotency.close(), background().loop).result()
 
     def _admitted(self, request: Request, policy: Policy) -> Admitted | Problem | None:
@@ -98,24 +99,23 @@ class IdempotencyMiddleware:
             tenant = asyncio.run_coroutine_threadsafe(tenant, background().loop).result()
         return self.idempotency.admitted(request, policy, key, tenant)
 
-    def _found(self, request: Request, environ: Environ) -> tuple[Policy | None, bool]:
-        """And whether the app has a view for it. The table is made once: what was marked in the app is known when its
-        first request comes."""
+    def _found(self, request: Request, environ: Environ) -> Policy | None:
+        """The table is made once: what was marked in the app is known when its first request comes."""
         if self._table is None or self._flask is None:
             self._flask = FlaskRoutes(self.app)
             self._table = self.idempotency.table(self._flask.marked())
         rule = self._flask.rule(environ)
         spellings = self._flask.spellings(request.path, rule)
-        return self._table.find(request.method, *spellings, rule=rule), self._flask.routed(rule)
+        return self._table.find(request.method, *spellings, rule=rule)
 
 
 class AcceptLaterMiddleware:
-    """Around a WSGI app: `app.wsgi_app = AcceptLaterMiddleware(app.wsgi_app, later)` for Flask,
+    """Wraps a WSGI app: `app.wsgi_app = AcceptLaterMiddleware(app.wsgi_app, later)` for Flask,
     `application = AcceptLaterMiddleware(get_wsgi_application(), later)` for Django.
 
-    POST of the path of `later`, and GET below it, are answered as `AcceptLater` says; all else is the app's. `tenant`
-    is asked in the thread of the request. The rest runs in the event loop that `IdempotencyMiddleware` has too, so an
-    `App` of a process that serves ASGI as well is not to be used here.
+    A POST of the path of `later`, and a GET below it, are answered as `AcceptLater` describes; the app answers
+    everything else. `tenant` is called in the thread of the request. The rest runs in the event loop that
+    `IdempotencyMiddleware` uses too. So do not use an `App` here that also serves ASGI in the same process.
     """
 
     def __init__(self, app: Wsgi, later: AcceptLater) -> None:
@@ -140,7 +140,8 @@ class AcceptLaterMiddleware:
         return _respond(start_response, asyncio.run_coroutine_threadsafe(answering, there.loop).result())
 
     def close(self) -> None:
-        """Close what was opened in this process, once all requests have been answered; the next one opens it anew."""
+        """Close what was opened in this process. Call it once all requests have been answered; the next one opens it
+        anew."""
         asyncio.run_coroutine_threadsafe(self.later.close(), background().loop).result()
 
 

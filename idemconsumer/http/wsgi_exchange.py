@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from idemconsumer import forks
-from idemconsumer.http.current import Slot, slot_in_thread, slot_of_task
-from idemconsumer.http.messages import COVERED, Headers, Response
+from idemconsumer.http.covered import COVERED, covered
+from idemconsumer.http.current import Slot, asked, slot_in_thread, slot_of_task
+from idemconsumer.http.messages import Headers, Response
 from idemconsumer.http.modes import Answer, CutOff, Open
 from idemconsumer.rules.http import content_type, streams
 
@@ -35,13 +36,12 @@ class Exchange:
     fails, so that its key is given back.
     """
 
-    def __init__(self, app: Wsgi, environ: Environ, body: bytes, *, cap: int, stream: bool, routed: bool) -> None:
+    def __init__(self, app: Wsgi, environ: Environ, body: bytes, *, cap: int, stream: bool) -> None:
         self._app = app
         self._environ = environ
         self._body = body
         self._cap = cap
         self._stream = stream
-        self._routed = routed
         self._orders: SimpleQueue[_Order | None] = SimpleQueue()
         self._thread_ended = False
         self.last: Run | None = None
@@ -82,8 +82,9 @@ class Exchange:
 
     def _obey(self, order: _Order) -> None:
         self.discard()
+        view = covered(self._app)
         plain = {"HTTP_ACCEPT_ENCODING": "identity"}  # H5
-        environ = {**self._environ, **_input(self._body), **plain, COVERED: True}
+        environ = {**self._environ, **_input(self._body), **plain, COVERED: view}
         self.last = run = Run(self._app, environ, self._cap, stream=self._stream)
         try:
             with slot_in_thread(order.slot), forks.never_in_a_child():
@@ -94,7 +95,7 @@ class Exchange:
             order.failed(CutOff(f"the application was ended with its thread, by {type(error).__name__}"))
             raise
         else:
-            order.ended(replace(response, routed=self._routed))
+            order.ended(replace(response, routed=not view.missed or asked(order.slot)))
 
     def discard(self) -> None:
         """End the last run, of which nothing is sent."""

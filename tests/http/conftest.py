@@ -15,7 +15,7 @@ from tests.http.fake_requests import FakeRequests
 from tests.http.site import MakeDoor, by_header
 from tests.support.ledger import Ledger
 from tests.support.servers.made import PostgresServer
-from tests.support.servers.postgres import fresh_database
+from tests.support.servers.postgres import fresh_database, lent
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +25,11 @@ def _one_database(postgres18: PostgresServer) -> Iterator[Ledger]:
 
 
 @pytest.fixture
-def ledger(_one_database: Ledger, monkeypatch: pytest.MonkeyPatch) -> Ledger:
-    """Emptied for each test, and what the settings name."""
-    _one_database.clear()
+def ledger(_one_database: Ledger, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
+    """What the settings name."""
     monkeypatch.setenv("IDEMCONSUMER_DSN", _one_database.dsn)
-    return _one_database
+    with lent(_one_database) as ledger:
+        yield ledger
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from idemconsumer import App, ConfigurationError, Message, Reject, Result, Store
 from idemconsumer.errors import CommitUnknown
 from idemconsumer.http import AcceptLater
 from tests.http.site import Client, by_header, client, problem
+from tests.support.logs import LogCapture, times
 from tests.support.servers.proxy import Proxy
 from tests.support.tuning import tuned
 from tests.support.waiting import PATIENCE
@@ -259,3 +260,17 @@ def test_what_cannot_be_is_refused_at_once(given: dict[str, Any], says: str) -> 
     app = App("orders")
     with pytest.raises(ConfigurationError, match=says):
         AcceptLater(app, app, **{"tenant": by_header, "path": "/orders"} | given)  # type: ignore[arg-type]
+
+
+async def test_a_database_that_is_not_what_it_was_is_503(bench: Bench, orders: Orders, logged: LogCapture) -> None:
+    accepted = await orders.http.post(json={"id": "a"})
+    bench.do("alter schema idemconsumer rename to another")
+    for key in ("k", "another"):
+        assert problem(await orders.http.post(json={"id": "a"}, key=key)) == "unavailable"
+    assert problem(await orders.get(accepted.headers["location"])) == "unavailable"
+    bench.do("alter schema another rename to idemconsumer")
+    assert (await orders.get(accepted.headers["location"])).status_code == 202
+    assert (await orders.http.post(json={"id": "a"}, key="new")).status_code == 202
+    (said,) = [each for each in logged.entries if "answers 503" in each["event"]]
+    assert "run `idemconsumer migrate up` first" in said["error"]
+    assert times(logged, "the store of the front door works again") == 1

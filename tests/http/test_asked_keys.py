@@ -52,10 +52,13 @@ async def test_a_request_is_asked_for_by_what_its_client_has_sent(
         app = Starlette(routes=[Mount("/v1", app)])
     async with client(app) as shop:
         key = (await shop.post(path=sent)).text
-        for asked in [f"POST {sent}", *([] if mounted else names)]:
+        encoded = sent.replace("things", "%74hings") + "?page=1"
+        for asked in [f"POST {sent}", f"POST {encoded}", *([] if mounted else names)]:
             told = json.loads((await run("explain", "--handler", asked, "--key", "k", "--json")).stdout)
             assert (told["key"], told["state"]) == (key, "completed")
         assert (await run("keys", "forget", "--handler", f"POST {sent}", "--key", "other", "--yes")).exit_code == 1
+        unnamed = await run("explain", "--handler", "POST *", "--key", "k")
+        assert (unnamed.exit_code, "write the method and path of the request" in unnamed.stderr) == (2, True)
         gone = await run("keys", "forget", "--handler", f"POST {sent}", "--key", "k", "--record", "--yes")
         assert (gone.exit_code, gone.stdout.startswith(f"forgotten: {key[:12]}")) == (0, True)
         assert not replayed(await shop.post(path=sent))

@@ -19,16 +19,18 @@ from starlette.routing import Route as StarletteRoute
 from idemconsumer import StoreUnavailable
 from idemconsumer.embedded.postgres import free_port
 from idemconsumer.http import Route, current_tx
+from idemconsumer.http.modes import patience
 from idemconsumer.ports.observer import Point, SagaPoint
 from idemconsumer.stores.joined import PostgresStore
 from tests.http.crashing import ROUTES
 from tests.http.endpoints import Counting
 from tests.http.site import MakeDoor, client, place, problem, replayed, service
 from tests.support import ROOT
+from tests.support.clock import forward
 from tests.support.ledger import Ledger, write
 from tests.support.logs import LogCapture, times
 from tests.support.servers.proxy import Proxy, Trap
-from tests.support.tuning import tuned
+from tests.support.tuning import as_it_is, tuned
 from tests.support.waiting import PATIENCE, until
 
 JOINED = {"POST /orders": Route(tx=True)}
@@ -65,8 +67,64 @@ async def test_while_the_database_is_away_nothing_runs(
         await until(answered)
         assert replayed(await shop.post())
     assert (runs, ledger.effects) == (1, ["1"])
-    assert times(logged, "requests with a key are refused while the database is away") == 1
-    assert times(logged, "requests with a key are answered again") == 1
+    assert times(logged, "the front door answers 503 while its store is unreachable") == 1
+    assert times(logged, "the store of the front door works again") == 1
+
+
+async def test_a_database_that_is_not_what_it_was_is_an_outage_too(
+    ledger: Ledger, make_door: MakeDoor, logged: LogCapture
+) -> None:
+    """Both modes, and one that has never worked, which its author has to see."""
+    door = make_door(routes=JOINED)
+    paid = StarletteRoute("/paid", Counting().__call__, methods=["POST"])
+    async with client(service(door, place, paid)) as shop, client(service(make_door(routes=JOINED))) as other:
+        for path in ("/orders", "/paid"):
+            assert (await shop.post(path=path)).status_code == 201
+        ledger.run("alter schema idemconsumer rename to another")
+        try:
+            for path in ("/orders", "/paid"):
+                got = await shop.post(path=path, key="new")
+                assert (got.status_code, problem(got), got.headers.get("retry-after")) == (503, "unavailable", "2")
+            assert (await other.post()).status_code == 500
+        finally:
+            ledger.run("alter schema another rename to idemconsumer")
+        said = [each for each in logged.entries if "answers 503" in each["event"]]
+        assert [(each["log_level"], "run `idemconsumer migrate up` first" in each["error"]) for each in said] == [
+            ("error", True), ("error", True),
+        ], "once in each mode"  # fmt: skip
+        for path in ("/orders", "/paid"):
+            assert (await shop.post(path=path, key="new")).status_code == 201
+    assert times(logged, "the store of the front door works again") == 2
+
+
+FULL = """
+create function full_disk() returns trigger language plpgsql as $$
+begin raise exception 'no space left on device' using errcode = '53100'; end $$;
+create trigger full_disk before insert on idemconsumer.record for each row execute function full_disk()
+"""
+
+
+@pytest.mark.parametrize("path", ["/orders", "/paid"])
+async def test_what_it_still_reads_does_not_end_the_outage_of_a_store_that_is_full(
+    ledger: Ledger, make_door: MakeDoor, logged: LogCapture, path: str
+) -> None:
+    paid = StarletteRoute("/paid", Counting().__call__, methods=["POST"])
+    async with client(service(make_door(routes=JOINED), place, paid)) as shop:
+        assert (await shop.post(path=path)).status_code == 201
+        ledger.run(FULL)
+        for key in ("new", "newer"):
+            assert (await shop.post(path=path, key=key)).status_code == 503
+            assert replayed(await shop.post(path=path))
+        ledger.run("drop function full_disk cascade")
+        assert (await shop.post(path=path, key="new")).status_code == 201
+    assert times(logged, "the front door answers 503 while its store is unreachable") == 1
+    assert times(logged, "the store of the front door works again") == 1
+
+
+async def test_whatever_a_driver_raises_while_nothing_has_run_is_an_outage() -> None:
+    with pytest.raises(StoreUnavailable, match=r"OverflowError: .* `idemconsumer check` says what to do"):
+        async with patience("no answer"):
+            raise OverflowError("of a driver's own")
 
 
 async def test_a_database_that_says_nothing_is_503_long_before_a_statement_may_last(
@@ -74,7 +132,7 @@ async def test_a_database_that_says_nothing_is_503_long_before_a_statement_may_l
 ) -> None:
     async with client(service(make_door(routes=JOINED), place)) as shop:
         assert (await shop.post(1)).status_code == 201
-        tuned(monkeypatch, joined_request_patience=0.05)
+        tuned(monkeypatch, request_patience=0.05)
         proxy.freeze()
         async with asyncio.timeout(25):  # of the 35 s that the connection itself would wait
             silent = await shop.post(2, key="other")
@@ -97,7 +155,7 @@ async def test_a_pool_that_is_full_is_503_and_nothing_runs(
     async with client(service(make_door(routes=JOINED), endpoint)) as shop:
         first = asyncio.create_task(shop.post(1))
         await inside.wait()
-        tuned(monkeypatch, joined_request_patience=0.05)
+        tuned(monkeypatch, request_patience=0.05)
         full = await shop.post(2, key="other")
         assert (full.status_code, problem(full)) == (503, "unavailable")
         go.set()
@@ -114,7 +172,7 @@ async def test_where_no_server_listens_a_client_hears_it_at_once(
     async with client(service(make_door(routes=routes), endpoint.__call__)) as shop:
         assert (await shop.post()).status_code == 201
         long = 10 * PATIENCE
-        tuned(monkeypatch, connection_patience=long, joined_request_patience=long, leased_request_patience=long)
+        tuned(monkeypatch, connection_patience=long, request_patience=long)
         proxy.cut()
         async with asyncio.timeout(PATIENCE):
             away = [await shop.post(), await shop.post(2, key="other")]
@@ -128,7 +186,7 @@ async def test_what_is_stored_waits_for_no_connection_of_an_endpoint(
 ) -> None:
     """Nor does what takes one exchange with the server: a request in leased mode, and the record of a refusal."""
     monkeypatch.setenv("IDEMCONSUMER_CONCURRENCY", "1")
-    tuned(monkeypatch, joined_request_patience=10 * PATIENCE)
+    tuned(monkeypatch, request_patience=10 * PATIENCE)
     inside, go = asyncio.Event(), asyncio.Event()
     routes = {"POST /orders": Route(tx=True), "POST /refused": Route(tx=True), "POST /leased": Route()}
 
@@ -189,15 +247,15 @@ async def test_a_pool_that_is_full_is_503_for_what_is_asked_after_the_claim_too(
         first = asyncio.create_task(shop.post())
         await inside.wait()
         monkeypatch.setattr(PostgresStore, look, full)
-        tuned(monkeypatch, joined_request_patience=0.5)
-        if look == "differs":
-            got = await asyncio.wait_for(other.post(), PATIENCE)
-        go.set()
+        asking = asyncio.create_task(other.post()) if look == "differs" else first
         if look == "reject":
-            got = await asyncio.wait_for(first, PATIENCE)
+            go.set()
+        await asyncio.wait_for(asked.wait(), PATIENCE)
+        forward(as_it_is("request_patience"))
+        got = await asyncio.wait_for(asking, PATIENCE)
         monkeypatch.undo()
+        go.set()
         await first
-    assert asked.is_set()
     assert (got.status_code, problem(got)) == (503, "unavailable")
     assert ledger.effects == []
 

@@ -171,7 +171,7 @@ async def test_an_error_after_the_limit_gives_the_key_back(
         assert problem(await shop.post()) == "timed-out"
         endpoint.go.set()
         await until(lambda: store.released)
-        await until(lambda: times(logged, "a request has failed that went on without its client") == (not status))
+        await until(lambda: times(logged, "a request failed after its client had left") == (not status))
         endpoint.status, endpoint.error = 201, None
         assert (await shop.post()).content == b"run 2"
 
@@ -236,7 +236,7 @@ async def test_what_has_not_begun_when_it_is_cancelled_does_not_begin(
             cancelled.set()
         raise AssertionError
 
-    tuned(monkeypatch, leased_request_patience=2 * PATIENCE)
+    tuned(monkeypatch, request_patience=2 * PATIENCE)
     monkeypatch.setattr(store, "claim", claim)
     call = left(service(make_door(store=store), endpoint.__call__))
     await claiming.wait()

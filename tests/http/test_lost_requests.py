@@ -216,7 +216,7 @@ async def test_a_reconcile_that_does_not_end_is_left_behind(
         assert problem(await its.shop.post()) == "outcome-unknown"
         assert (await its.shop.post()).content == b"charged"
     go.set()
-    assert [each["event"] for each in logged.entries].count("reconcile does not end though it was cancelled") == 1
+    assert [each["event"] for each in logged.entries].count("reconcile did not end after its cancellation") == 1
 
 
 async def test_closing_waits_for_a_reconcile(lose: Lose, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,5 +262,5 @@ def test_what_cannot_be_is_refused(make_door: MakeDoor, options: dict[str, Any],
 
 
 async def test_the_key_is_known_to_endpoints_alone() -> None:
-    with pytest.raises(ConfigurationError, match="outside of a request"):
+    with pytest.raises(ConfigurationError, match="outside a request"):
         current_key()

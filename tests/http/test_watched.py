@@ -10,7 +10,9 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response
 
-from idemconsumer.http import Route
+from idemconsumer import App
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.http import Idempotency, Route
 from idemconsumer.http.watch import OUTCOMES
 from idemconsumer.http.wsgi import IdempotencyMiddleware as WsgiMiddleware
 from idemconsumer.observe.requests import RequestNumbers
@@ -148,7 +150,14 @@ async def test_a_request_is_one_span_around_all_that_is_done_for_it(
     assert "secret" not in "".join(each.to_json() for each in (ran, again, broken))
 
 
-def test_the_page_names_each_outcome() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text("utf-8")
-    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{NAME}`")]
-    assert [outcome for outcome in OUTCOMES if f"`{outcome}`" not in row] == []
+@pytest.mark.parametrize("given", ["yes", True, CollectorRegistry])
+def test_what_is_no_registry_is_refused_with_one_that_is(given: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"`metrics` is a \w+; write prometheus_client.REGISTRY"):
+        Idempotency(App("shop"), tenant=str, metrics=given)  # type: ignore[arg-type]
+
+
+def test_the_pages_name_each_outcome() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    row = (docs / "operations.md").read_text("utf-8").partition(f"`{NAME}` counts by outcome")[2].partition("\n\n")[0]
+    problems = (docs / "http.md").read_text("utf-8").partition("## What the door answers")[2].partition("\n## ")[0]
+    assert [outcome for outcome in OUTCOMES if f"`{outcome}`" not in row + problems] == []

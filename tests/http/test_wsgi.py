@@ -30,6 +30,7 @@ from idemconsumer.http.wsgi_exchange import Environ, StartResponse, Wsgi
 from idemconsumer.testing import migrate
 from tests.http.fake_requests import FakeRequests
 from tests.http.wsgi_client import Answer, ask
+from tests.support.clock import forward
 from tests.support.servers.made import PostgresServer
 from tests.support.servers.postgres import fresh_database
 from tests.support.waiting import PATIENCE, eventually
@@ -388,11 +389,12 @@ def test_what_comes_late_in_joined_mode_is_refused(make: Make, shop: Shop, migra
     with psycopg.connect(migrated, autocommit=True) as db:
         db.execute("drop table if exists sold; create table sold (id int)")
         shop.act, begun, over = act, threading.Event(), threading.Event()
-        door = make(shop, Route(tx=True, timeout=0.2))
+        door = make(shop, Route(tx=True, timeout=20.0))
         with ThreadPoolExecutor(1) as pool:
             cut = pool.submit(ask, door)
             assert begun.wait(PATIENCE)
             assert ask(door, "k-2").status == "200 OK"  # another key is not held up
+            background().loop.call_soon_threadsafe(forward, 20.0)
             eventually(lambda: db.execute(OPEN).fetchone() == (0,), "it is not rolled back")
             over.set()
             answer = cut.result(PATIENCE)
