@@ -1,8 +1,8 @@
-"""What the project's users test with: a throwaway Postgres, crashes, replays of sagas, contract suites for adapters.
+"""What the project's users test with: a kit with a real Postgres, crashes, replays of sagas, contract suites.
 
 Public: the names in `__all__`; docs/testing.md shows them at work. Not imported by anything that runs in production.
-The suites need pytest and pytest-asyncio; they are imported when one is used, so a worker that is to crash needs
-neither.
+A name is imported when it is first used: the suites need pytest and pytest-asyncio, and a worker that is to crash needs
+neither; pytest loads `plugin` in each run, also where no test asks for the kit.
 """
 
 from __future__ import annotations
@@ -11,20 +11,26 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from idemconsumer.admin.histories import SagaHistory
-from idemconsumer.embedded.binaries import EmbeddedUnavailable
-from idemconsumer.embedded.postgres import EmbeddedPostgres
-from idemconsumer.ports.observer import Point, SagaPoint
-from idemconsumer.stores.migrations import migrate
-from idemconsumer.testing.crash import CrashAt
-from idemconsumer.testing.replays import Replay, read_histories, replay
-
 if TYPE_CHECKING:
+    from idemconsumer.admin.histories import SagaHistory
+    from idemconsumer.embedded.binaries import EmbeddedUnavailable
+    from idemconsumer.embedded.postgres import EmbeddedPostgres
+    from idemconsumer.ports.observer import Point, SagaPoint
+    from idemconsumer.stores.migrations import migrate
     from idemconsumer.testing.broker_contract import BrokerContract, BrokerHarness
-    from idemconsumer.testing.lease_contract import LeaseStoreContract
-    from idemconsumer.testing.lease_harness import LeaseHarness, LeaseWorker
+    from idemconsumer.testing.crash import CrashAt
+    from idemconsumer.testing.fake_saga import FakeSaga
+    from idemconsumer.testing.fakes import FakeTx
+    from idemconsumer.testing.kit.fixture import Idem
+    from idemconsumer.testing.kit.hub import Published
+    from idemconsumer.testing.kit.idem import Handled, Kit, NotQuiet
+    from idemconsumer.testing.kit.left import Left
+    from idemconsumer.testing.kit.sagas import SagaSeen
+    from idemconsumer.testing.matrix import crash_matrix
+    from idemconsumer.testing.matrix_process import MatrixDelivery
+    from idemconsumer.testing.matrix_report import MatrixReport, WrongRun
+    from idemconsumer.testing.replays import Replay, read_histories, replay
     from idemconsumer.testing.request_contract import RequestHarness, RequestProcess, RequestStoreContract
-    from idemconsumer.testing.store_contract import JoinedStoreContract, StoreHarness
 
 __all__ = [
     "BrokerContract",
@@ -32,43 +38,64 @@ __all__ = [
     "CrashAt",
     "EmbeddedPostgres",
     "EmbeddedUnavailable",
-    "JoinedStoreContract",
-    "LeaseHarness",
-    "LeaseStoreContract",
-    "LeaseWorker",
+    "FakeSaga",
+    "FakeTx",
+    "Handled",
+    "Idem",
+    "Kit",
+    "Left",
+    "MatrixDelivery",
+    "MatrixReport",
+    "NotQuiet",
     "Point",
+    "Published",
     "Replay",
     "RequestHarness",
     "RequestProcess",
     "RequestStoreContract",
     "SagaHistory",
     "SagaPoint",
-    "StoreHarness",
+    "SagaSeen",
+    "WrongRun",
+    "crash_matrix",
     "migrate",
     "read_histories",
     "replay",
 ]
 
-_SUITES: Final = {
-    "BrokerContract": "broker_contract",
-    "BrokerHarness": "broker_contract",
-    "JoinedStoreContract": "store_contract",
-    "LeaseHarness": "lease_harness",
-    "LeaseStoreContract": "lease_contract",
-    "LeaseWorker": "lease_harness",
-    "RequestHarness": "request_contract",
-    "RequestProcess": "request_contract",
-    "RequestStoreContract": "request_contract",
-    "StoreHarness": "store_contract",
+_HOMES: Final = {
+    "admin.histories": ["SagaHistory"],
+    "embedded.binaries": ["EmbeddedUnavailable"],
+    "embedded.postgres": ["EmbeddedPostgres"],
+    "ports.observer": ["Point", "SagaPoint"],
+    "stores.migrations": ["migrate"],
+    "testing.crash": ["CrashAt"],
+    "testing.fake_saga": ["FakeSaga"],
+    "testing.fakes": ["FakeTx"],
+    "testing.kit.fixture": ["Idem"],
+    "testing.kit.hub": ["Published"],
+    "testing.kit.idem": ["Handled", "Kit", "NotQuiet"],
+    "testing.kit.left": ["Left"],
+    "testing.kit.sagas": ["SagaSeen"],
+    "testing.matrix": ["crash_matrix"],
+    "testing.matrix_process": ["MatrixDelivery"],
+    "testing.matrix_report": ["MatrixReport", "WrongRun"],
+    "testing.replays": ["Replay", "read_histories", "replay"],
 }
-_ASSERTING: Final = (*_SUITES.values(), "fence_contract", "step_contract")
+_SUITES: Final = {
+    "testing.broker_contract": ["BrokerContract", "BrokerHarness"],
+    "testing.request_contract": ["RequestHarness", "RequestProcess", "RequestStoreContract"],
+}
 
 
 def __getattr__(name: str) -> object:
-    if (module := _SUITES.get(name)) is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import pytest
+    for home, names in (_HOMES | _SUITES).items():
+        if name in names:
+            if home in _SUITES:
+                import pytest
 
-    suites = {f"{__name__}.{each}" for each in _ASSERTING}
-    pytest.register_assert_rewrite(*suites.difference(sys.modules))
-    return getattr(import_module(f"{__name__}.{module}"), name)
+                suites = {f"idemconsumer.{each}" for each in _SUITES}
+                pytest.register_assert_rewrite(*suites.difference(sys.modules))
+            value = globals()[name] = getattr(import_module(f"idemconsumer.{home}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

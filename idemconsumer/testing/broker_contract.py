@@ -31,7 +31,7 @@ WIDE = Bounds(lanes=4, group=8, room=100)
 
 
 class BrokerHarness(Protocol):
-    """How the suite reaches one broker."""
+    """Gives the suite access to one broker."""
 
     @property
     def keeps_message_id(self) -> bool:
@@ -40,25 +40,25 @@ class BrokerHarness(Protocol):
 
     @property
     def names_are_free(self) -> bool:
-        """Whether any name can be consumed from and published to without being created."""
+        """Whether any name can be consumed from and published to without being created first."""
         ...
 
     def broker(self) -> Broker:
-        """A new client, which the suite closes."""
+        """Return a new client, which the suite closes."""
         ...
 
     async def destination(self) -> str:
-        """The name of a queue or topic that is new and empty."""
+        """Return the name of a queue or topic that is new and empty."""
         ...
 
     def subscription(self, name: str) -> Subscription:
-        """The subscription of a handler that is alone on this queue or topic."""
+        """Return the subscription of a handler that is alone on this queue or topic."""
         ...
 
 
 @pytest.mark.asyncio
 class BrokerContract:
-    """What every broker adapter must do. See the module for how to run it."""
+    """The rules for every broker adapter, as tests. The module's docstring shows how to run them."""
 
     @pytest.fixture
     async def broker(self, harness: BrokerHarness) -> AsyncIterator[Broker]:

@@ -16,8 +16,8 @@ from idemconsumer.ports.observer import Point, SagaPoint
 class CrashAt:
     """An Observer that sends its own process SIGKILL when `point` is reached for the `nth` time.
 
-    SIGKILL runs no handler, closes no connection and flushes nothing, so the servers see what they see of any
-    worker that was killed.
+    SIGKILL runs no handler, closes no connection and flushes nothing. So the servers see the same as with any killed
+    worker.
     """
 
     def __init__(self, point: Point | SagaPoint, nth: int = 1) -> None:
@@ -26,12 +26,12 @@ class CrashAt:
 
     @classmethod
     def parse(cls, text: str) -> CrashAt:
-        """From `committed` or `intended:3`. ValueError for a point that does not exist."""
+        """Parse `committed` or `intended:3`. Raises ValueError for a point that does not exist."""
         point, _, nth = text.partition(":")
         return cls(SagaPoint(point) if point in set(SagaPoint) else Point(point), int(nth or 1))
 
     def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
-        """As every Observer's."""
+        """The method of every Observer."""
         if point is self._point:
             self._left -= 1
             if self._left == 0:

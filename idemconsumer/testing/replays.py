@@ -46,12 +46,12 @@ _NO_RESOURCES: Final[Mapping[type, object]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the handler as it is now would do with a recorded saga.
+    """What the present handler would do with a recorded saga.
 
-    `goes_on`: it fits what is recorded. `then` is what it would do next, such as `step 'charged'`, `reconcile
-    find_charge`, `undo of 'charged'`, `COMPLETED` or `FAILED`. Otherwise `then` is the reason for which the saga would
-    be put aside, such as `saga_changed`, or `another attempt` if the handler failed; `why` is what would be recorded of
-    that.
+    `goes_on`: the handler fits the record. Then `then` is its next action, such as `step 'charged'`,
+    `reconcile find_charge`, `undo of 'charged'`, `COMPLETED` or `FAILED`. Otherwise `then` is the reason of the dead
+    letter that the saga would become, such as `saga_changed`, or `another attempt` if the handler failed. `why` is the
+    error that would be recorded with it.
     """
 
     goes_on: bool
@@ -60,7 +60,7 @@ class Replay:
 
 
 def read_histories(path: str | Path) -> list[SagaHistory]:
-    """The lines of a file that `idemconsumer sagas export` has written. Raises ConfigurationError for any other."""
+    """Return the lines of a file written by `idemconsumer sagas export`. Raises ConfigurationError for other files."""
     try:
         return msgspec.json.Decoder(SagaHistory).decode_lines(Path(path).read_bytes())
     except msgspec.MsgspecError as error:
@@ -76,12 +76,12 @@ async def replay(
 ) -> Replay:
     """Run the handler of that name against one history, up to the first thing that is not recorded.
 
-    No function of a step, an undo or a reconcile is called, and no database is needed: only the handler's code runs.
-    `resources` are what it takes of the app's own, by type. A saga that is put aside is replayed as if it were resumed.
-    A handler that neither asks for a step nor ends within `patience` seconds has failed; so long, too, branches are
-    waited for that have not asked for what is recorded. A step that a branch asks for only after something new counts
-    as missing. Not shown: what happens after the first new step. Raises ConfigurationError when the app has no such
-    saga, or a resource is missing.
+    Only the handler's code runs: no function of a step, an undo or a reconcile is called, and no database is needed.
+    `resources` are the app's resources that the handler takes, by type. A saga that is a dead letter is replayed as if
+    it were resumed. A handler that neither asks for a step nor ends within `patience` seconds has failed. Branches get
+    the same time to ask for their recorded steps. A step that a branch asks for only after something new counts as
+    missing. Not shown: what happens after the first new step. Raises ConfigurationError if the app has no such saga, or
+    a resource is missing.
     """
     handler, leased, rows = _bind(app, history, resources, patience), history.leased(), history.rows()
     recorded, work = _Recorded(rows), Work.of(handler, leased.message, leased=leased)

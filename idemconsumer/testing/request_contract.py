@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from typing import Protocol
 
 import pytest
@@ -26,14 +27,13 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.requests import Held, LostRequest, RequestStore, Running
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Record, State
-from idemconsumer.testing.store_contract import A as A
-from idemconsumer.testing.store_contract import B as B
 
 PATIENCE = 30.0  # seconds; only ends what hangs
 CREATED = StoredResult(
     b'{"charge": "\xc3\xa4"}\x00', "application/json", 201, (("Location", "/charges/1"), ("X-Two", "a"), ("X-Two", "b"))
 )
 OTHER = StoredResult(b"{}", "application/json", 200)
+A, B = (Claim(sha256(text).digest(), "shop/-/pay", b"f" * 32) for text in (b"a", b"b"))
 REFUSED = StoredResult(b'{"title": "no funds"}', "application/problem+json", 402)
 
 
@@ -41,7 +41,7 @@ REFUSED = StoredResult(b'{"title": "no funds"}', "application/problem+json", 402
 class RequestProcess:
     """One process, as far as a store can tell.
 
-    `expire` ends its lease, as time does for a process that was killed; `store` goes on without noticing.
+    `expire` ends its lease, as time does for a killed process; `store` goes on without noticing.
     """
 
     store: RequestStore
@@ -49,17 +49,17 @@ class RequestProcess:
 
 
 class RequestHarness(Protocol):
-    """How the suite reaches one server."""
+    """Gives the suite access to one server."""
 
     async def process(self) -> RequestProcess:
-        """One more process on the same server, with a lease of its own that does not end in a test by itself. The suite
-        closes its store."""
+        """Return one more process on the same server, with a lease of its own that does not end in a test by itself.
+        The suite closes its store."""
         ...
 
 
 @pytest.mark.asyncio
 class RequestStoreContract:
-    """What every RequestStore must do. See the module for how to run it."""
+    """The rules for every RequestStore, as tests. The module's docstring shows how to run them."""
 
     @pytest.fixture
     async def processes(self, harness: RequestHarness) -> AsyncIterator[tuple[RequestProcess, RequestProcess]]:

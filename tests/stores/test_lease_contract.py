@@ -1,4 +1,4 @@
-"""PostgresLeases passes the suite that ships with the library."""
+"""PostgresLeases passes the suite of leases."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import pytest
 from idemconsumer.ports.handler import Tx
 from idemconsumer.stores.joined import PostgresStore
 from idemconsumer.stores.leases import PostgresLeases
-from idemconsumer.testing import LeaseHarness, LeaseStoreContract, LeaseWorker
 from tests.support.ledger import SCHEMA, Ledger
+
+for each in ("lease_contract", "step_contract", "fence_contract"):
+    pytest.register_assert_rewrite(f"tests.stores.{each}")
+
+from tests.stores.lease_contract import LeaseStoreContract  # noqa: E402
+from tests.stores.lease_harness import LeaseHarness, LeaseWorker  # noqa: E402
 
 
 class Lease:

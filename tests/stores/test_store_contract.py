@@ -1,4 +1,4 @@
-"""PostgresStore passes the suite that ships with the library, and what Postgres alone must be asked for."""
+"""PostgresStore passes the suite of joined stores, and what Postgres alone must be asked for."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.support.servers.made import PostgresServer, PrivatePostgres
 from tests.support.servers.postgres import fresh_database
 from tests.support.tuning import tuned
 
-pytest.register_assert_rewrite("idemconsumer.testing.store_contract")
+pytest.register_assert_rewrite("tests.stores.store_contract")
 
-from idemconsumer.testing.store_contract import (  # noqa: E402
+from tests.stores.store_contract import (  # noqa: E402
     PATIENCE,
     A,
     B,

@@ -67,18 +67,26 @@ from idemconsumer.testing import (
     CrashAt,
     EmbeddedPostgres,
     EmbeddedUnavailable,
-    JoinedStoreContract,
-    LeaseHarness,
-    LeaseStoreContract,
-    LeaseWorker,
+    FakeSaga,
+    FakeTx,
+    Handled,
+    Idem,
+    Kit,
+    Left,
+    MatrixDelivery,
+    MatrixReport,
+    NotQuiet,
     Point,
+    Published,
     Replay,
     RequestHarness,
     RequestProcess,
     RequestStoreContract,
     SagaHistory,
     SagaPoint,
-    StoreHarness,
+    SagaSeen,
+    WrongRun,
+    crash_matrix,
     migrate,
     read_histories,
     replay,
@@ -403,19 +411,22 @@ class Brokers(BrokerContract):
         return given
 
 
-class Stores(JoinedStoreContract):
-    def harness(self, given: StoreHarness) -> StoreHarness:
-        return given
-
-
 class Requests(RequestStoreContract):
     async def harness(self, given: RequestHarness) -> RequestProcess:
         return await given.process()
 
 
-class Leases(LeaseStoreContract):
-    async def harness(self, given: LeaseHarness) -> LeaseWorker:
-        return await given.worker()
+async def consuming(delivery: MatrixDelivery, dsn: str) -> None:
+    assert_type(delivery.body, bytes)
+    await delivery.ack()
+
+
+async def matrices() -> None:
+    report = await crash_matrix(consuming, {"id": "1"}, dsn="", tables=["stock"], ignore=["stock.updated_at"])
+    assert_type(report, MatrixReport)
+    assert_type([*report.wrong], list[WrongRun])
+    assert_type(report.points, int)
+    await crash_matrix(app, Message("kafka:orders", b"{}"), dsn="", tables=["stock"])
 
 
 def crashing() -> None:
@@ -438,6 +449,38 @@ async def replaying() -> None:
     assert_type(await replay(app, histories[0], resources={str: "it"}, patience=2), Replay)
     assert_type((await replay(app, histories[0])).goes_on, bool)
     await replay(app, "histories.jsonl")  # type: ignore[arg-type]
+
+
+async def with_the_kit(idem: Idem, api: object) -> None:
+    try:
+        kit = await idem(app, app, resources={str: "it"})
+    except NotQuiet:
+        return
+    assert_type(kit, Kit)
+    await kit.send("kafka:orders", Transfer("1", 1, 2, 3), key=b"1", headers={"a": "b"})
+    await kit.redeliver(2)
+    assert_type(await kit.drain(), Left)
+    assert_type(await kit.advance("3d", within=5), Left)
+    assert_type(kit.outcomes, list[Outcome])
+    assert_type(kit.handled, list[Handled])
+    assert_type(await kit.published("rabbitmq:mail"), list[Published])
+    assert_type(await kit.saga("1"), SagaSeen)
+    assert_type([letter.reason for letter in await kit.dead_letters()], list[str])
+    assert_type(await kit.rows("select 1"), list[tuple[Any, ...]])
+    async with kit.http(api) as client:
+        await client.get("/")
+    async with kit.assert_commits(1):
+        await kit.reset()
+
+    await idem(app, resources=["it"])  # type: ignore[arg-type]
+    await kit.send("kafka:orders", {}, key=1)  # type: ignore[arg-type]
+
+
+async def with_fakes() -> None:
+    tx: Tx = FakeTx()
+    saga: Saga = FakeSaga(signals={"paid": 1}, tx=FakeTx())
+    await tx.send("select 1")
+    await saga.sleep("rests", "1d")
 
 
 async def whose(request: Request) -> str | None:

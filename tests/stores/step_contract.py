@@ -11,7 +11,7 @@ from idemconsumer.errors import CommitUnknown, Contention, Fenced, HandlerFault,
 from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules.values import Record, State, StepKind, StepRow, StepState
-from idemconsumer.testing.lease_harness import (
+from tests.stores.lease_harness import (
     OUTPUT,
     PATIENCE,
     REJECTION,
@@ -26,7 +26,7 @@ from idemconsumer.testing.lease_harness import (
     step_row,
     take_one,
 )
-from idemconsumer.testing.store_contract import A
+from tests.stores.store_contract import A
 
 OUTPUTS = pytest.mark.parametrize(
     "output",

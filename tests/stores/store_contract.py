@@ -1,11 +1,4 @@
-"""What every JoinedStore must do, as tests. Subclass `JoinedStoreContract` and give it a `harness` fixture.
-
-```python
-class TestMyStore(JoinedStoreContract):
-    @pytest.fixture
-    async def harness(self, my_database):
-        return MyHarness(my_database)
-```
+"""What every JoinedStore must do, as tests.
 
 It tests the rules that the engine relies on with any store. What only one database must do is tested with that one.
 """

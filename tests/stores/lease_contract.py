@@ -1,11 +1,4 @@
-"""What every LeaseStore must do, as tests. Subclass `LeaseStoreContract` and give it a `harness` fixture.
-
-```python
-class TestMyLeases(LeaseStoreContract):
-    @pytest.fixture
-    async def harness(self, my_database):
-        return MyHarness(my_database)
-```
+"""What every LeaseStore must do, as tests.
 
 Here: who holds a saga, from its claim to its end. The steps in between are in `step_contract`, the fence that every
 write has to pass in `fence_contract`.
@@ -24,8 +17,8 @@ from idemconsumer.message.message import StoredResult
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.ports.store import Claim
 from idemconsumer.rules.values import Mark, Record, State
-from idemconsumer.testing.fence_contract import FenceContract
-from idemconsumer.testing.lease_harness import (
+from tests.stores.fence_contract import FenceContract
+from tests.stores.lease_harness import (
     APP,
     HANDLER,
     OUTPUT,
@@ -43,8 +36,8 @@ from idemconsumer.testing.lease_harness import (
     take_one,
     waits,
 )
-from idemconsumer.testing.step_contract import StepContract
-from idemconsumer.testing.store_contract import SEE_OTHER, A, B, claim_of, complete, letter_of
+from tests.stores.step_contract import StepContract
+from tests.stores.store_contract import SEE_OTHER, A, B, claim_of, complete, letter_of
 
 
 class LeaseStoreContract(StepContract, FenceContract):

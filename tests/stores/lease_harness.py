@@ -15,7 +15,7 @@ from idemconsumer.ports.handler import Tx
 from idemconsumer.ports.leases import LeasedSaga, LeaseStore
 from idemconsumer.ports.store import Claim, JoinedStore
 from idemconsumer.rules.values import Record, StepKind, StepRow, StepState
-from idemconsumer.testing.store_contract import claim_of
+from tests.stores.store_contract import claim_of
 
 PATIENCE = 5.0  # seconds allowed for anything that must not wait for a rival
 WHILE = 0.2  # seconds after which what has not ended is assumed to wait

@@ -10,7 +10,7 @@ import pytest
 from idemconsumer.errors import Fenced
 from idemconsumer.ports.leases import LeasedSaga
 from idemconsumer.rules.values import State, StepKind, StepState
-from idemconsumer.testing.lease_harness import (
+from tests.stores.lease_harness import (
     APP,
     HANDLER,
     OUTPUT,
@@ -26,7 +26,7 @@ from idemconsumer.testing.lease_harness import (
     take_one,
     waits,
 )
-from idemconsumer.testing.store_contract import letter_of
+from tests.stores.store_contract import letter_of
 
 Write = Callable[[LeaseHarness, LeaseWorker, LeasedSaga], Awaitable[object]]
 

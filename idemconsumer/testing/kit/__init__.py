@@ -1,0 +1,1 @@
+"""The test kit: apps with a real Postgres and brokers in memory, inside the test's event loop. See `idem.Kit`."""

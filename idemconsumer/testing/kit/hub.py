@@ -1,0 +1,152 @@
+"""The brokers of the kit: queues and topics in memory, under the names that handlers consume and publish to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from itertools import count
+from typing import Any, Final
+
+import msgspec
+
+from idemconsumer.brokers.sendable import check_sendable
+from idemconsumer.message.message import NO_PROPERTIES, Message, Subscription
+from idemconsumer.message.sources import consumes
+from idemconsumer.ports.broker import Outgoing
+
+LARGEST: Final = 4 * 1024 * 1024
+
+
+class Published(msgspec.Struct, frozen=True):
+    """A message that an app has published to `target`: its `body`, its `headers` and its `key`, which is the record key
+    of Kafka, else the message id."""
+
+    target: str
+    body: bytes
+    headers: Mapping[str, str | bytes]
+    key: str | None
+
+    @property
+    def json(self) -> Any:
+        """The body, decoded."""
+        return msgspec.json.decode(self.body)
+
+
+@dataclass(slots=True)
+class Copy:
+    """A message on its way to one consumer. `before`: how often it was delivered."""
+
+    message: Message
+    before: int = 0
+
+
+@dataclass(slots=True)
+class Queue:
+    """What waits for one consumer, or for those that share it; and what they have in hand."""
+
+    waiting: deque[Copy] = field(default_factory=deque)
+    in_hand: int = 0
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, copy: Copy) -> None:
+        self.waiting.append(copy)
+        self.arrived.set()
+
+
+class Hub:
+    """All queues of a kit. A topic of Kafka keeps what was sent, and each consumer group reads it from the beginning;
+    of any other queue each message goes to one consumer."""
+
+    def __init__(self) -> None:
+        self.published: list[Published] = []
+        self._numbers = count(1)
+        self._queues: dict[str, Queue] = {}
+        self._topics: defaultdict[str, list[Message]] = defaultdict(list)
+        self._groups: dict[tuple[str, str], Queue] = {}  # by group and what it subscribes to, perhaps a pattern
+        self._delayed: dict[asyncio.TimerHandle, None] = {}
+
+    def queue(self, subscription: Subscription) -> Queue:
+        """Where a consumer reads."""
+        source = subscription.source
+        if subscription.scheme != "kafka":
+            return self._queues.setdefault(source, Queue())
+        if (queue := self._groups.get((subscription.group, source))) is None:
+            queue = self._groups[subscription.group, source] = Queue()
+            for topic, messages in list(self._topics.items()):
+                if consumes(source, topic):
+                    queue.waiting.extend(map(Copy, messages))
+        return queue
+
+    def publish(self, scheme: str, name: str, messages: Sequence[Outgoing]) -> None:
+        """As an app does it. Raises what every broker of its kind raises for such a message."""
+        for message in messages:
+            check_sendable(scheme, name, message, LARGEST)
+        for message in messages:
+            self.published.append(Published(f"{scheme}:{name}", message.body, message.headers, message.key))
+            if message.delay:
+                self._later(message.delay, partial(self._arrive, scheme, name, message))
+            else:
+                self._arrive(scheme, name, message)
+
+    def _arrive(self, scheme: str, name: str, message: Outgoing) -> None:
+        self.arrive(self.made(scheme, name, message))
+
+    def made(
+        self, scheme: str, name: str, sent: Outgoing, properties: Mapping[str, str | int] = NO_PROPERTIES
+    ) -> Message:
+        """The message as that broker delivers it."""
+        number, source, now = next(self._numbers), f"{scheme}:{name}", datetime.now(UTC)
+        if scheme == "kafka":
+            key = sent.record_key if sent.record_key is not None else None if sent.key is None else sent.key.encode()
+            offset = len(self._topics[source])
+            return Message(
+                source, sent.body, sent.headers, order_hint=key, position=f"{name}-0-{offset}", timestamp=now,
+                partition=0, offset=offset, record_key=key,
+            )  # fmt: skip
+        own = sent.key or (f"kit-{number}" if scheme == "sqs" else None)
+        if scheme == "rabbitmq":
+            exchange, slash, routing_key = name.partition("/")
+            at: dict[str, str | int] = {"exchange": exchange, "routing_key": routing_key} if slash else {
+                "exchange": "", "routing_key": name,
+            }  # fmt: skip
+            properties = at | dict(properties)
+        group = sent.headers.get("MessageGroupId") if name.endswith(".fifo") else None
+        return Message(
+            source, sent.body, sent.headers, message_id=own, order_hint=group, position=f"{name}#{number}",
+            timestamp=now, properties=properties,
+        )  # fmt: skip
+
+    def arrive(self, message: Message, *, before: int = 0) -> None:
+        """It is there for whoever consumes it. `before`: how often it was delivered, in a redelivery."""
+        if not message.source.startswith("kafka:"):
+            self._queues.setdefault(message.source, Queue()).put(Copy(message, before))
+            return
+        if not before:
+            self._topics[message.source].append(message)
+        for (_, source), queue in self._groups.items():
+            if consumes(source, message.source):
+                queue.put(Copy(message, before))
+
+    @property
+    def delayed(self) -> list[float]:
+        """When what was published with a delay arrives, on the loop's clock."""
+        return [timer.when() for timer in self._delayed]
+
+    def _later(self, seconds: float, arrive: Callable[[], None]) -> None:
+        def act() -> None:
+            del self._delayed[timer]
+            arrive()
+
+        timer = asyncio.get_running_loop().call_later(seconds, act)
+        self._delayed[timer] = None
+
+    def clear(self) -> None:
+        for timer in self._delayed:
+            timer.cancel()
+        self._delayed.clear()
+        for each in (self._queues, self._topics, self._groups, self.published):
+            each.clear()

@@ -1,0 +1,248 @@
+"""The processes of the crash matrix as the test sees them: each stops at its points, and is killed or paused there."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+from msgspec.structs import replace
+
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.message.message import Message
+from idemconsumer.testing.matrix_process import GIVEN, SOCKET
+from idemconsumer.testing.matrix_wire import At, Wire
+
+_START_SECONDS: Final = 60.0
+_END_SECONDS: Final = 5.0
+LONG: Final = 1.0  # seconds, in which a process that has just been forked gets somewhere
+_PROGRAM: Final = """
+import json, pathlib, sys
+sys.path[:] = json.loads(sys.argv[1])
+from idemconsumer.testing.matrix_process import main
+main(pathlib.Path(sys.argv[2]))
+"""
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[At], Awaitable[tuple[str, Wire | None]]]
+Ending = Literal["done", "raised", "killed"]
+
+
+class Killed(ConnectionError):
+    """The process at this end is gone."""
+
+
+class Processes:
+    """Starts processes that have loaded the consumer. All end when this is left."""
+
+    def __init__(
+        self, consume: Any, message: Message, connect: Callable[[At], Awaitable[tuple[str, Wire | None]]]
+    ) -> None:
+        """`connect`: what one of them connects to, and the wire that is there to be closed."""
+        self.name = getattr(consume, "__qualname__", type(consume).__qualname__)
+        module = str(getattr(inspect.unwrap(consume), "__module__", ""))
+        try:
+            pickled = pickle.dumps((consume, _plain(message)))
+        except Exception as error:  # noqa: BLE001 - of whatever kind it is
+            raise ConfigurationError(
+                f"crash_matrix: {self.name} cannot be given to another process: {error}; write it at the top level of "
+                "a module, and have it make there whatever it uses"
+            ) from None
+        self._given = module, getattr(sys.modules.get(module), "__file__", None), pickled
+        self._connect = connect
+        self._stack = AsyncExitStack()
+        self._running: dict[str, Process] = {}
+        self._begun: dict[str, asyncio.Future[tuple[int, Streams]]] = {}
+        self._forking: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="matrix-")))
+            (folder / GIVEN).write_bytes(pickle.dumps(self._given))
+            server = await asyncio.start_unix_server(self._accept, folder / SOCKET)
+            stack.callback(server.close)
+            command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(folder)]
+            forking = _start(command)
+            stack.push_async_callback(self._leave, forking)
+            async with asyncio.timeout(_START_SECONDS):
+                await self._forking
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.end_all()
+        await self._stack.aclose()
+
+    async def _leave(self, forking: subprocess.Popen[bytes]) -> None:
+        if self._forking.done() and not self._forking.cancelled() and self._forking.exception() is None:
+            self._forking.result()[1].close()
+        else:
+            forking.kill()
+        await asyncio.to_thread(forking.wait)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        kind, *words = json.loads(await reader.readline())
+        if kind == "begun":
+            self._begun[words[0]].set_result((words[1], (reader, writer)))
+        elif kind == "points":
+            await self._running[words[0]].tell(reader, writer)
+        elif kind == "ready":
+            self._forking.set_result((reader, writer))
+        else:
+            writer.close()
+            self._forking.set_exception(
+                ConfigurationError(f"crash_matrix: {self.name} cannot be loaded in a process of its own:\n{words[0]}")
+            )
+
+    async def start(self) -> Process:
+        """One more."""
+        number = str(len(self._begun))
+        begun = self._begun[number] = asyncio.get_running_loop().create_future()
+        (await self._forking)[1].write(f"{number}\n".encode())
+        async with asyncio.timeout(_START_SECONDS):
+            process = Process(*await begun)
+        self._running[number] = process
+        process.dsn, process.wire = await self._connect(process.at)
+        return process
+
+    def last_error(self) -> str:
+        """What `consume` has raised last in one of those that are there, if it has."""
+        return next((process.errors[-1] for process in reversed(self._running.values()) if process.errors), "")
+
+    async def end_all(self) -> None:
+        """Kill those that are there."""
+        for process in self._running.values():
+            await process.end()
+        self._running.clear()
+
+
+class Process:
+    """One that consumes. `points` are the names of those that it has come to, and `repeats` tells that one
+    came again; `errors` what `consume` has raised.
+    `acknowledged`: the last delivery was, so the broker need not deliver the message again. `stopped`: it has come to
+    the point where it was to be stopped."""
+
+    def __init__(self, pid: int, streams: Streams) -> None:
+        self._pid = pid
+        self.dsn = ""
+        self.wire: Wire | None = None
+        self._reader, self._writer = streams
+        self._trap: tuple[int, Literal["kill", "pause"]] | None = None
+        self._go_on = asyncio.Event()
+        self._times = Counter[str]()
+        self.points: list[str] = []
+        self.repeats = False
+        self.errors: list[str] = []
+        self.acknowledged = False
+        self.stopped = asyncio.Event()
+        self.heard = asyncio.get_running_loop().time()  # when it came to its last point
+
+    def stop_at(self, point: int, how: Literal["kill", "pause"]) -> None:
+        """Kill or pause it at that point, counted from 0."""
+        self._trap = point, how
+
+    def go_on(self) -> None:
+        """It is paused no more."""
+        self._go_on.set()
+
+    async def at(self, point: str) -> None:
+        """It has come to this point. Comes back when it may go on, and raises Killed if it is not to."""
+        self.heard = asyncio.get_running_loop().time()
+        self._times[point] += 1
+        self.repeats = self.repeats or self._times[point] > 1
+        self.points.append(point if self._times[point] == 1 else f"{point} ({self._times[point]})")
+        if self._trap is not None and self._trap[0] == len(self.points) - 1:
+            self.stopped.set()
+            if self._trap[1] == "kill":
+                self._kill()
+                raise Killed
+            await self._go_on.wait()
+
+    async def tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """It says there where it is, and waits for an answer."""
+        with suppress(ConnectionError):
+            writer.write(b"go on\n")
+            while line := await reader.readline():
+                await self.at(json.loads(line)[0])
+                writer.write(b"go on\n")
+        writer.close()
+
+    async def deliver(self) -> Ending:
+        """Deliver the message, and wait for the end of that."""
+        self.acknowledged = False
+        with suppress(ConnectionError):
+            self._say(self.dsn)
+            while line := await self._reader.readline():
+                kind, *words = json.loads(line)
+                if kind == "ack":
+                    await self.at("before the acknowledgement")
+                    self.acknowledged = True
+                    await self.at("after the acknowledgement")
+                elif kind == "return":
+                    await self.at("before the return")
+                elif kind == "raised":
+                    self.errors.append(words[0])
+                    return "raised"
+                else:
+                    return "done"
+                self._say("go on")
+        return "killed"
+
+    async def end(self) -> None:
+        """Kill it, if it is there, and wait until nothing of it is."""
+        self._kill()
+        if self.wire is not None:
+            await self.wire.close()
+        with suppress(ConnectionError, TimeoutError):  # what it has forked may hold its sockets open
+            async with asyncio.timeout(_END_SECONDS):
+                while await self._reader.read(65_536):
+                    pass
+        self._writer.close()
+
+    def _say(self, text: str) -> None:
+        self._writer.write(f"{text}\n".encode())
+
+    def _kill(self) -> None:
+        # Whose end of the channel is open has not ended, so the number is still its own.
+        if not self._reader.at_eof():
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+
+
+class Delivered:
+    """A broker that delivers a message until it is acknowledged."""
+
+    async def send(self) -> None:
+        """One more message, the same again."""
+
+    async def notice(self) -> None:
+        """A consumer was killed."""
+
+    def is_done(self, process: Process, ending: Ending) -> bool:
+        """Whether this delivery is not followed by another one."""
+        return process.acknowledged
+
+    def quiet(self, rival: Process) -> float:
+        """For how many seconds it comes to no point once it can get no further beside one that is paused."""
+        return LONG
+
+
+def _plain(message: Message) -> Message:
+    """The same, and its mappings can be pickled."""
+    return replace(message, headers=dict(message.headers), properties=dict(message.properties))
+
+
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    """Not by asyncio, which in Python 3.11 starts processes in the main thread alone."""
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

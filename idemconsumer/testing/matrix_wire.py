@@ -1,0 +1,237 @@
+"""Stands between a consumer and Postgres, and stops behind each statement: so the crash matrix finds its points.
+
+It reads the wire protocol (version 3), so it knows the statements of any driver: a Query, or an Execute and what was
+prepared for it. The answer is held: the server has done the statement, and its client does not know yet. Where several
+are sent at once, each is answered before the next one is sent on. Else a client sends and gets what it would without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+At = Callable[[str], Awaitable[None]]
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+BEFORE: Final = "before the first statement"
+_ENCRYPTED: Final = (80877103, 80877104)  # SSLRequest and GSSENCRequest
+_CANCEL: Final = 80877102
+_FLUSH: Final = b"H" + struct.pack("!i", 4)
+# What ends an answer: of all up to a Sync, of one Execute before a Flush. With a G the client is asked for rows.
+_READY: Final = b"ZG"
+_EXECUTED: Final = b"CIsEG"
+# These change nothing in the database and look at nothing, so to be killed behind them is to be killed before them.
+_QUIET: Final = frozenset({"BEGIN", "START", "SET", "SHOW", "RESET", "DISCARD", "LISTEN", "UNLISTEN", "DEALLOCATE"})
+_ENDS: Final = (["COMMIT"], ["ROLLBACK"])
+_LONGEST: Final = 60
+
+
+class Wire:
+    """The connections of one process to the Postgres at `host`. `at` is awaited at each point, with its name, and may
+    never come back."""
+
+    def __init__(self, host: str, port: int, at: At) -> None:
+        self._address = (host, port)
+        self._at = at
+        self._server: asyncio.Server | None = None
+        self._talks: set[asyncio.Task[None]] = set()
+        self._begun = False
+
+    async def open(self) -> int:
+        """The port of 127.0.0.1 that it listens on."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """End all connections. What was not sent on never is."""
+        if self._server is not None:
+            self._server.close()
+        for talk in self._talks:
+            talk.cancel()
+        await asyncio.gather(*self._talks, return_exceptions=True)
+
+    async def begin(self) -> None:
+        """A statement is to be sent on."""
+        if not self._begun:
+            self._begun = True
+            await self._at(BEFORE)
+
+    async def did(self, statement: str, tags: list[str], failed: bool) -> None:
+        """A statement is done. `tags`: what the server calls that."""
+        if failed:
+            await self._at(f"after {_short(statement)}, which failed")
+        elif any(tag.partition(" ")[0] not in _QUIET for tag in tags):
+            await self._at(f"after {_short(statement)}")
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        talk = asyncio.ensure_future(self._talk((reader, writer)))
+        self._talks.add(talk)
+        talk.add_done_callback(self._talks.discard)
+
+    async def _talk(self, client: _Streams) -> None:
+        opened = [client]
+        try:
+            first = await _startup(*client)
+            host, port = self._address
+            if host.startswith("/"):
+                server = await asyncio.open_unix_connection(f"{host}/.s.PGSQL.{port}")
+            else:
+                server = await asyncio.open_connection(host, port)
+            opened.append(server)
+            server[1].write(first)
+            if struct.unpack("!i", first[4:8]) == (_CANCEL,):
+                await server[0].read()
+            else:
+                await _Talk(self, client, server).go_on()
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # one side has left, and the other one is to see that
+        finally:
+            for _, writer in opened:
+                writer.transport.abort()
+
+
+class _Talk:
+    """One connection."""
+
+    def __init__(self, wire: Wire, client: _Streams, server: _Streams) -> None:
+        self._wire = wire
+        self._from_client, self._to_client = client
+        self._from_server, self._to_server = server
+        self._prepared: dict[bytes, str] = {}
+        self._portals: dict[bytes, str] = {}
+        self._copying: str | None = None  # the statement that takes rows of the client
+        self._simple = False  # it is a Query, which has no Sync
+        self._until = b""  # the answer is held up to one of these
+        self._answered = asyncio.Event()
+        self._held: list[bytes] = []
+        self._last = b""
+        self._tags: list[str] = []
+        self._errors = False  # what was asked last
+        self._failed = False  # the server skips everything before the next Sync
+        self._idle = True  # the last ReadyForQuery was outside of a transaction
+
+    async def go_on(self) -> None:
+        """Until one side leaves."""
+        directions = [asyncio.ensure_future(self._answers()), asyncio.ensure_future(self._asks())]
+        try:
+            done, _ = await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                each.result()
+        finally:
+            for each in directions:
+                each.cancel()
+            await asyncio.gather(*directions, return_exceptions=True)
+
+    async def _asks(self) -> None:
+        execute: tuple[bytes, str] | None = None  # not sent on before it is known what comes behind it
+        open_statement = ""  # done, and committed by the next Sync if no transaction was begun
+        copied = ""  # as `execute`, and its rows are sent
+        while True:
+            kind, message = await _message(self._from_client)
+            if execute is not None and kind != b"S":
+                (sent, text), execute = execute, None
+                await self._do(sent + _FLUSH, _EXECUTED, text)
+                open_statement = "" if self._tags[-1:] in _ENDS else text
+            if kind == b"Q":
+                await self._do(message, _READY, _text(message[5:]))
+                self._simple = True
+            elif kind == b"F":
+                await self._do(message, _READY, "a function call")
+            elif kind == b"S":
+                sent, text = execute or (b"", copied)
+                await self._do(sent + message, _READY, text, "" if text else open_statement)
+                execute, open_statement, copied = None, "", ""
+            elif kind in (b"c", b"f") and self._copying is not None:
+                text, self._copying = self._copying, None
+                if self._simple:
+                    await self._do(message, _READY, text)
+                else:
+                    copied = text
+                    self._to_server.write(message)
+            elif kind == b"E":
+                self._simple = False
+                execute = message, self._portals.get(message[5:].partition(b"\0")[0], "a statement")
+            else:
+                self._note(kind, message)
+                self._to_server.write(message)
+            await self._to_server.drain()
+
+    def _note(self, kind: bytes, message: bytes) -> None:
+        """Which statement an Execute stands for."""
+        if kind == b"P":
+            name, text, _ = message[5:].split(b"\0", 2)
+            self._prepared[name] = text.decode("utf-8", "replace")
+        elif kind == b"B":
+            portal, name, _ = message[5:].split(b"\0", 2)
+            self._portals[portal] = self._prepared.get(name, "a statement")
+
+    async def _do(self, messages: bytes, until: bytes, statement: str, commits: str = "") -> None:
+        """Send them on, wait for the answer, be at the point behind `statement`, and give the answer to the client.
+        `commits`: a statement that is committed by this, unless that is in a transaction."""
+        if statement:
+            await self._wire.begin()
+        failed, began_idle = self._failed, self._idle
+        self._tags.clear()
+        self._errors = False
+        self._answered.clear()
+        self._last = b""
+        if until is _READY or not failed:
+            self._until = until
+            self._to_server.write(messages)
+            await self._answered.wait()
+        if self._last == b"G":
+            self._copying = statement
+        elif statement:
+            await self._wire.did(statement, self._tags, failed or self._errors)
+        elif commits and began_idle and self._idle:
+            await self._wire.did(f"the commit of {commits}", ["COMMIT"], failed)
+        self._until = b""
+        self._release()
+
+    async def _answers(self) -> None:
+        while True:
+            kind, message = await _message(self._from_server)
+            self._held.append(message)
+            if kind == b"C":
+                self._tags.append(_text(message[5:]))
+            elif kind == b"s":
+                self._tags.append("SUSPENDED")
+            elif kind == b"E":
+                self._failed = self._errors = True
+            elif kind == b"Z":
+                self._failed, self._idle = False, message[5:] == b"I"
+            if not self._until:
+                self._release()
+            elif kind in self._until:
+                self._last = self._last or kind
+                self._answered.set()
+
+    def _release(self) -> None:
+        self._to_client.write(b"".join(self._held))
+        self._held.clear()
+
+
+async def _startup(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """The first message that the server is to see."""
+    while True:
+        length = await reader.readexactly(4)
+        body = await reader.readexactly(struct.unpack("!i", length)[0] - 4)
+        if struct.unpack("!i", body[:4])[0] not in _ENCRYPTED:
+            return length + body
+        writer.write(b"N")
+
+
+async def _message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    head = await reader.readexactly(5)
+    return head[:1], head + await reader.readexactly(struct.unpack("!i", head[1:])[0] - 4)
+
+
+def _text(message: bytes) -> str:
+    return message.partition(b"\0")[0].decode("utf-8", "replace")
+
+
+def _short(statement: str) -> str:
+    line = " ".join(statement.split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"

@@ -1,0 +1,177 @@
+"""An app's own worker as the consumer of a crash matrix, with the product's points instead of statements.
+
+Each of its brokers is a queue in the copy of the database, so what was published, and what was in hand, outlives the
+worker that is killed, as it does at a broker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from idemconsumer.app.app import App
+from idemconsumer.brokers.connecting import connect
+from idemconsumer.brokers.postgres import PostgresBroker, enqueuing
+from idemconsumer.errors import ConfigurationError
+from idemconsumer.message.message import Message, Subscription
+from idemconsumer.ports.broker import Bounds, Broker, Delivery, Finding, Outgoing, Unsent
+from idemconsumer.ports.observer import Point, SagaPoint
+from idemconsumer.settings import Settings
+from idemconsumer.testing.lending import lent
+from idemconsumer.testing.matrix_database import Database
+from idemconsumer.testing.matrix_process import MatrixDelivery
+from idemconsumer.testing.matrix_running import LONG, Ending, Process
+from idemconsumer.worker.worker import Surroundings
+
+_NOWHERE: Final[dict[str, Any]] = {
+    "kafka": "127.0.0.1:1",
+    "rabbitmq": "amqp://127.0.0.1:1",
+    "sqs": "http://127.0.0.1:1",
+}
+
+
+_SHORT: Final = 0.15  # seconds between two points of a worker that gets on
+
+
+class RunsWorker:
+    """As `consume`: run a worker of the app until nothing is left to do. `__qualname__` is the app's name."""
+
+    def __init__(self, app: App, settings: Settings, resources: Mapping[type, object]) -> None:
+        """`resources` take the places of the app's own."""
+        modules = [(module, vars(module)) for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
+        found = [(module.__name__, name) for module, its in modules for name, each in its.items() if each is app]
+        # A program that has imported the app would run again.
+        self.__module__, self._name = min(found, key=lambda place: place[0] == "__main__", default=("", ""))
+        self.__qualname__ = f"app {app.name!r}"
+        self._settings = replace(settings, until_empty=True, workers=1, ops_port=None, **_NOWHERE)
+        self._resources = resources
+        if not self._name:
+            raise ConfigurationError(
+                f"crash_matrix: {self.__qualname__} is not an attribute of a module, so another process cannot find "
+                "it; write it at the top level of a module"
+            )
+
+    async def __call__(self, delivery: MatrixDelivery, dsn: str) -> None:
+        app: App = getattr(import_module(self.__module__), self._name)
+        settings = replace(self._settings, dsn=dsn)
+
+        def connected(scheme: str, settings: Settings) -> Broker:
+            return connect(scheme, settings) if scheme == "postgres" else _StandIn(scheme, settings, delivery.message)
+
+        with lent(app, self._resources, Surroundings(connected, settings=settings)):
+            await app.worker(settings, _Telling(delivery)).run()
+
+
+def check_sent(app: App, message: object) -> Message:
+    """The message, if a handler of the app consumes it; else ConfigurationError."""
+    sources = sorted({source for handler in app.handlers.values() for source in handler.plan.sources})
+    if not isinstance(message, Message) or message.source not in sources:
+        raise ConfigurationError(
+            f"crash_matrix: app {app.name!r} has no handler of this message; write Message(source, body) with one of "
+            f"its sources, which are {', '.join(sources) or 'none'}"
+        )
+    return message
+
+
+class Queued:
+    """As `Delivered`: the messages are in queues of the copy, and a worker runs until they are empty."""
+
+    def __init__(self, database: Database, schema: str, message: Message) -> None:
+        self._database, self._schema = database, schema
+        outgoing = Outgoing(message.body, message.headers, message.message_id)
+        self._enqueue = enqueuing(schema, queue_of(message.source), outgoing)
+
+    async def send(self) -> None:
+        """One more message, the same again."""
+        await self._database.execute(*self._enqueue)
+
+    async def notice(self) -> None:
+        """A worker was killed. What it had in hand would come again within seconds, which nobody need wait for."""
+        await self._database.execute(f"update {self._schema}.queue set visible_at = clock_timestamp()")
+        await self._database.execute(f"update {self._schema}.worker set until = clock_timestamp()")
+
+    def is_done(self, process: Process, ending: Ending) -> bool:
+        """Whether nothing is left."""
+        return ending == "done"
+
+    def quiet(self, rival: Process) -> float:
+        """As `Delivered.quiet`. A worker does not leave before the queues are empty, nor give up on a key in flight."""
+        settled = any(each.startswith(Point.SETTLED) for each in rival.points)
+        return _SHORT if settled or rival.repeats else LONG
+
+
+class _Telling:
+    """An Observer: the test hears of each point before the worker goes on."""
+
+    def __init__(self, delivery: MatrixDelivery) -> None:
+        self._delivery = delivery
+
+    def at(self, point: Point | SagaPoint, handler: str, keys: Sequence[bytes]) -> None:
+        """As every Observer's."""
+        self._delivery._at(f"{point} {handler}")
+
+
+def queue_of(source: str) -> str:
+    """The queue that stands for a source."""
+    scheme, _, name = source.partition(":")
+    return name if scheme == "postgres" else f"{scheme}.{name}"
+
+
+class _StandIn:
+    """The broker of one scheme. A message has the properties that `given`, the matrix's own, has there."""
+
+    hands_over = False
+
+    def __init__(self, scheme: str, settings: Settings, given: Message) -> None:
+        self._scheme, self._given = scheme, given
+        self._queues = PostgresBroker(settings)
+
+    def feed(self, subscription: Subscription) -> str:
+        return self._scheme
+
+    async def open(self, subscriptions: Sequence[Subscription], bounds: Bounds) -> Any:
+        sources = {f"postgres:{queue_of(each.source)}": each.source for each in subscriptions}
+        queues = [
+            Subscription(queue, each.handler, each.group) for queue, each in zip(sources, subscriptions, strict=True)
+        ]
+        share, paused = bounds.share, bounds.paused
+        bounds = dataclasses.replace(
+            bounds,
+            share=None if share is None else lambda queue: share(sources[queue]),
+            paused=lambda queue: paused(sources[queue]),
+        )
+        session = await self._queues.open(queues, bounds)
+        fetch = session.fetch
+
+        async def fetched() -> Sequence[Delivery]:
+            return [replace(each, message=self._as_sent(each.message, sources)) for each in await fetch()]
+
+        session.fetch = fetched  # type: ignore[method-assign]
+        return session
+
+    def _as_sent(self, message: Message, sources: dict[str, str]) -> Message:
+        source = sources[message.source]
+        if source == self._given.source and message.body == self._given.body:
+            return replace(self._given, position=message.position, attempt=message.attempt)
+        return replace(message, source=source)
+
+    async def publish(self, name: str, messages: Sequence[Outgoing]) -> None:
+        await self._queues.publish(f"{self._scheme}.{name}", messages)
+
+    async def relay(self, name: str, messages: Sequence[Outgoing]) -> list[Unsent | None]:
+        await self.publish(name, messages)
+        return [None] * len(messages)
+
+    async def check_destination(self, name: str) -> None:
+        return
+
+    async def check(self, subscription: Subscription) -> list[Finding]:
+        return [Finding("ok", subscription.source, "a queue of the crash matrix")]
+
+    async def close(self) -> None:
+        await self._queues.close()

@@ -1,0 +1,70 @@
+"""What pytest loads (`pytest11`): the fixture `idem`, and the mark `crash_matrix` of tests that have it.
+
+The rest is imported when a test asks for the fixture.
+
+Not imported by tests: annotate with `idemconsumer.testing.Idem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from idemconsumer.testing.kit.databases import Databases, Setup
+    from idemconsumer.testing.kit.fixture import Idem
+
+_MARK = (
+    "crash_matrix(tables, ignore=(), timeout=10.0): run the first message that the test sends with a crash and a rival "
+    "at every point, and compare the tables"
+)
+
+_async_fixture: Any = pytest.fixture
+with suppress(ImportError):  # without it no async test runs
+    from pytest_asyncio import fixture as _async_fixture
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known."""
+    config.addinivalue_line("markers", _MARK)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse the mark where no message of the test could be seen: nothing would be shown."""
+    if item.get_closest_marker("crash_matrix") and "idem" not in getattr(item, "fixturenames", ()):
+        pytest.fail("the test is marked crash_matrix, but has no fixture `idem`, whose messages are run", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def idem_setup() -> Setup:
+    """Override it to have tables of your own: SQL, or a function that is given the address of a database."""
+    return None
+
+
+@pytest.fixture(scope="session")
+def idem_databases() -> Iterator[Databases]:
+    """The server of this run, and what copies its databases."""
+    from idemconsumer.testing.kit.databases import Databases
+
+    databases = Databases()
+    try:
+        yield databases
+    finally:
+        databases.close()
+
+
+@_async_fixture  # type: ignore[untyped-decorator, unused-ignore]
+async def idem(request: pytest.FixtureRequest, idem_databases: Databases, idem_setup: Setup) -> AsyncIterator[Idem]:
+    """`kit = await idem(app, resources={Gateway: fake})`: see `idemconsumer.testing.Kit`."""
+    from idemconsumer.testing.kit.fixture import Idem
+    from idemconsumer.testing.kit.marked import Marked
+
+    mark = request.node.get_closest_marker("crash_matrix")
+    made = Idem(idem_databases, idem_setup, Marked(*mark.args, **mark.kwargs) if mark else None)
+    try:
+        yield made
+    finally:
+        await made.close()
